@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding in vLLM with a drafter whose tokenizer differs from the target's."""
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: teach vLLM's front end our `--speculative-config`.
+
+    vLLM calls this in every process, possibly more than once. Nothing changes for an engine whose
+    speculative configuration does not ask for one of our methods.
+    """
+    from vllm_hetero_spec.engine.frontend import install
+
+    install()

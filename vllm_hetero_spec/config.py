@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may write in `--speculative-config`, and one clear sentence for what they may not.
+
+Pure Python: knows neither vLLM nor torch. `parse` turns the user's dictionary into `HeteroOptions`
+plus the keys that go on to vLLM's own `SpeculativeConfig` unchanged.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+METHODS = ("slem",)
+TRANSLATIONS = ("auto", "text", "identity")
+TENSOR_PARALLEL_MODES = ("rank0", "sharded")
+MAX_LOOKAHEAD = 64
+
+# Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
+_VLLM_KEYS = frozenset({"rejection_sample_method"})
+# Upstream spells the drafter's parallelism as a size; we name the two modes that exist.
+_ALIASES = {"draft_tensor_parallel_size": "tensor_parallel"}
+_UPSTREAM_KEYS = ("use_heterogeneous_vocab", "heterogeneous_vocab_method")
+
+
+class ConfigError(ValueError):
+    """A speculative configuration that is refused at start-up, in one sentence."""
+
+
+@dataclass(frozen=True)
+class HeteroOptions:
+    """A validated request for one of our methods.
+
+    Attributes:
+        method: How drafts are chosen, one of `METHODS`.
+        model: The drafter: a Hugging Face name or a folder.
+        num_speculative_tokens: Lookahead, in TARGET tokens per request and step.
+        tokenizer: The drafter's tokenizer; its model's where None.
+        tokenizer_mode: vLLM's tokenizer mode for the drafter ("auto", "mistral", ...).
+        revision: Version of the drafter's repository (weights and configuration).
+        tokenizer_revision: Version of the drafter's tokenizer; `revision` where None.
+        trust_remote_code: Run code of the drafter's repository; the target's setting where None.
+        quantization: Quantization of the drafter's weights; read from its configuration where None.
+        dtype: Weights and activations of the drafter; the target's where None.
+        max_model_len: Longest drafter context in DRAFTER tokens; derived where None.
+        enforce_eager: Run the drafter without torch.compile.
+        kv_cache_memory_bytes: Budget of the drafter's KV pool; derived where None.
+        tensor_parallel: "rank0" runs the drafter whole on the first rank of the target's tensor
+            parallel group, "sharded" splits it over that group.
+        translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
+            goes through text, "identity" demands equal tokenizers.
+    """
+
+    method: str
+    model: str
+    num_speculative_tokens: int
+    tokenizer: str | None = None
+    tokenizer_mode: str = "auto"
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    trust_remote_code: bool | None = None
+    quantization: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    enforce_eager: bool = True
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel: str = "rank0"
+    translation: str = "auto"
+
+
+OWN_KEYS = tuple(f.name for f in fields(HeteroOptions))
+
+
+def wants_us(user: Mapping[str, Any] | None, known_methods: tuple[str, ...] = ()) -> bool:
+    """Whether a speculative configuration asks for one of our methods.
+
+    Args:
+        user: The user's dictionary, keys with dashes or underscores.
+        known_methods: Method names that vLLM itself understands.
+
+    Raises:
+        ConfigError: The method is unknown to both, and ours is the nearest name.
+    """
+    if not user:
+        return False
+    user = _normalise_keys(user)
+    method = user.get("method")
+    if method in METHODS:
+        return True
+    if method in (None, "draft_model") and "heterogeneous_vocab_method" in user:
+        return _upstream_spelling(user)
+    if isinstance(method, str) and method not in known_methods:
+        nearest = difflib.get_close_matches(method.lower(), [*METHODS, *known_methods], n=1)
+        if nearest and nearest[0] in METHODS:
+            raise ConfigError(
+                f"speculative method {method!r} does not exist; did you mean {nearest[0]!r}? "
+                f"Methods of vllm_hetero_spec: {_listed(METHODS)}."
+            )
+    return False
+
+
+def parse(
+    user: Mapping[str, Any], *, target_tensor_parallel: int = 1
+) -> tuple[HeteroOptions, dict[str, Any]]:
+    """Validate a configuration for which `wants_us` said yes.
+
+    Args:
+        user: The user's dictionary, keys with dashes or underscores.
+        target_tensor_parallel: Size of the target's tensor parallel group.
+
+    Returns:
+        Our options, and the entries that vLLM's SpeculativeConfig takes unchanged.
+
+    Raises:
+        ConfigError: One sentence that names the key, what was found and what is supported.
+    """
+    given = _normalise_keys(user)
+    if (
+        given.pop("use_heterogeneous_vocab", None) is not None
+        or "heterogeneous_vocab_method" in given
+    ):
+        given["method"] = given.pop("heterogeneous_vocab_method", given.get("method"))
+    size = given.pop("draft_tensor_parallel_size", None)
+    if size is not None:
+        given.setdefault("tensor_parallel", _mode_of_size(size, target_tensor_parallel))
+    vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
+    _check_keys(given)
+    _check_verification(vllm_keys.get("rejection_sample_method", "standard"))
+    if not given.get("model"):
+        raise ConfigError(
+            f"speculative method {given['method']!r} needs a drafter: add "
+            '"model": "<Hugging Face name or folder>" to the speculative configuration.'
+        )
+    given["num_speculative_tokens"] = _integer(
+        "num_speculative_tokens", given.get("num_speculative_tokens"), 1, MAX_LOOKAHEAD
+    )
+    if given.get("max_model_len") is not None:
+        given["max_model_len"] = _integer("max_model_len", given["max_model_len"], 2, 1 << 31)
+    if given.get("kv_cache_memory_bytes") is not None:
+        given["kv_cache_memory_bytes"] = _bytes(given["kv_cache_memory_bytes"])
+    for key, choices in (("tensor_parallel", TENSOR_PARALLEL_MODES), ("translation", TRANSLATIONS)):
+        if given.get(key) is not None:
+            _one_of(key, given[key], choices)
+    for key in ("enforce_eager", "trust_remote_code"):
+        if not isinstance(given.get(key), bool | None):
+            raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
+    # An explicit null means "the default", as it does in vLLM.
+    return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
+
+
+def _normalise_keys(user: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key).replace("-", "_"): value for key, value in user.items()}
+
+
+def _upstream_spelling(user: Mapping[str, Any]) -> bool:
+    method = user["heterogeneous_vocab_method"]
+    if not user.get("use_heterogeneous_vocab"):
+        raise ConfigError(
+            f"heterogeneous_vocab_method={method!r} needs use_heterogeneous_vocab=true beside it."
+        )
+    if method not in METHODS:
+        raise ConfigError(
+            f"heterogeneous_vocab_method={method!r} does not exist{_nearest(method, METHODS)}; "
+            f"supported: {_listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
+        )
+    return True
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    for key in given:
+        if key not in OWN_KEYS:
+            supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_ALIASES, *_UPSTREAM_KEYS})
+            raise ConfigError(
+                f"unknown key {key!r} in the speculative configuration"
+                f"{_nearest(key, supported)}; supported: {_listed(supported)}."
+            )
+
+
+def _check_verification(method: Any) -> None:
+    if method != "standard":
+        raise ConfigError(
+            f"rejection_sample_method={method!r} is not supported here: this method promises the "
+            "target's own distribution, which 'standard' keeps; leave the key out."
+        )
+
+
+def _mode_of_size(size: Any, target: int) -> str:
+    if size == 1:
+        return "rank0"
+    if size == target:
+        return "sharded"
+    raise ConfigError(
+        f"draft_tensor_parallel_size={size!r} is not supported: it can be 1 (the drafter runs "
+        f"whole on the first rank) or {target}, the target's own."
+    )
+
+
+def _integer(key: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        found = "missing" if value is None else repr(value)
+        raise ConfigError(f"{key} is {found}; it must be a whole number from {low} to {high}.")
+    return value
+
+
+def _bytes(value: Any) -> int:
+    """A byte count as vLLM's command line takes it: 67108864, "64MiB", "0.5G"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {value!r}; it must be a positive number of bytes, "
+            'as 67108864 or "64MiB".'
+        )
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+
+
+def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{key} is {value!r}{_nearest(value, choices)}; supported: {_listed(choices)}."
+        )
+
+
+def _nearest(word: Any, choices: Any) -> str:
+    near = difflib.get_close_matches(str(word), list(choices), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round of drafting for a batch: admit, catch up, draft until covered, translate.
+
+The lookahead counts TARGET tokens. How many drafter tokens they take depends on the text, so a
+round drafts the expected number, translates, and goes on only for requests still short of it.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vllm_hetero_spec.engine.drafter import Drafter, DraftRow
+from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.requests import RequestState
+from vllm_hetero_spec.engine.stats import DraftStats
+from vllm_hetero_spec.text.bridge import Bridge
+
+# The last drafter tokens of a context may still merge with what follows: not published for reuse.
+_UNSTABLE_TAIL = 32
+# A request that found the pool full waits this many steps before it asks again.
+_STEPS_BETWEEN_TRIES = 8
+
+
+@dataclass
+class Job:
+    """A request in this round.
+
+    Attributes:
+        index: Its place in the batch.
+        state: What the drafter knows of it.
+        lookahead: Target tokens that are useful to propose; 0 only catches up.
+        steps_left: Drafter steps it may still spend.
+        drafted: Drafter ids so far.
+        proposal: Their translation.
+    """
+
+    index: int
+    state: RequestState
+    lookahead: int
+    steps_left: int = 0
+    drafted: list[int] = field(default_factory=list)
+    proposal: list[int] = field(default_factory=list)
+
+
+class Rounds:
+    """Runs rounds over one drafter.
+
+    Args:
+        bridge: Between the two tokenizers.
+        drafter: The decode loop.
+        pool: The drafter's KV blocks.
+        stats: Counters to add to.
+        budget: Context tokens that the drafter may read in one round.
+    """
+
+    def __init__(
+        self, bridge: Bridge, drafter: Drafter, pool: KVPool, stats: DraftStats, budget: int
+    ) -> None:
+        self._bridge = bridge
+        self._drafter = drafter
+        self._pool = pool
+        self._stats = stats
+        self._budget = budget
+
+    def run(self, jobs: list[Job], idle: Iterator[RequestState]) -> None:
+        """Fill the jobs' proposals, as far as tokens, blocks and lengths allow.
+
+        Args:
+            jobs: Requests whose text has been read and whose KV is aligned.
+            idle: Requests outside the batch, whose KV may be taken.
+        """
+        rows = self._admit(jobs, idle)
+        if not rows:
+            return
+        self._drafter.run([row for _, row in rows])
+        for job, row in rows:
+            state = job.state
+            state.agreed += len(row.pending)
+            if row.finite:
+                stable = state.agreed - _UNSTABLE_TAIL
+                self._pool.publish(row.sequence.table, state.context.ids, stable)
+        rows = [(job, row) for job, row in rows if row.steps]
+        while rows:
+            self._translate(rows)
+            rows = [(job, more) for job, row in rows if (more := self._continue(job, row))]
+            if rows:
+                self._drafter.run([row for _, row in rows])
+
+    def _admit(self, jobs: list[Job], idle: Iterator[RequestState]) -> list[tuple[Job, DraftRow]]:
+        """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
+        rows = []
+        budget = self._budget
+        for job in sorted(jobs, key=lambda job: (job.lookahead == 0, job.state.pending)):
+            state = job.state
+            room = self._drafter.max_length - len(state.context.ids)
+            if room < bool(job.lookahead):
+                self._skip(job, "drafter_length")
+                continue
+            pending, steps = state.pending, self._plan(job, room)
+            if pending > budget:
+                self._skip(job, "catching_up")
+                pending, steps = budget, 0
+            if not pending:
+                continue
+            if not self._reserve(state, pending + steps, idle):
+                self._skip(job, "no_blocks")
+                state.wait = _STEPS_BETWEEN_TRIES
+                state.close(self._pool)
+                continue
+            budget -= pending
+            self._stats.catch_up_tokens += pending
+            assert state.sequence is not None
+            ids = state.context.ids[state.agreed : state.agreed + pending]
+            rows.append((job, DraftRow(state.sequence, ids, steps)))
+        return rows
+
+    def _plan(self, job: Job, room: int) -> int:
+        """Steps expected to cover the lookahead; what more may be spent goes to `steps_left`."""
+        if not job.lookahead:
+            return 0
+        context = job.state.context
+        ratio = len(context.ids) / context.num_target
+        steps = min(room, max(1, round(job.lookahead * ratio)))
+        job.steps_left = min(room, math.ceil(2 * job.lookahead * max(1.0, ratio))) - steps
+        return steps
+
+    def _reserve(self, state: RequestState, tokens: int, idle: Iterator[RequestState]) -> bool:
+        """KV room for `tokens` more; requests outside the batch give theirs up for it."""
+        assert state.sequence is not None
+        need = len(state.sequence.kv_ids) + tokens
+        while not self._pool.grow(state.sequence.table, need):
+            other = next(idle, None)
+            if other is None:
+                return False
+            other.close(self._pool)
+        return True
+
+    def _translate(self, rows: list[tuple[Job, DraftRow]]) -> None:
+        for job, row in rows:
+            job.drafted += row.drafted
+            self._stats.drafter_tokens += len(row.drafted)
+        began = time.perf_counter()
+        proposals = self._bridge.to_target(
+            [job.state.context for job, _ in rows],
+            [job.drafted for job, _ in rows],
+            [job.lookahead for job, _ in rows],
+        )
+        self._stats.translate_seconds += time.perf_counter() - began
+        for (job, row), proposal in zip(rows, proposals, strict=True):
+            job.proposal = proposal
+            if not row.finite:
+                self._skip(job, "nan_logits")
+                job.state.retire("nan_logits", self._pool)
+
+    def _continue(self, job: Job, row: DraftRow) -> DraftRow | None:
+        """The row that goes on for a job still short of its lookahead, None where it is done."""
+        missing = job.lookahead - len(job.proposal)
+        ended = not row.finite or row.drafted[-1] in self._bridge.drafter_eos
+        if missing <= 0 or ended or job.steps_left <= 0:
+            return None
+        made = len(job.proposal) or 1
+        steps = min(job.steps_left, max(1, round(missing * len(job.drafted) / made)))
+        if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
+            return None
+        job.steps_left -= steps
+        return DraftRow(row.sequence, [row.drafted[-1]], steps)
+
+    def _skip(self, job: Job, reason: str) -> None:
+        if job.lookahead:
+            self._stats.skip(reason)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacing one attribute of vLLM, once, by name.
+
+Every replacement goes through `replace`: it refuses a target that does not exist and does nothing
+where the same patch stands already, because vLLM runs plugins several times and in every process.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "__vllm_hetero_spec_patch__"
+
+
+class PatchError(RuntimeError):
+    """A patch whose target is missing, or that another patch of ours already holds."""
+
+
+def replace(owner: Any, name: str, patch: str, make: Callable[[Any], Any]) -> bool:
+    """Put `make(original)` in the place of `owner.name`.
+
+    Args:
+        owner: A class or module; the attribute must be its own, not inherited.
+        name: The attribute.
+        patch: Name of this patch, for the marker on the replacement.
+        make: Builds the replacement from the original function; where the attribute is a static or
+            class method, from the plain function behind it, and the result becomes one again.
+
+    Returns:
+        False where this patch stands already.
+
+    Raises:
+        PatchError: No such attribute, or a different patch of ours holds it.
+    """
+    if name not in vars(owner):
+        raise PatchError(f"{_label(owner)}.{name} does not exist; patch {patch!r} has no target")
+    held = vars(owner)[name]
+    kind = type(held) if isinstance(held, staticmethod | classmethod) else None
+    original = held.__func__ if kind else held
+    standing = getattr(original, _MARK, None)
+    if standing == patch:
+        return False
+    if standing is not None:
+        raise PatchError(f"{_label(owner)}.{name} is held by {standing!r}; {patch!r} refused")
+    made = functools.wraps(original)(make(original))
+    setattr(made, _MARK, patch)
+    setattr(owner, name, kind(made) if kind else made)
+    return True
+
+
+def add(owner: Any, name: str, value: Any) -> None:
+    """Give `owner` an attribute that it must not have yet, other than this very value.
+
+    Raises:
+        PatchError: The attribute exists with another value.
+    """
+    if name in vars(owner) and vars(owner)[name] is not value:
+        raise PatchError(f"{_label(owner)}.{name} exists already")
+    setattr(owner, name, value)
+
+
+def _label(owner: Any) -> str:
+    return getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's configurations: a ModelConfig in the front end, a VllmConfig in the worker."""
+
+import copy
+from typing import Any
+
+from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.config.utils import replace
+
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
+
+# Room above the measured ratio of drafter to target tokens: texts differ, a context that does not
+# fit is merely left undrafted.
+_LENGTH_SLACK = 1.5
+
+
+def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelConfig:
+    """Read the drafter's configuration, so that a bad drafter fails before any weight is loaded.
+
+    Raises:
+        ConfigError: The drafter cannot be read, or does not generate text.
+    """
+    trust = options.trust_remote_code
+    try:
+        config = ModelConfig(
+            model=options.model,
+            tokenizer=options.tokenizer or options.model,
+            tokenizer_mode=options.tokenizer_mode,
+            runner="draft",
+            trust_remote_code=target.trust_remote_code if trust is None else trust,
+            dtype=options.dtype or target.dtype,
+            seed=target.seed,
+            revision=options.revision,
+            tokenizer_revision=options.tokenizer_revision or options.revision,
+            max_model_len=options.max_model_len,  # type: ignore[arg-type]
+            quantization=options.quantization,
+            enforce_eager=options.enforce_eager,
+        )
+        generates = not config.is_encoder_decoder and config.registry.is_text_generation_model(
+            config.architectures, config
+        )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(
+            f"the drafter {options.model!r} cannot be used: {reason}; give a folder or "
+            "Hugging Face name of a causal language model that this vLLM supports."
+        ) from error
+    if not generates:
+        raise ConfigError(
+            f"the drafter {options.model!r} is {', '.join(config.architectures)}, which does not "
+            "generate text left to right; a drafter must be a decoder-only causal language model."
+        )
+    return config
+
+
+def cap_length(drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float) -> None:
+    """Shorten `drafter.max_model_len` to what the target's contexts can need.
+
+    Args:
+        drafter: Changed in place.
+        options: Nothing happens where the user set `max_model_len`.
+        target_len: The target's longest context in its own tokens.
+        ratio: Drafter tokens per target token on ordinary text.
+    """
+    if options.max_model_len is None:
+        need = int(target_len * ratio * _LENGTH_SLACK) + 4 * options.num_speculative_tokens
+        drafter.max_model_len = min(drafter.max_model_len, need)
+
+
+def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool) -> VllmConfig:
+    """The configuration of the nested runner that builds the drafter.
+
+    Args:
+        target: The worker's own configuration.
+        drafter: From `drafter_model_config`.
+        solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
+
+    The compilation config is fresh: layers register in its static_forward_context, and the
+    target's KV cache manager must not see the drafter's.
+    """
+    cache = copy.copy(target.cache_config)
+    cache.num_gpu_blocks = None
+    cache.num_gpu_blocks_override = None
+    cache.kv_cache_memory_bytes = None
+    scheduler = copy.copy(target.scheduler_config)
+    scheduler.async_scheduling = False
+    parallel = target.parallel_config
+    if solo:
+        parallel = copy.copy(parallel)
+        parallel.tensor_parallel_size = 1
+        parallel.world_size = 1
+        parallel.rank = 0
+    mode = CompilationMode.NONE if drafter.enforce_eager else target.compilation_config.mode
+    return replace(
+        target,
+        model_config=drafter,
+        cache_config=cache,
+        scheduler_config=scheduler,
+        parallel_config=parallel,
+        compilation_config=CompilationConfig(mode=mode, cudagraph_mode=CUDAGraphMode.NONE),
+        speculative_config=None,
+        quant_config=None,
+        lora_config=None,
+        kv_transfer_config=None,
+        kv_events_config=None,
+    )
+
+
+def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Any) -> int:
+    """Bytes for the drafter's KV pool.
+
+    Args:
+        options: `kv_cache_memory_bytes` wins where set.
+        target: The worker's own configuration.
+        bytes_for: Bytes of drafter KV for a number of tokens.
+
+    By default the pool holds every sequence at full length, but takes no more than a quarter of an
+    explicit target budget, or 4 GiB.
+    """
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes
+    scheduler = target.scheduler_config
+    need = bytes_for(scheduler.max_num_seqs * target.model_config.max_model_len)
+    explicit = target.cache_config.kv_cache_memory_bytes
+    return min(need, explicit // 4 if explicit else 4 << 30)

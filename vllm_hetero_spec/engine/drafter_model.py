@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second model: built by a nested runner, run on our own paged KV.
+
+The nested runner is a factory. It is never scheduled: it loads the weights, allocates the KV
+tensors and builds the attention groups for whatever platform the target runs on; from then on only
+its model and attention groups are used, so there is no code per platform here.
+
+Who owns which KV: the target's blocks belong to vLLM's scheduler, the drafter's tensors to this
+object and its block numbers to `KVPool`. Both models register their layers in separate
+static_forward_contexts, so neither sees the other's.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.compat import release
+
+
+class DrafterModel:
+    """The drafter's weights and KV tensors.
+
+    Args:
+        config: From `drafter_vllm_config`.
+        runner_class: The class of the target's own model runner.
+        device: Where the target runs.
+        kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
+
+    Attributes:
+        num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
+        block_size: Tokens per block.
+        forward_seconds: Host time spent inside the model so far.
+
+    Raises:
+        ConfigError: The drafter's layers do not share one kind of KV cache, or the budget does not
+            hold a single block.
+    """
+
+    def __init__(
+        self, config: VllmConfig, runner_class: type, device: torch.device, kv_budget: Callable
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.forward_seconds = 0.0
+        with set_current_vllm_config(config):
+            runner = runner_class(config, device)
+            runner.load_model()
+            self.model = runner.model
+            self._allocate_kv(runner, kv_budget)
+
+    def _allocate_kv(self, runner: Any, kv_budget: Any) -> None:
+        spec = runner.get_kv_cache_spec()
+        kinds = {type(layer).__name__ for layer in spec.values()}
+        if len(set(spec.values())) != 1:
+            raise ConfigError(
+                f"the drafter's layers need {len(set(spec.values()))} kinds of KV cache "
+                f"({', '.join(sorted(kinds))}); supported: one kind of attention in all layers."
+            )
+        layer = next(iter(spec.values()))
+        block_bytes = layer.page_size_bytes * len(spec)
+        budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // layer.block_size) + 1))
+        # One block for padding and one to work with; vLLM's own check asks for a full-length
+        # sequence, which the pool does not need: what does not fit goes undrafted.
+        self.num_blocks = budget // block_bytes
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={budget} is less than two KV blocks of the drafter "
+                f"({block_bytes} bytes each); give it at least {2 * block_bytes}."
+            )
+        cache = self.config.cache_config
+        if cache.kv_cache_layout is None:
+            layers = get_layers_from_vllm_config(self.config, AttentionLayerBase)
+            layouts = get_supported_kv_cache_layouts(
+                {layer.get_attn_backend() for layer in layers.values()}  # type: ignore[attr-defined]
+            )
+            cache.kv_cache_layout = layouts[0].name
+        cache.num_gpu_blocks_override = self.num_blocks
+        length = self.config.model_config.max_model_len
+        full_length = block_bytes * (-(-length // layer.block_size) + 1)
+        plan = release().plan_kv_cache(self.config, spec, max(budget, full_length))
+        runner.initialize_kv_cache(plan)
+        group = plan.kv_cache_groups[0]
+        self.block_size: int = group.kv_cache_spec.block_size
+        self._groups = runner.attn_groups[0]
+        self._layers = list(group.layer_names)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: torch.Tensor,
+        starts_cpu: torch.Tensor,
+        lengths: torch.Tensor,
+        lengths_cpu: torch.Tensor,
+        block_table: torch.Tensor,
+        max_query: int,
+        max_length: int,
+    ) -> torch.Tensor:
+        """One ragged forward; writes the KV of all its tokens.
+
+        Args:
+            ids: [N] token ids, requests one after the other.
+            positions: [N] int64 position of each token in its sequence.
+            starts: [B+1] int32 offset of each request in `ids`; `starts_cpu` the same on the host.
+            lengths: [B] int32 tokens of each sequence after this forward; `lengths_cpu` likewise.
+            block_table: [B, W] int32 block numbers.
+            max_query: Longest request in `ids`.
+            max_length: Longest of `lengths`.
+
+        Returns:
+            [B, V] logits after the last token of each request.
+        """
+        size = self.block_size
+        num_reqs = block_table.shape[0]
+        row = torch.repeat_interleave(
+            torch.arange(num_reqs, device=self.device),
+            (starts[1:] - starts[:-1]).long(),
+            output_size=ids.shape[0],
+        )
+        slots = block_table[row, positions // size].long() * size + positions % size
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=lengths_cpu,
+            num_reqs=num_reqs,
+            num_actual_tokens=ids.shape[0],
+            max_query_len=max_query,
+            max_seq_len=max_length,
+            block_table_tensor=block_table,
+            slot_mapping=slots,
+            causal=True,
+        )
+        metadata = {}
+        for group in self._groups:
+            built = group.build_metadata(common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        began = time.perf_counter()
+        with set_forward_context(
+            metadata,
+            self.config,
+            num_tokens=ids.shape[0],
+            slot_mapping=dict.fromkeys(self._layers, slots),
+        ):
+            hidden = self.model(input_ids=ids, positions=positions)
+            logits = self.model.compute_logits(hidden[starts[1:].long() - 1])
+        self.forward_seconds += time.perf_counter() - began
+        return logits

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a request's `cache_salt` from vLLM's scheduler to the worker.
+
+The drafter shares KV blocks between requests with a common prefix. A salt forbids sharing between
+tenants, but vLLM's scheduler keeps it to itself; here it rides along on the NewRequestData of
+salted requests.
+"""
+
+from typing import Any
+
+from vllm_hetero_spec.engine.compat import patching
+
+_ATTRIBUTE = "hetero_cache_salt"
+
+
+def install() -> None:
+    """Wrap `NewRequestData.from_request` in this process. Idempotent."""
+    from vllm.v1.core.sched.output import NewRequestData
+
+    patching.replace(NewRequestData, "from_request", "cache_salt", _keep_salt)
+
+
+def _keep_salt(original: Any) -> Any:
+    def from_request(cls: type, request: Any, *args: Any, **kwargs: Any) -> Any:
+        data = original(cls, request, *args, **kwargs)
+        if request.cache_salt is not None:
+            setattr(data, _ATTRIBUTE, request.cache_salt)
+        return data
+
+    return from_request
+
+
+def salt_of(new_request: Any) -> str | None:
+    """The salt of a NewRequestData, None where the request had none."""
+    return getattr(new_request, _ATTRIBUTE, None)

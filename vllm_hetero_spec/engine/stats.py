@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speculation did, counted in the worker, and how a front end reads it."""
+
+import logging
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+RPC = "hetero_spec_stats"
+
+# Why a request went undrafted in a step, and what a user can do about it.
+REASONS = {
+    "no_blocks": "the drafter's KV pool is full; raise kv_cache_memory_bytes",
+    "drafter_length": "the context is longer than the drafter's max_model_len",
+    "catching_up": "the drafter is still reading a long prompt",
+    "drafter_error": "the drafter raised an exception",
+    "backing_off": "the drafter failed before and rests for a while",
+    "nan_logits": "the drafter's logits were not finite",
+    "untranslatable": "the text cannot be spelt in the drafter's vocabulary",
+    "no_text": "the request has no token ids (prompt embeddings)",
+    "nothing_proposed": "the drafted text gave no whole target token",
+}
+# Expected now and then in normal operation: counted, but not worth a warning.
+_QUIET = frozenset({"catching_up", "nothing_proposed"})
+
+
+@dataclass
+class DraftStats:
+    """Counters of one worker since it started. Times are host seconds.
+
+    Attributes:
+        steps: Calls of the proposer.
+        drafts: Drafts handed to the target.
+        draft_tokens: Target tokens in those drafts.
+        drafter_tokens: Tokens the drafter generated for them.
+        catch_up_tokens: Context tokens the drafter read.
+        reused_tokens: Context tokens whose KV another request had left.
+        skipped: Requests left undrafted in a step, by reason (`REASONS`).
+        translate_seconds: Both directions of translation.
+        forward_seconds: Inside the drafter's forwards.
+        propose_seconds: The whole proposer, translation and forwards included.
+        verify_seconds: The rejection sampler.
+        kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
+    """
+
+    steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    drafter_tokens: int = 0
+    catch_up_tokens: int = 0
+    reused_tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    translate_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    propose_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    kv_blocks: int = 0
+    kv_blocks_held: int = 0
+
+    def skip(self, reason: str, detail: str = "") -> None:
+        """Count one undrafted request; the first of each reason is logged once."""
+        if not self.skipped[reason] and reason not in _QUIET:
+            logger.warning(
+                "Not speculating for some requests (%s): %s%s. They complete as without a drafter; "
+                "further cases are only counted.",
+                reason,
+                REASONS[reason],
+                f": {detail}" if detail else "",
+            )
+        self.skipped[reason] += 1
+
+
+def read_stats(llm: Any) -> dict[str, Any]:
+    """The counters of an engine's workers, summed.
+
+    Args:
+        llm: A `vllm.LLM` (or anything with its `collective_rpc`) running one of our methods.
+
+    Returns:
+        The fields of `DraftStats`; `skipped` as a plain dictionary.
+    """
+    total = Counter[str]()
+    skipped = Counter[str]()
+    for worker in llm.collective_rpc(RPC):
+        skipped.update(worker.pop("skipped"))
+        total.update(worker)
+    return {**total, "skipped": dict(skipped)}
+
+
+def install_rpc(worker_class: Any) -> None:
+    """Let `collective_rpc("hetero_spec_stats")` answer with the counters. Idempotent."""
+    from vllm_hetero_spec.engine.compat import patching
+
+    patching.add(worker_class, RPC, _worker_stats)
+
+
+def _worker_stats(worker: Any) -> dict[str, Any]:
+    from vllm_hetero_spec.engine.proposer import HeteroProposer
+
+    proposer = getattr(worker.model_runner, "drafter", None)
+    if not isinstance(proposer, HeteroProposer):
+        return asdict(DraftStats())
+    return asdict(proposer.snapshot())

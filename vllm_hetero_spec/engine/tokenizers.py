@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's model configurations to the tokenizer bridge."""
+
+from typing import Any, NamedTuple
+
+from vllm.config import ModelConfig
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.engine.drafter_config import cap_length
+from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, load_tokenizer
+
+# Enough ordinary text and code to tell how many drafter tokens a target token takes.
+_CALIBRATION = (
+    "The quick brown fox jumps over the lazy dog, and 1,024 more of them followed in 2026.\n"
+    "def mean(values: list[float]) -> float:\n"
+    "    total = sum(values)\n"
+    "    return total / len(values) if values else 0.0\n"
+    "Please translate: naïve café, Straße, 東京, Москва.\n"
+)
+
+
+class Pair(NamedTuple):
+    """The two tokenizers as the bridge sees them, and the bridge."""
+
+    target: TextTokenizer
+    drafter: TextTokenizer
+    bridge: Bridge
+
+
+def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> Pair:
+    """Load two models' tokenizers and bridge them.
+
+    Raises:
+        ConfigError: A tokenizer is missing or cannot be bridged; the sentence says which.
+    """
+    tokenizers = _load("target", target), _load("drafter", drafter)
+    try:
+        bridge = make_bridge(
+            *tokenizers,
+            mode=options.translation,
+            target_eos=_eos(target),
+            drafter_eos=_eos(drafter),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Pair(*tokenizers, bridge)
+
+
+def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:
+    """Refuse a pair that cannot be bridged, and fit the drafter's length to the target's.
+
+    Raises:
+        ConfigError: As `load_pair`.
+    """
+    pair = load_pair(target, drafter, options)
+    ratio = len(pair.drafter.encode(_CALIBRATION)) / len(pair.target.encode(_CALIBRATION))
+    cap_length(drafter, options, target.max_model_len, ratio)
+
+
+def _load(role: str, config: ModelConfig) -> TextTokenizer:
+    try:
+        tokenizer = cached_tokenizer_from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: {reason}; "
+            + (
+                'name one with "tokenizer" in the speculative configuration.'
+                if role == "drafter"
+                else "name one with --tokenizer."
+            )
+        ) from error
+    if tokenizer is None:
+        raise ConfigError(
+            f"the {role} has no tokenizer (skip_tokenizer_init); translation needs it."
+        )
+    try:
+        return load_tokenizer(tokenizer, name=str(config.tokenizer))
+    except UnsupportedTokenizer as error:
+        raise ConfigError(f"the {role}'s tokenizer cannot be bridged: {error}") from error
+
+
+def _eos(config: ModelConfig) -> list[int] | None:
+    """EOS ids of the generation configuration, the first being the primary one."""
+    found: Any = config.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        return None
+    return [found] if isinstance(found, int) else list(found)
