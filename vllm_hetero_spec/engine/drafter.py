@@ -5,13 +5,14 @@ Nothing here waits for the device between steps: the next input is the last step
 lengths are known on the host, and drafted ids are read once, at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.drafter_model import DrafterModel
+from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.kv_pool import BlockTable
 
 
@@ -56,7 +57,7 @@ class Drafter:
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
     """
 
-    def __init__(self, model: DrafterModel, banned: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, model: DrafterModel, banned: Collection[int], vocab_size: int) -> None:
         self.model = model
         self.max_length: int = model.config.model_config.max_model_len
         self._vocab_size = vocab_size
@@ -69,73 +70,92 @@ class Drafter:
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
         """
         rows = sorted(rows, key=lambda row: -row.steps)
-        logits = self._catch_up(rows)
+        table = self._block_table(rows)
+        logits = self._catch_up(rows, table)
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
         scores, ids = self._pick(logits[:active])
         drafted, confidence = [ids], [scores]
-        device = self.model.device
-        lengths = np.array([len(row.sequence.kv_ids) for row in rows[:active]], np.int32)
-        table = self._block_table(rows[:active])
-        positions = torch.from_numpy(lengths.astype(np.int64)).to(device)
-        device_lengths = torch.from_numpy(lengths).to(device)
-        starts_cpu = torch.arange(active + 1, dtype=torch.int32)
-        starts = starts_cpu.to(device)
-        for step in range(1, rows[0].steps):
-            while rows[active - 1].steps <= step:
-                active -= 1
-            device_lengths = device_lengths[:active] + 1
-            lengths = lengths[:active] + 1
-            logits = self.model.forward(
-                ids=ids[:active],
-                positions=positions[:active],
-                starts=starts[: active + 1],
-                starts_cpu=starts_cpu[: active + 1],
-                lengths=device_lengths,
-                lengths_cpu=torch.from_numpy(lengths),
-                block_table=table[:active],
-                max_query=1,
-                max_length=int(lengths.max()),
-            )
-            scores, ids = self._pick(logits)
+        batches = self._decode_batches(rows[:active], table[:active])
+        for batch in batches:
+            ids = ids[: len(batch.positions)]
+            scores, ids = self._pick(self.model.forward(ids, batch))
             drafted.append(ids)
             confidence.append(scores)
-            positions = positions[:active] + 1
         self._collect(rows, drafted, confidence)
 
-    def _catch_up(self, rows: list[DraftRow]) -> torch.Tensor:
+    def _catch_up(self, rows: list[DraftRow], table: np.ndarray) -> torch.Tensor:
+        size = self.model.block_size
         queries = np.array([len(row.pending) for row in rows], np.int32)
         done = np.array([len(row.sequence.kv_ids) for row in rows], np.int32)
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
-        ids = np.fromiter((i for row in rows for i in row.pending), np.int64, int(starts[-1]))
+        ids = np.fromiter(chain.from_iterable(row.pending for row in rows), np.int64, starts[-1])
         positions = np.arange(len(ids)) + np.repeat(done - starts[:-1], queries)
-        lengths = done + queries
-        device = self.model.device
-        starts_cpu, lengths_cpu = torch.from_numpy(starts), torch.from_numpy(lengths)
-        logits = self.model.forward(
-            ids=torch.from_numpy(ids).to(device),
-            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-            starts=starts_cpu.to(device),
+        blocks = table[np.repeat(np.arange(len(rows)), queries), positions // size]
+        lengths_cpu, starts_cpu = torch.from_numpy(done + queries), torch.from_numpy(starts)
+        batch = ForwardBatch(
+            positions=self._to_device(positions),
+            slots=self._to_device(blocks * size + positions % size),
+            starts=starts_cpu.to(self.model.device),
             starts_cpu=starts_cpu,
-            lengths=lengths_cpu.to(device),
+            lengths=lengths_cpu.to(self.model.device),
             lengths_cpu=lengths_cpu,
-            block_table=self._block_table(rows),
+            block_table=self._to_device(table),
             max_query=int(queries.max()),
-            max_length=int(lengths.max()),
+            last=self._to_device(starts[1:].astype(np.int64) - 1),
         )
+        logits = self.model.forward(self._to_device(ids), batch)
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
         return logits
 
-    def _block_table(self, rows: list[DraftRow]) -> torch.Tensor:
+    def _decode_batches(self, rows: list[DraftRow], table: np.ndarray) -> Iterator[ForwardBatch]:
+        """One batch per further step: the rows that still draft, a token each.
+
+        All positions are known beforehand, so they cross to the device once.
+        """
+        size = self.model.block_size
+        steps = rows[0].steps - 1
+        if not steps:
+            return
+        done = np.array([len(row.sequence.kv_ids) for row in rows])
+        positions = done + np.arange(steps)[:, None]
+        index = np.minimum(positions // size, table.shape[1] - 1)  # rows that end earlier
+        blocks = np.take_along_axis(table, index.T, axis=1).T
+        lengths_cpu = torch.from_numpy((positions + 1).astype(np.int32))
+        starts_cpu = torch.arange(len(rows) + 1, dtype=torch.int32)
+        device_positions = self._to_device(positions)
+        slots = self._to_device(blocks * size + positions % size)
+        lengths = lengths_cpu.to(self.model.device)
+        starts = starts_cpu.to(self.model.device)
+        block_table = self._to_device(table)
+        active = len(rows)
+        for step in range(steps):
+            while rows[active - 1].steps <= step + 1:
+                active -= 1
+            yield ForwardBatch(
+                positions=device_positions[step, :active],
+                slots=slots[step, :active],
+                starts=starts[: active + 1],
+                starts_cpu=starts_cpu[: active + 1],
+                lengths=lengths[step, :active],
+                lengths_cpu=lengths_cpu[step, :active],
+                block_table=block_table[:active],
+            )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.model.device)
+
+    @staticmethod
+    def _block_table(rows: list[DraftRow]) -> np.ndarray:
         width = max(len(row.sequence.table.blocks) for row in rows)
         table = np.zeros((len(rows), width), np.int32)
         for line, row in zip(table, rows, strict=True):
-            blocks = row.sequence.table
-            line[: len(blocks.blocks)] = blocks.row[: len(blocks.blocks)]
-        return torch.from_numpy(table).to(self.model.device)
+            count = len(row.sequence.table.blocks)
+            line[:count] = row.sequence.table.row[:count]
+        return table
 
     def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits[:, : self._vocab_size]

@@ -33,7 +33,7 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
             seed=target.seed,
             revision=options.revision,
             tokenizer_revision=options.tokenizer_revision or options.revision,
-            max_model_len=options.max_model_len,  # type: ignore[arg-type]
+            max_model_len=options.max_model_len,
             quantization=options.quantization,
             enforce_eager=options.enforce_eager,
         )

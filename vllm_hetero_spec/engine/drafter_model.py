@@ -12,6 +12,7 @@ static_forward_contexts, so neither sees the other's.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,31 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import release
+
+
+@dataclass
+class ForwardBatch:
+    """Where the N tokens of a forward go; tensors on the device but for the `_cpu` ones.
+
+    Attributes:
+        positions: [N] int64, of each token in its sequence.
+        slots: [N] int64, block number * block size + offset.
+        starts: [B+1] int32, offset of each request among the N tokens.
+        lengths: [B] int32, tokens of each sequence after this forward.
+        block_table: [B, W] int32.
+        max_query: Most tokens of one request.
+        last: [B] int64, each request's last token; None where every request has one token.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    starts_cpu: torch.Tensor
+    lengths: torch.Tensor
+    lengths_cpu: torch.Tensor
+    block_table: torch.Tensor
+    max_query: int = 1
+    last: torch.Tensor | None = None
 
 
 class DrafterModel:
@@ -79,7 +105,7 @@ class DrafterModel:
         if cache.kv_cache_layout is None:
             layers = get_layers_from_vllm_config(self.config, AttentionLayerBase)
             layouts = get_supported_kv_cache_layouts(
-                {layer.get_attn_backend() for layer in layers.values()}  # type: ignore[attr-defined]
+                {layer.get_attn_backend() for layer in layers.values()}
             )
             cache.kv_cache_layout = layouts[0].name
         cache.num_gpu_blocks_override = self.num_blocks
@@ -92,65 +118,40 @@ class DrafterModel:
         self._groups = runner.attn_groups[0]
         self._layers = list(group.layer_names)
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        starts: torch.Tensor,
-        starts_cpu: torch.Tensor,
-        lengths: torch.Tensor,
-        lengths_cpu: torch.Tensor,
-        block_table: torch.Tensor,
-        max_query: int,
-        max_length: int,
-    ) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """One ragged forward; writes the KV of all its tokens.
 
         Args:
             ids: [N] token ids, requests one after the other.
-            positions: [N] int64 position of each token in its sequence.
-            starts: [B+1] int32 offset of each request in `ids`; `starts_cpu` the same on the host.
-            lengths: [B] int32 tokens of each sequence after this forward; `lengths_cpu` likewise.
-            block_table: [B, W] int32 block numbers.
-            max_query: Longest request in `ids`.
-            max_length: Longest of `lengths`.
+            batch: Where they go.
 
         Returns:
             [B, V] logits after the last token of each request.
         """
-        size = self.block_size
-        num_reqs = block_table.shape[0]
-        row = torch.repeat_interleave(
-            torch.arange(num_reqs, device=self.device),
-            (starts[1:] - starts[:-1]).long(),
-            output_size=ids.shape[0],
-        )
-        slots = block_table[row, positions // size].long() * size + positions % size
         common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=lengths,
-            seq_lens_cpu_upper_bound=lengths_cpu,
-            num_reqs=num_reqs,
+            query_start_loc=batch.starts,
+            query_start_loc_cpu=batch.starts_cpu,
+            seq_lens=batch.lengths,
+            seq_lens_cpu_upper_bound=batch.lengths_cpu,
+            num_reqs=batch.block_table.shape[0],
             num_actual_tokens=ids.shape[0],
-            max_query_len=max_query,
-            max_seq_len=max_length,
-            block_table_tensor=block_table,
-            slot_mapping=slots,
+            max_query_len=batch.max_query,
+            max_seq_len=int(batch.lengths_cpu.max()),
+            block_table_tensor=batch.block_table,
+            slot_mapping=batch.slots,
             causal=True,
         )
-        metadata = {}
+        metadata: dict[str, Any] = {}
         for group in self._groups:
-            built = group.build_metadata(common)
-            metadata.update(dict.fromkeys(group.layer_names, built))
+            metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(common)))
         began = time.perf_counter()
         with set_forward_context(
             metadata,
             self.config,
             num_tokens=ids.shape[0],
-            slot_mapping=dict.fromkeys(self._layers, slots),
+            slot_mapping=dict.fromkeys(self._layers, batch.slots),
         ):
-            hidden = self.model(input_ids=ids, positions=positions)
-            logits = self.model.compute_logits(hidden[starts[1:].long() - 1])
+            hidden = self.model(input_ids=ids, positions=batch.positions)
+            logits = self.model.compute_logits(hidden if batch.last is None else hidden[batch.last])
         self.forward_seconds += time.perf_counter() - began
         return logits

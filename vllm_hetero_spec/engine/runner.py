@@ -21,7 +21,7 @@ def install() -> None:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", _wrap_propose)
 
 
-def _family(base: type) -> Iterator[type]:
+def _family(base: Any) -> Iterator[Any]:
     yield base
     for derived in base.__subclasses__():
         yield from _family(derived)

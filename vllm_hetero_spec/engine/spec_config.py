@@ -30,7 +30,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
     """
 
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
-    drafter_model_config: SkipValidation[ModelConfig] = None  # type: ignore[assignment]
+    drafter_model_config: SkipValidation[ModelConfig] = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled in another process (engine core, worker): install there what it needs."""

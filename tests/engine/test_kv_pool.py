@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's block pool against a model that knows what every block must hold."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from vllm_hetero_spec.engine.kv_pool import KVPool
+
+SIZE = 4
+
+
+def test_prefix_is_reused_only_with_the_same_salt() -> None:
+    pool = KVPool(16, SIZE)
+    ids = list(range(10))
+    first, reused = pool.open(ids, salt=None)
+    assert reused == 0
+    assert pool.grow(first, len(ids))
+    pool.publish(first, ids, len(ids))
+    second, reused = pool.open(ids, salt=None)
+    assert reused == 8
+    assert second.blocks == first.blocks[:2]
+    _, other = pool.open(ids, salt="tenant")
+    assert other == 0
+
+
+def test_last_token_is_always_left_to_compute() -> None:
+    pool = KVPool(16, SIZE)
+    ids = list(range(8))
+    table, _ = pool.open(ids, None)
+    pool.grow(table, 8)
+    pool.publish(table, ids, 8)
+    assert pool.open(ids, None)[1] == 4
+
+
+def test_rolling_back_into_a_published_block_gives_it_up() -> None:
+    pool = KVPool(16, SIZE)
+    ids = list(range(8))
+    table, _ = pool.open(ids, None)
+    pool.grow(table, 8)
+    pool.publish(table, ids, 8)
+    assert pool.rollback(table, 6) == 4
+    assert len(table.blocks) == 1
+    # The block that was given up still serves others.
+    assert pool.open([*ids, 9], None)[1] == 8
+
+
+def test_grow_is_all_or_nothing() -> None:
+    pool = KVPool(4, SIZE)
+    table, _ = pool.open([1], None)
+    assert not pool.grow(table, 4 * SIZE)
+    assert table.blocks == []
+    assert pool.held == 0
+    assert pool.grow(table, 3 * SIZE)
+    assert 0 not in table.blocks
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences share, grow, roll back and end; contents of blocks are simulated."""
+
+    tables = Bundle("tables")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = KVPool(12, SIZE)
+        self.contents: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix
+        self.live: dict[int, tuple] = {}
+
+    def _write(self, table, ids: list[int], start: int) -> None:
+        for position in range(start, len(ids)):
+            block = table.blocks[position // SIZE]
+            # KV at a position depends on all ids before it.
+            self.contents[block, position % SIZE] = tuple(ids[: position + 1])
+
+    @rule(
+        target=tables, ids=st.lists(st.integers(0, 1), min_size=1, max_size=18), salt=st.booleans()
+    )
+    def start(self, ids: list[int], salt: bool):
+        table, reused = self.pool.open(ids, "s" if salt else None)
+        entry = [table, ids[:reused], salt]
+        self.live[id(table)] = (table, entry)
+        if self.pool.grow(table, len(ids)):
+            entry[1] = ids
+            self._write(table, ids, reused)
+            self.pool.publish(table, ids, len(ids))
+        return entry
+
+    @rule(entry=tables, keep=st.integers(0, 20), more=st.lists(st.integers(0, 1), max_size=6))
+    def redraft(self, entry, keep: int, more: list[int]) -> None:
+        table, ids, _ = entry
+        kept = self.pool.rollback(table, min(keep, len(ids)))
+        assert kept <= min(keep, len(ids))
+        ids = ids[:kept]
+        if self.pool.grow(table, kept + len(more)):
+            ids = ids + more
+            self._write(table, ids, kept)
+            self.pool.publish(table, ids, len(ids))
+        entry[1] = ids
+
+    @rule(entry=consumes(tables))
+    def end(self, entry) -> None:
+        self.pool.close(entry[0])
+        del self.live[id(entry[0])]
+
+    @invariant()
+    def every_sequence_reads_its_own_text(self) -> None:
+        for table, (_, ids, salt) in self.live.values():
+            assert table.row[: len(table.blocks)].tolist() == table.blocks
+            for position in range(len(ids)):
+                held = self.contents[table.blocks[position // SIZE], position % SIZE]
+                assert held == tuple(ids[: position + 1]), (salt, position)
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        used = {block for table, _ in self.live.values() for block in table.blocks}
+        assert self.pool.held == len(used)
+        assert self.pool.held + self.pool.available == self.pool.capacity
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

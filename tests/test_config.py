@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: every spelling is understood, every mistake is refused in one sentence."""
+
+import pytest
+
+from vllm_hetero_spec.config import ConfigError, HeteroOptions, parse, wants_us
+
+GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        GOOD,
+        {"method": "slem", "model": "D", "num-speculative-tokens": 5},
+        {
+            "method": "draft_model",
+            "use_heterogeneous_vocab": True,
+            "heterogeneous_vocab_method": "slem",
+            "model": "D",
+            "num_speculative_tokens": 5,
+        },
+    ],
+)
+def test_spellings_mean_the_same(user: dict) -> None:
+    assert wants_us(user)
+    assert parse(user) == (HeteroOptions("slem", "D", 5), {})
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        None,
+        {},
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"model": "D", "num_speculative_tokens": 3},
+        {"method": "draft_model", "use_heterogeneous_vocab": True, "model": "D"},
+        {"method": "no-such-thing-at-all"},
+    ],
+)
+def test_other_configurations_are_left_alone(user: dict | None) -> None:
+    assert not wants_us(user, ("ngram", "draft_model", "eagle"))
+
+
+def test_own_keys_reach_the_options() -> None:
+    options, vllm_keys = parse(
+        GOOD
+        | {
+            "tokenizer": "T",
+            "revision": "r1",
+            "trust-remote-code": True,
+            "quantization": "fp8",
+            "dtype": "bfloat16",
+            "max_model_len": 512,
+            "enforce_eager": False,
+            "kv_cache_memory_bytes": "64MiB",
+            "draft_tensor_parallel_size": 2,
+            "rejection_sample_method": "standard",
+        },
+        target_tensor_parallel=2,
+    )
+    assert options == HeteroOptions(
+        "slem",
+        "D",
+        5,
+        tokenizer="T",
+        revision="r1",
+        trust_remote_code=True,
+        quantization="fp8",
+        dtype="bfloat16",
+        max_model_len=512,
+        enforce_eager=False,
+        kv_cache_memory_bytes=64 << 20,
+        tensor_parallel="sharded",
+    )
+    assert vllm_keys == {"rejection_sample_method": "standard"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_speculative_token": 3}, ["num_speculative_token'", "did you mean"]),
+        ({"model": None}, ["needs a drafter", "model"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens is 0", "from 1 to 64"]),
+        ({"num_speculative_tokens": 65}, ["num_speculative_tokens is 65", "from 1 to 64"]),
+        ({"num_speculative_tokens": None}, ["num_speculative_tokens is missing"]),
+        ({"num_speculative_tokens": "5"}, ["num_speculative_tokens is '5'"]),
+        ({"max_model_len": -1}, ["max_model_len is -1"]),
+        ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
+        ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
+        ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
+        ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
+        ({"enforce_eager": "yes"}, ["enforce_eager is 'yes'", "true or false"]),
+        ({"rejection_sample_method": "synthetic"}, ["synthetic", "'standard'"]),
+        ({"rejection_sample_method": "block"}, ["block", "'standard'"]),
+    ],
+)
+def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(GOOD | change)
+    message = str(refused.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_misspelt_method_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'slem'"):
+        wants_us({"method": "slen", "model": "D"}, ("eagle", "ngram"))
+    with pytest.raises(ConfigError, match=r"heterogeneous_vocab_method='slam'.*'slem'"):
+        wants_us({"use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "slam"})
+    with pytest.raises(ConfigError, match="use_heterogeneous_vocab=true"):
+        wants_us({"heterogeneous_vocab_method": "slem"})
+    # A misspelt method of vLLM's is vLLM's to refuse.
+    assert not wants_us({"method": "eagel"}, ("eagle", "ngram"))

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every vLLM symbol this package touches: why, what breaks without it, when it can go.
+
+`missing` checks the ledger against a vLLM source tree by parsing it, without importing anything, so
+a release can be checked from its unpacked wheel on a machine that cannot run it.
+"""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+_UPSTREAM = "vLLM takes third-party drafters with their own configuration"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One symbol of vLLM.
+
+    Attributes:
+        symbol: "path/in/vllm.py:Name" or "path/in/vllm.py:Class.member".
+        how: "wrap", "replace", "subclass", "call", "build" or "read".
+        why: What we need it for.
+        symptom: What a user sees when it changes under us.
+        remove: When the entry can go.
+        names: Parameters (of a function) or members (of a class) that we use,
+            separated by spaces.
+        releases: vLLM series that have it; all supported ones where empty.
+    """
+
+    symbol: str
+    how: str
+    why: str
+    symptom: str
+    remove: str
+    names: str = ""
+    releases: tuple[str, ...] = ()
+
+
+LEDGER = (
+    Seam(
+        "engine/arg_utils.py:EngineArgs.create_speculative_config",
+        "wrap",
+        "our methods in --speculative-config",
+        "vLLM refuses method 'slem' as unknown",
+        _UPSTREAM,
+        "self target_model_config target_parallel_config",
+    ),
+    Seam(
+        "engine/arg_utils.py:EngineArgs.add_cli_args",
+        "wrap",
+        "our methods among the choices of --spec-method",
+        "argparse: invalid choice: 'slem'",
+        _UPSTREAM,
+        "parser",
+    ),
+    Seam(
+        "engine/arg_utils.py:EngineArgs",
+        "read",
+        "the user's configuration in all its spellings",
+        "AttributeError at start-up",
+        _UPSTREAM,
+        "speculative_config spec_method spec_model spec_tokens",
+    ),
+    Seam(
+        "config/speculative.py:SpeculativeConfig",
+        "subclass",
+        "carries our options to the workers as a custom_class configuration",
+        "vLLM refuses the configuration, or workers do not see the drafter",
+        _UPSTREAM,
+        "num_speculative_tokens model method rejection_sample_method",
+    ),
+    Seam(
+        "config/speculative.py:SpeculativeMethod",
+        "read",
+        "tells a misspelt method of ours from one of vLLM's",
+        "ImportError at start-up",
+        _UPSTREAM,
+    ),
+    Seam(
+        "config/model.py:ModelConfig",
+        "build",
+        "reads the drafter's configuration in the front end",
+        "a bad drafter fails in the worker instead of at start-up",
+        "never",
+        "tokenizer tokenizer_mode trust_remote_code dtype seed revision tokenizer_revision "
+        "max_model_len quantization enforce_eager is_encoder_decoder registry architectures "
+        "try_get_generation_config",
+    ),
+    Seam(
+        "config/utils.py:replace",
+        "call",
+        "the drafter's VllmConfig from the target's",
+        "ImportError in the worker",
+        "never",
+        "dataclass_instance",
+    ),
+    Seam(
+        "config/utils.py:config",
+        "call",
+        "makes HeteroSpeculativeConfig a vLLM configuration",
+        "ImportError at start-up",
+        "never",
+    ),
+    Seam(
+        "config/compilation.py:CompilationConfig",
+        "build",
+        "a forward context of the drafter's own",
+        "the target's KV cache manager would see the drafter's layers",
+        "never",
+        "mode cudagraph_mode static_forward_context",
+    ),
+    Seam(
+        "tokenizers/registry.py:cached_tokenizer_from_config",
+        "call",
+        "both tokenizers, as vLLM loads them",
+        "no tokenizer can be loaded for the drafter",
+        "never",
+        "model_config",
+    ),
+    Seam(
+        "v1/core/sched/output.py:NewRequestData.from_request",
+        "wrap",
+        "cache_salt reaches the drafter's prefix cache",
+        "requests with different salts would share the drafter's KV",
+        "NewRequestData has a cache_salt of its own",
+        "cls request",
+    ),
+    Seam(
+        "v1/core/sched/output.py:SchedulerOutput",
+        "read",
+        "new requests, and how far to draft",
+        "the proposer raises; requests go undrafted",
+        "never",
+        "scheduled_new_reqs num_spec_tokens_to_schedule",
+    ),
+    Seam(
+        "v1/spec_decode/custom_class_proposer.py:create_custom_proposer",
+        "call",
+        "vLLM builds our proposer in the worker",
+        "vLLM does not find the proposer",
+        _UPSTREAM,
+        "vllm_config",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner.load_model",
+        "wrap",
+        "binds the proposer to its runner before the drafter loads",
+        "the proposer has no runner",
+        "custom_class proposers are given the runner",
+        "self",
+    ),
+    Seam(
+        "v1/worker/cpu_model_runner.py:CPUModelRunner.load_model",
+        "wrap",
+        "as above: the CPU runner overrides it",
+        "the proposer has no runner",
+        "custom_class proposers are given the runner",
+        "self",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner.propose_draft_token_ids",
+        "wrap",
+        "request ids and the scheduler's output for the proposer",
+        "RuntimeError: the model runner hook is not installed",
+        "custom_class proposers are given request ids",
+        "self scheduler_output sampled_token_ids",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner",
+        "read",
+        "live requests and their tokens; the nested runner's model and attention groups",
+        "the proposer raises; requests go undrafted",
+        "never",
+        "effective_drafter_max_model_len rejection_sampler sampler input_batch requests "
+        "max_model_len attn_groups _draft_probs _draft_prob_req_ids initialize_kv_cache "
+        "get_kv_cache_spec",
+    ),
+    Seam(
+        "v1/worker/gpu_input_batch.py:InputBatch",
+        "read",
+        "each request's token ids so far",
+        "the proposer raises; requests go undrafted",
+        "never",
+        "req_id_to_index num_tokens_no_spec token_ids_cpu is_token_ids",
+    ),
+    Seam(
+        "v1/worker/utils.py:AttentionGroup.build_metadata",
+        "call",
+        "attention metadata of the drafter's forwards, on any backend",
+        "the drafter raises; requests go undrafted",
+        "never",
+        "self common_attn_metadata",
+    ),
+    Seam(
+        "v1/attention/backend.py:CommonAttentionMetadata",
+        "build",
+        "as above",
+        "the drafter raises; requests go undrafted",
+        "never",
+        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
+        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal",
+    ),
+    Seam(
+        "v1/attention/backends/utils.py:get_supported_kv_cache_layouts",
+        "call",
+        "the layout of the drafter's KV: vLLM resolves the target's after load_model",
+        "KV cache layout has not been resolved yet",
+        "layouts are resolved before load_model",
+        "backends",
+    ),
+    Seam(
+        "forward_context.py:set_forward_context",
+        "call",
+        "runs the drafter's forwards",
+        "the drafter raises; requests go undrafted",
+        "never",
+        "attn_metadata vllm_config num_tokens slot_mapping",
+    ),
+    Seam(
+        "distributed/parallel_state.py:_TP",
+        "replace",
+        "the drafter runs whole on one rank of a tensor parallel target",
+        "the drafter's weights do not load under tensor parallelism",
+        "vLLM builds layers from a group that is passed in",
+    ),
+    Seam(
+        "distributed/parallel_state.py:get_tp_group",
+        "call",
+        "which rank drafts",
+        "ImportError in the worker",
+        "never",
+    ),
+    Seam(
+        "v1/sample/rejection_sampler.py:RejectionSampler.__init__",
+        "subclass",
+        "verification, timed",
+        "the worker does not start",
+        "never",
+        "self sampler spec_config device",
+    ),
+    Seam(
+        "v1/sample/rejection_sampler.py:expand_batch_to_tokens",
+        "replace",
+        "the CPU build loses temperature, top-p and top-k of draft rows",
+        "wrong samples on CPU at temperature > 0",
+        "the stock function passes our small test on CPU",
+        "x cu_num_tokens num_tokens replace_from replace_to",
+    ),
+    Seam(
+        "v1/worker/worker_base.py:WorkerBase",
+        "replace",
+        "collective_rpc('hetero_spec_stats') answers with our counters",
+        "read_stats fails",
+        "vLLM takes metrics from proposers",
+    ),
+    Seam(
+        "v1/core/kv_cache_utils.py:get_kv_cache_configs",
+        "call",
+        "lays out the drafter's KV tensors",
+        "the worker does not start",
+        "never",
+        "vllm_config kv_cache_specs available_memory",
+        ("0.32",),
+    ),
+    Seam(
+        "v1/core/kv_cache_planning.py:get_kv_cache_configs",
+        "call",
+        "lays out the drafter's KV tensors",
+        "the worker does not start",
+        "never",
+        "vllm_config kv_cache_specs available_memory global_kv_cache_groups",
+        ("0.33",),
+    ),
+    Seam(
+        "v1/core/kv_cache_planning.py:get_global_kv_cache_groups",
+        "call",
+        "lays out the drafter's KV tensors",
+        "the worker does not start",
+        "never",
+        "vllm_config kv_cache_specs",
+        ("0.33",),
+    ),
+)
+
+
+def missing(vllm_root: Path, release: str) -> list[str]:
+    """What the ledger names that a vLLM source tree does not have.
+
+    Args:
+        vllm_root: The folder `vllm` of an installation or an unpacked wheel.
+        release: Its series, "0.33".
+
+    Returns:
+        One line per missing symbol, parameter or member; empty if all is there.
+    """
+    faults = []
+    for seam in LEDGER:
+        if seam.releases and release not in seam.releases:
+            continue
+        path, _, name = seam.symbol.partition(":")
+        file = vllm_root / path
+        if not file.is_file():
+            faults.append(f"{seam.symbol}: no file {path}")
+            continue
+        node = _find(ast.parse(file.read_text()), name.split("."))
+        if node is None:
+            faults.append(f"{seam.symbol}: not found")
+            continue
+        known = _names_of(node)
+        faults += [
+            f"{seam.symbol}: no {used!r}" for used in seam.names.split() if used not in known
+        ]
+    return faults
+
+
+def _find(tree: ast.AST, path: list[str]) -> ast.AST | None:
+    for step in path:
+        found = None
+        for node in ast.iter_child_nodes(tree):
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
+            if getattr(node, "name", None) == step or any(
+                isinstance(t, ast.Name) and t.id == step for t in targets
+            ):
+                found = node
+        if found is None:
+            return None
+        tree = found
+    return tree
+
+
+def _names_of(node: ast.AST) -> set[str]:
+    """Parameters of a function; fields, methods and `self.` attributes of a class."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = node.args
+        return {a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}
+    names = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            names.add(child.target.id)
+        elif isinstance(child, ast.FunctionDef):
+            names.add(child.name)
+        elif (
+            isinstance(child, ast.Attribute)
+            and isinstance(child.ctx, ast.Store)
+            and isinstance(child.value, ast.Name)
+            and child.value.id == "self"
+        ):
+            names.add(child.attr)
+    return names
