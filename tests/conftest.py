@@ -1,22 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by every test: where optional data lies, and an environment without a network."""
+"""Fixtures shared by every test: where optional data lies, and models trained on this machine."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 
+# Tiny models lose more to waiting for other threads than they gain; read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Nothing in the tests may reach a hub: models are trained here or read from disk.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of optional real tokenizers, models and prompts; skips where it is absent."""
+def shared_or_none() -> Path | None:
+    """The folder of optional real tokenizers, models and prompts, None where it is absent."""
     path = Path(os.environ.get("VLLM_HETERO_SPEC_SHARED", REPO.parent / "shared"))
-    if not path.is_dir():
-        pytest.skip(f"needs real tokenizers and models; none at {path}")
-    return path
+    return path if path.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def shared(shared_or_none: Path | None) -> Path:
+    """As above; skips where it is absent."""
+    if shared_or_none is None:
+        pytest.skip("needs real tokenizers and models (VLLM_HETERO_SPEC_SHARED names their folder)")
+    return shared_or_none
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Path:
+    """The demo models: target/, target-wide/, drafter/, prompts.jsonl; trained once and kept."""
+    if given := os.environ.get("VLLM_HETERO_SPEC_DEMO"):
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    out = cache / "vllm_hetero_spec" / "demo"
+    script = REPO / "scripts" / "train_demo_models.py"
+    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
+    return out

@@ -1,6 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of `vllm-hetero-spec`."""
+"""Entry point of `vllm-hetero-spec`: subcommands, and one sentence for wrong input."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_hetero_spec import __version__
+from vllm_hetero_spec.cli import compare
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.measure import MeasurementError
 
 
-def main() -> None:
-    """Not built yet."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code: 0 on success, 1 where an engine failed, 2 for wrong input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="vllm-hetero-spec",
+        description="Lossless speculative decoding in vLLM across different tokenizers.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    compare.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MeasurementError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

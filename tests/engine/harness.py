@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the tests: one at a time, in this process, each used for much."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Read by vLLM when an engine starts: in this process, so that tests reach into the worker.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+BASE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "disable_log_stats": False,
+}
+
+
+@contextlib.contextmanager
+def engine(model: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iterator[Any]:
+    """A vLLM engine that is gone afterwards."""
+    from vllm import LLM
+
+    llm = LLM(str(model), **(BASE | changes), speculative_config=spec)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def slem(drafter: Path, lookahead: int = 4, **changes: Any) -> dict[str, Any]:
+    """A speculative configuration."""
+    return {
+        "method": "slem",
+        "model": str(drafter),
+        "num_speculative_tokens": lookahead,
+        "kv_cache_memory_bytes": 64 << 20,
+    } | changes
+
+
+def proposer_of(llm: Any) -> Any:
+    """The proposer in this process's worker."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.drafter
+
+
+def metrics_of(llm: Any) -> dict[str, int]:
+    """vLLM's own counters of speculation and preemption, without the prefix `vllm:`."""
+    return {
+        m.name.removeprefix("vllm:").removeprefix("spec_decode_"): m.value
+        for m in llm.get_metrics()
+        if hasattr(m, "value") and ("spec_decode" in m.name or "preempt" in m.name)
+    }

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do to an engine, each as a function from an engine to token ids.
+
+Every scenario is run by the target alone and by each way of speculating; the ids must be equal.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+Outputs = dict[str, list[int]]
+Scenario = Callable[[LLM, list[str]], Outputs]
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | changes))
+
+
+def generate(llm: LLM, prompts: list, params: Any) -> Outputs:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return {str(i): list(o.outputs[0].token_ids) for i, o in enumerate(outputs)}
+
+
+def in_batches_of(size: int) -> Scenario:
+    def run(llm: LLM, prompts: list[str]) -> Outputs:
+        found: Outputs = {}
+        for start in range(0, len(prompts), size):
+            part = generate(llm, prompts[start : start + size], greedy())
+            found |= {f"{start}+{k}": v for k, v in part.items()}
+        return found
+
+    return run
+
+
+def joining_and_aborting(llm: LLM, prompts: list[str]) -> Outputs:
+    """Requests join every other step, end at different lengths; some are aborted midway."""
+    engine = llm.llm_engine
+    waiting = list(enumerate(prompts[:24]))
+    found: Outputs = {}
+    aborted = set()
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and step % 2 == 0:
+            index, prompt = waiting.pop(0)
+            engine.add_request(str(index), prompt, greedy(max_tokens=8 + 3 * (index % 9)))
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+            elif int(output.request_id) % 5 == 2 and len(output.outputs[0].token_ids) >= 5:
+                aborted.add(output.request_id)
+                engine.abort_request([output.request_id])
+        step += 1
+    assert aborted
+    return {k: v for k, v in found.items() if k not in aborted}
+
+
+def common_prefix(llm: LLM, prompts: list[str]) -> Outputs:
+    """The same long prefix again and again: prefix caching on both sides."""
+    prefix = "\n".join(prompts[:4])[:1500]
+    return generate(llm, [prefix + p[:200] for p in prompts[:12]], greedy()) | {
+        f"again {k}": v
+        for k, v in generate(llm, [prefix + p[:200] for p in prompts[:12]], greedy()).items()
+    }
+
+
+def with_params(**changes: Any) -> Scenario:
+    def run(llm: LLM, prompts: list[str]) -> Outputs:
+        return generate(llm, prompts[:16], greedy(**changes))
+
+    return run
+
+
+def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
+    """Different parameters side by side in one batch."""
+    kinds = [
+        {},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 12},
+        {"max_tokens": 3},
+        {"bad_words": [" self", "("]},
+        {"logprobs": 3},
+        {"stop": ["\n\n"]},
+        {"max_tokens": 1},
+    ]
+    params = [greedy(**kinds[i % len(kinds)]) for i in range(24)]
+    return generate(llm, prompts[:24], params)
+
+
+def structured(llm: LLM, prompts: list[str]) -> Outputs:
+    schema = {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["function", "class", "module"]},
+            "public": {"type": "boolean"},
+        },
+        "required": ["kind", "public"],
+        "additionalProperties": False,
+    }
+    params = greedy(max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+    free = greedy(max_tokens=24)
+    return generate(llm, prompts[:12], [params, free] * 6)
+
+
+def up_to_max_model_len(llm: LLM, prompts: list[str]) -> Outputs:
+    """Generation that only the model's length ends, beside short requests."""
+    length = llm.llm_engine.model_config.max_model_len
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("\n".join(prompts), add_special_tokens=False)
+    starts = [length - 1, length - 2, length - 5, length - 9, length - 40, 10, 20, 30]
+    requests = [{"prompt_token_ids": ids[i * 7 : i * 7 + n]} for i, n in enumerate(starts)]
+    params = [greedy(max_tokens=None, ignore_eos=True)] * 5 + [greedy()] * 3
+    found = generate(llm, requests, params)
+    assert [len(found[str(i)]) for i in range(5)] == [length - n for n in starts[:5]]
+    return found
+
+
+def long_prompts(llm: LLM, prompts: list[str]) -> Outputs:
+    """Prompts several times the token budget of a step, beside short ones that decode."""
+    text = "\n".join(prompts)
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    limit = llm.llm_engine.model_config.max_model_len - 30
+    long = [{"prompt_token_ids": ids[i * 50 : i * 50 + min(limit, 150 + 40 * i)]} for i in range(4)]
+    short = [{"prompt_token_ids": ids[900 + i * 20 : 915 + i * 20]} for i in range(8)]
+    return generate(llm, [*short[:4], *long, *short[4:]], greedy())
+
+
+def crowded(llm: LLM, prompts: list[str]) -> Outputs:
+    """More requests than the KV cache holds: vLLM preempts."""
+    ids = llm.get_tokenizer().encode("\n".join(prompts), add_special_tokens=False)
+    requests = [{"prompt_token_ids": ids[i * 30 : i * 30 + 60]} for i in range(16)]
+    return generate(llm, requests, greedy(max_tokens=120, ignore_eos=True))
+
+
+ROOMY: dict[str, Scenario] = {
+    "batch 1": in_batches_of(1),
+    "batch 8": in_batches_of(8),
+    "batch 32": in_batches_of(32),
+    "joining and aborting": joining_and_aborting,
+    "common prefix": common_prefix,
+    "penalties": with_params(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2),
+    "min_tokens": with_params(min_tokens=16, max_tokens=24),
+    "bad_words": with_params(bad_words=[" self", "return", "(", "import"]),
+    "mixed parameters": mixed_params,
+    "structured output": structured,
+}
+
+# Run with max_num_batched_tokens=64, a short max_model_len and few KV blocks.
+TIGHT: dict[str, Scenario] = {
+    "long prompts": long_prompts,
+    "up to max_model_len": up_to_max_model_len,
+    "preemption": crowded,
+}

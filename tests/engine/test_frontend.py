@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own EngineArgs with our configuration: accepted, carried to workers, or refused early."""
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import BASE, slem
+
+import vllm_hetero_spec
+from vllm_hetero_spec.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def args_class() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    vllm_hetero_spec.register()
+    return EngineArgs
+
+
+@pytest.fixture
+def make(args_class: Any, demo_pair: Path):
+    limits = {k: v for k, v in BASE.items() if k != "disable_log_stats"}
+
+    def make(spec: dict | None, **changes: Any) -> Any:
+        return args_class(str(demo_pair / "target"), **(limits | changes), speculative_config=spec)
+
+    return make
+
+
+def test_accepted_and_carried_along(make, demo_pair: Path) -> None:
+    user = slem(demo_pair / "drafter", lookahead=3)
+    args = make(user)
+    before = copy.deepcopy(args.speculative_config)
+    first = args.create_engine_config().speculative_config
+    assert first.method == "custom_class"
+    assert first.num_speculative_tokens == 3
+    assert first.hetero.model == str(demo_pair / "drafter")
+    assert first.drafter_model_config.model == str(demo_pair / "drafter")
+    # The drafter's context is bounded by what the target's can need, not by its own maximum.
+    assert 1024 < first.drafter_model_config.max_model_len <= 2048
+    # The user's dictionary is as it was: a second configuration means the same.
+    assert args.speculative_config == before
+    second = args.create_engine_config().speculative_config
+    assert second.hetero == first.hetero
+    for copied in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+        assert copied.hetero == first.hetero
+        assert copied.drafter_model_config.model == first.drafter_model_config.model
+    assert "slem" in repr(first)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"method": "slem", "num-speculative-tokens": 3},
+        {
+            "method": "draft_model",
+            "use_heterogeneous_vocab": True,
+            "heterogeneous_vocab_method": "slem",
+            "num_speculative_tokens": 3,
+        },
+    ],
+)
+def test_spellings(make, demo_pair: Path, spelling: dict) -> None:
+    spec = make(spelling | {"model": str(demo_pair / "drafter")}).create_engine_config()
+    assert spec.speculative_config.hetero.num_speculative_tokens == 3
+    assert spec.speculative_config.hetero.method == "slem"
+
+
+def test_flags(args_class: Any, demo_pair: Path) -> None:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = args_class.add_cli_args(FlexibleArgumentParser())
+    line = f"--model {demo_pair / 'target'} --dtype float32 --max-model-len 512 --enforce-eager "
+    line += f"--spec-method slem --spec-model {demo_pair / 'drafter'} --spec-tokens 2"
+    args = args_class.from_cli_args(parser.parse_args(line.split()))
+    spec = args.create_engine_config().speculative_config
+    assert (spec.hetero.method, spec.hetero.num_speculative_tokens) == ("slem", 2)
+    assert (args.spec_method, args.spec_tokens) == ("slem", 2)
+    args.speculative_config = {"method": "slem"}
+    with pytest.raises(ConfigError, match="--spec-method"):
+        args.create_engine_config()
+
+
+def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
+    from vllm.config import SpeculativeConfig
+
+    assert make(None).create_engine_config().speculative_config is None
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert type(make(ngram).create_engine_config().speculative_config) is SpeculativeConfig
+    tli = {
+        "method": "draft_model",
+        "use_heterogeneous_vocab": True,
+        "model": str(demo_pair / "drafter"),
+        "num_speculative_tokens": 2,
+    }
+    assert type(make(tli).create_engine_config().speculative_config) is SpeculativeConfig
+    with pytest.raises(ValueError, match="eagel"):
+        make({"method": "eagel", "model": "x", "num_speculative_tokens": 2}).create_engine_config()
+
+
+def _bert(folder: Path, tokenizer: Path) -> Path:
+    folder.mkdir()
+    config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 1024}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    return folder
+
+
+def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(demo_pair / "drafter" / "config.json", bare)
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(demo_pair / "drafter", corrupt)
+    (corrupt / "tokenizer.json").write_text('{"model": ')
+    cases = {
+        tmp_path / "nowhere": "the drafter .*nowhere.* cannot be used",
+        bare: "no tokenizer can be loaded for the drafter .*bare",
+        corrupt: "no tokenizer can be loaded for the drafter .*corrupt",
+        _bert(tmp_path / "bert", demo_pair / "drafter"): "BertModel.*decoder-only|bert.*cannot",
+    }
+    for folder, sentence in cases.items():
+        with pytest.raises(ConfigError, match=sentence) as refused:
+            make(slem(folder)).create_engine_config()
+        assert "\n" not in str(refused.value)
+
+
+def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
+    drafter = demo_pair / "drafter"
+    for change, sentence in (
+        ({"method": "slme"}, "did you mean 'slem'"),
+        ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'"),
+        ({"num_speculative_tokens": 1000}, "from 1 to 64"),
+        ({"rejection_sample_method": "synthetic"}, "'standard'"),
+        ({"translation": "identity"}, "differ"),
+        ({"model": None}, "needs a drafter"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            make(slem(drafter) | change).create_engine_config()
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        make(slem(drafter), pipeline_parallel_size=2).create_engine_config()
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        make(slem(drafter), skip_tokenizer_init=True).create_engine_config()
+
+
+def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
+    make, demo_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.40.0")
+    with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
+        make(slem(demo_pair / "drafter")).create_engine_config()
+    assert make(None).create_engine_config().speculative_config is None
+    monkeypatch.setenv("VLLM_HETERO_SPEC_ALLOW_VLLM", "0.40.0")
+    assert make(slem(demo_pair / "drafter")).create_engine_config().speculative_config.hetero

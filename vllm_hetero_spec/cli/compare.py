@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec compare`: the target alone beside the target with a drafter."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_hetero_spec.cli.comparison import Comparison
+from vllm_hetero_spec.cli.model_folder import check_model, widened_columns
+from vllm_hetero_spec.cli.prompts import load_prompts
+from vllm_hetero_spec.config import METHODS, ConfigError, parse
+from vllm_hetero_spec.engine.measure import Workload, measure
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "compare",
+        help="run a target alone and with a drafter; print speed, acceptance and equality",
+        description="Runs the target with the drafter and alone, each in an engine of its own "
+        "after a warm-up, and prints both side by side.",
+    )
+    parser.add_argument("target", help="Hugging Face name or folder")
+    parser.add_argument("drafter", help="Hugging Face name or folder; any tokenizer")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
+    parser.add_argument("--num-prompts", type=_positive, default=8, metavar="N", help=_DEFAULT)
+    parser.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help=_DEFAULT)
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="requests that run at the same time (default: %(default)s)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=_DEFAULT)
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help=_DEFAULT)
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=_positive,
+        default=4,
+        metavar="K",
+        help="lookahead in target tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        type=_dictionary,
+        default={},
+        metavar="JSON",
+        help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=_dictionary,
+        default={},
+        metavar="JSON",
+        help='arguments of vllm.LLM for both runs, as {"tensor_parallel_size": 2}',
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
+    parser.set_defaults(run=run)
+
+
+_DEFAULT = "default: %(default)s"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _dictionary(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return found
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Raises:
+        ConfigError: The models, prompts or options cannot be used.
+        MeasurementError: An engine failed.
+    """
+    if arguments.temperature < 0:
+        raise ConfigError(f"--temperature is {arguments.temperature}; it must not be negative.")
+    target = check_model(arguments.target, "target")
+    drafter = check_model(arguments.drafter, "drafter")
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    speculative = {
+        "method": arguments.method,
+        "model": drafter,
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        **arguments.speculative_config,
+    }
+    parse(speculative)  # refuse it now rather than after the first measurement
+    shared = {
+        "model": target,
+        "prompts": prompts,
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "batch_size": arguments.batch_size,
+        "engine": arguments.engine_args,
+    }
+    progress = Console(stderr=True)
+    measured = {}
+    # The run with the drafter comes first: a drafter that vLLM refuses is refused at once.
+    for name, config in (("with the drafter", speculative), ("alone", None)):
+        with progress.status(f"measuring the target {name} ..."):
+            measured[name] = measure(
+                Workload(**shared, speculative_config=config), verbose=arguments.verbose
+            )
+    comparison = Comparison(
+        target=target,
+        drafter=drafter,
+        prompts=prompts,
+        greedy=arguments.temperature == 0,
+        alone=measured["alone"],
+        speculative=measured["with the drafter"],
+        widened=widened_columns(target),
+    )
+    if arguments.json:
+        json.dump(comparison.as_json(), sys.stdout, indent=2)
+        print()
+    else:
+        comparison.show(Console())

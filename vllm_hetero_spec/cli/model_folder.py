@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be told of a model from its name or folder before an engine starts."""
+
+from pathlib import Path
+
+from vllm_hetero_spec.config import ConfigError
+
+
+def check_model(name: str, role: str) -> str:
+    """The model's name, with `~` expanded where it is a folder.
+
+    Args:
+        name: A Hugging Face name or a folder.
+        role: "target" or "drafter", for the message.
+
+    Raises:
+        ConfigError: The name can only be a folder and there is no model in it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / config).is_file() for config in ("config.json", "params.json")):
+            raise ConfigError(f"the {role} folder {name} holds no config.json.")
+        return str(folder)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.exists():
+        raise ConfigError(f"the {role} folder {name} does not exist.")
+    return name
+
+
+def widened_columns(name: str) -> tuple[int, int] | None:
+    """Zero columns in the MLPs of a model made slower on purpose, as the demo's `target-wide`.
+
+    Such a model costs as much as a larger one and says the same as the small one inside it, which
+    a reader of its measurements must know.
+
+    Returns:
+        The zero columns and all columns of the first layer's MLP; None for any other model.
+    """
+    weights = Path(name) / "model.safetensors"
+    if not weights.is_file():
+        return None
+    from safetensors import safe_open
+
+    with safe_open(weights, framework="pt") as tensors:
+        projection = next((k for k in tensors.keys() if k.endswith(".mlp.up_proj.weight")), None)  # noqa: SIM118
+        if projection is None or tensors.get_slice(projection)[-1:].any():
+            return None
+        used = tensors.get_tensor(projection).any(dim=1)
+    return int((~used).sum()), used.numel()

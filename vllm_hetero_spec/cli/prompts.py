@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to measure with: a JSONL file's, or a few texts and programs that come along."""
+
+import json
+from pathlib import Path
+
+from vllm_hetero_spec.config import ConfigError
+
+BUILT_IN = (
+    "The history of the printing press begins in the fifteenth century, when",
+    "def binary_search(items, wanted):\n    low, high = 0, len(items) - 1\n    while",
+    "To bake a simple loaf of bread you need flour, water, salt and yeast. First,",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "A question often asked about the night sky is why it is dark. The answer",
+    "import json\n\n\ndef load_settings(path):\n    with open(path) as file:\n",
+    "Dear Ms Okafor,\n\nthank you for your letter of 3 May. We have looked into",
+    "for number in range(1, 101):\n    if number % 15 == 0:\n        print(",
+)
+
+
+def load_prompts(file: Path | None, count: int) -> list[str]:
+    """The first `count` prompts of a file, or of the built-in ones; fewer where it holds fewer.
+
+    Args:
+        file: One JSON object per line with the text under "prompt".
+
+    Raises:
+        ConfigError: The file cannot be read or a line is not as described.
+    """
+    if file is None:
+        return list(BUILT_IN[:count])
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prompts in {file}: {error}.") from error
+    prompts = [
+        _prompt(line, f"{file}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"{file} holds no prompts.")
+    return prompts[:count]
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{where} is no JSON object with a text under "prompt".')
+    return prompt

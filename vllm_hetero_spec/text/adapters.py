@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tiktoken, SentencePiece and mistral_common tokenizers as a ``TextTokenizer``.
+
+All are recognised by their methods, so that none of these libraries has to be installed.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_hetero_spec.text.token_bytes import SPACE_MARK, sentencepiece_piece, single_byte_ids
+from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, UnsupportedTokenizer
+
+# A ModelProto fragment {normalizer_spec {add_dummy_prefix: false}}: appended to a serialized model
+# it overrides that one field, because concatenated protobuf messages merge.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+_MISTRAL_CORE = ("_model", "is_special", "id_to_piece")
+
+
+def is_tiktoken(tokenizer: object) -> bool:
+    return _has(tokenizer, "encode_ordinary", "decode_single_token_bytes", "n_vocab")
+
+
+def is_sentencepiece(tokenizer: object) -> bool:
+    return _has(tokenizer, "serialized_model_proto", "id_to_piece", "is_control")
+
+
+def is_mistral(tokenizer: object) -> bool:
+    return _has(_mistral_core(tokenizer), *_MISTRAL_CORE)
+
+
+def is_slow_wrapper(tokenizer: object) -> bool:
+    return _wrapped(tokenizer) is not None
+
+
+def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
+    """A ``tiktoken.Encoding``; EOS is ``<|endoftext|>`` where it exists."""
+    special = {encoding.encode_single_token(text): text for text in encoding.special_tokens_set}
+    table = [b""] * encoding.n_vocab
+    for token_id in range(encoding.n_vocab):
+        if token_id not in special:
+            try:
+                table[token_id] = encoding.decode_single_token_bytes(token_id)
+            except KeyError:
+                continue
+    pattern = getattr(encoding, "_pat_str", "")
+    return _assemble(
+        name,
+        table,
+        special,
+        encoding.encode_ordinary,
+        kind=f"tiktoken {pattern}",
+        eos_id=encoding.eot_token if "<|endoftext|>" in encoding.special_tokens_set else None,
+    )
+
+
+def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
+    """A ``sentencepiece.SentencePieceProcessor``; a copy without dummy prefix encodes."""
+    proto: bytes = model.serialized_model_proto()
+    raw = type(model)()
+    raw.LoadFromSerializedProto(proto + _NO_DUMMY_PREFIX)
+    if _pieces_text(raw, "a") != "a":
+        raise UnsupportedTokenizer(
+            f"{name}: this SentencePiece model puts a space before every text and cannot be asked "
+            "not to; convert it to a tokenizer.json and load that."
+        )
+    size = model.get_piece_size()
+    special = {
+        i: model.id_to_piece(i) for i in range(size) if model.is_control(i) or model.is_unknown(i)
+    }
+    table = [
+        b""
+        if i in special or model.is_unused(i)
+        else sentencepiece_piece(model.id_to_piece(i), byte_fallback=model.is_byte(i))
+        for i in range(size)
+    ]
+    bos_id, eos_id = model.bos_id(), model.eos_id()
+    spelled = [(i, table[i]) for i in sorted(range(size), key=lambda i: (not model.is_byte(i), i))]
+    built = _assemble(
+        name,
+        table,
+        special,
+        raw.encode,
+        kind="sentencepiece " + hashlib.sha256(proto).hexdigest(),
+        bos_id=bos_id if bos_id >= 0 else None,
+        eos_id=eos_id if eos_id >= 0 else None,
+        leading_space=LeadingSpace("always" if _pieces_text(model, "a") == " a" else "none"),
+    )
+    return replace(built, byte_ids=single_byte_ids(spelled))
+
+
+def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
+    """mistral_common's Tekken or SentencePiece tokenizer, bare or wrapped; it always adds BOS."""
+    core = _mistral_core(tokenizer)
+    model = core._model
+    if is_sentencepiece(model):
+        return replace(from_sentencepiece(model, name), adds_bos=True)
+    offset = core.num_special_tokens
+    special = {i: core.id_to_piece(i) for i in range(offset)}
+    table = [b""] * offset
+    table += [model.decode_single_token_bytes(i) for i in range(core.n_words - offset)]
+
+    def encode(text: str) -> list[int]:
+        return [token_id + offset for token_id in model.encode_ordinary(text)]
+
+    return _assemble(
+        name,
+        table,
+        special,
+        encode,
+        kind=f"tekken {model._pat_str}",
+        bos_id=core.bos_id,
+        adds_bos=True,
+        eos_id=core.eos_id,
+    )
+
+
+def from_slow_wrapper(tokenizer: Any, name: str) -> TextTokenizer:
+    """A slow transformers tokenizer around a tiktoken or SentencePiece model.
+
+    The wrapper's ids must be the model's own; tokens it adds beyond them become special (or, where
+    it says they are not, ordinary text that encoding does not produce).
+    """
+    inner = _wrapped(tokenizer)
+    build = from_tiktoken if is_tiktoken(inner) else from_sentencepiece
+    built = build(inner, name)
+    if is_sentencepiece(inner):
+        sample = range(0, inner.get_piece_size(), max(1, inner.get_piece_size() // 64))
+        if any(tokenizer.convert_ids_to_tokens(i) != inner.id_to_piece(i) for i in sample):
+            raise UnsupportedTokenizer(
+                f"{name}: the ids of this slow tokenizer are not those of its SentencePiece model; "
+                "convert it to a tokenizer.json and load that."
+            )
+    table, special = list(built.token_bytes), dict(built.special_text)
+    for token_id, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
+        table += [b""] * (token_id + 1 - len(table))
+        if token.special:
+            table[token_id], special[token_id] = b"", str(token)
+        elif token_id not in special:
+            table[token_id] = str(token).encode()
+    bos_id = tokenizer.bos_token_id
+    with_special = tokenizer.encode("a", add_special_tokens=True)
+    return replace(
+        built,
+        token_bytes=table,
+        special_text=special,
+        special_ids=frozenset(i for i, data in enumerate(table) if not data),
+        bos_id=bos_id,
+        adds_bos=bos_id is not None and with_special[:1] == [bos_id],
+        eos_id=tokenizer.eos_token_id,
+        fingerprint=_digest(built.fingerprint, table, special),
+    )
+
+
+def _assemble(
+    name: str,
+    table: list[bytes],
+    special: dict[int, str],
+    encode: Callable[[str], list[int]],
+    *,
+    kind: str,
+    bos_id: int | None = None,
+    adds_bos: bool = False,
+    eos_id: int | None = None,
+    leading_space: LeadingSpace | None = None,
+) -> TextTokenizer:
+    def encode_batch(texts: Sequence[str]) -> list[list[int]]:
+        return [encode(text) for text in texts]
+
+    return TextTokenizer(
+        name=name,
+        token_bytes=table,
+        special_text=special,
+        special_ids=frozenset(i for i, data in enumerate(table) if not data),
+        byte_ids=single_byte_ids(enumerate(table)),
+        fingerprint=_digest(kind, table, special),
+        raw_encode=encode,
+        raw_encode_batch=encode_batch,
+        bos_id=bos_id,
+        adds_bos=adds_bos,
+        eos_id=eos_id,
+        leading_space=leading_space or LeadingSpace(),
+    )
+
+
+def _digest(kind: str, table: Iterable[bytes], special: Mapping[int, str]) -> str:
+    digest = hashlib.sha256(kind.encode())
+    for data in table:
+        digest.update(len(data).to_bytes(4, "little") + data)
+    digest.update(repr(sorted(special.items())).encode())
+    return digest.hexdigest()
+
+
+def _pieces_text(model: Any, text: str) -> str:
+    return "".join(model.encode(text, out_type=str)).replace(SPACE_MARK, " ")
+
+
+def _has(tokenizer: object, *names: str) -> bool:
+    return all(hasattr(tokenizer, name) for name in names)
+
+
+def _mistral_core(tokenizer: Any) -> Any:
+    """The object whose ``_model`` encodes, found through the (at most three) wrappers around it."""
+    for _ in range(3):
+        if _has(tokenizer, *_MISTRAL_CORE):
+            break
+        inner = getattr(tokenizer, "instruct_tokenizer", None)
+        tokenizer = inner or getattr(tokenizer, "tokenizer", None)
+    return tokenizer
+
+
+def _wrapped(tokenizer: Any) -> Any:
+    """The model a slow tokenizer keeps under one of its customary names."""
+    held = (getattr(tokenizer, name, None) for name in ("sp_model", "tokenizer", "model"))
+    return next((model for model in held if is_tiktoken(model) or is_sentencepiece(model)), None)

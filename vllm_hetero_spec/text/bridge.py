@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge between a target's tokenizer and a drafter's: contexts one way, drafts the other."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from vllm_hetero_spec.text.context import Context, IdentityContext, TextContext
+from vllm_hetero_spec.text.drafts import DraftTranslator
+from vllm_hetero_spec.text.special_tokens import SpecialTokens
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "text", "identity")
+
+
+class Bridge(Protocol):
+    """Translation for all requests of one pair of tokenizers."""
+
+    identity: bool  # both tokenizers are the same: ids pass through unchanged
+    drafter_eos: frozenset[int]  # ids on which drafting stops
+    failures: Counter[str]  # why something could not be translated -> how often
+
+    def open(self) -> Context:
+        """The context of a new request."""
+
+    def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Append to many contexts at once; for each, c such that its ids[:c] are unchanged.
+
+        Never raises for one request: a context that fails is marked broken and counted.
+        """
+
+    def to_target(
+        self,
+        contexts: Sequence[Context],
+        drafts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+    ) -> list[list[int]]:
+        """Drafted drafter ids as target ids that continue each context, at most limits[i] ids.
+
+        A draft that cannot be translated gives [] and is counted.
+        """
+
+
+class IdentityBridge:
+    """The bridge of two equal tokenizers."""
+
+    identity = True
+
+    def __init__(self, special: SpecialTokens) -> None:
+        self.drafter_eos = special.drafter_eos
+        self.failures: Counter[str] = Counter()
+
+    def open(self) -> IdentityContext:
+        return IdentityContext()
+
+    def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
+        return [context.append(ids) for context, ids in zip(contexts, new_ids, strict=True)]
+
+    def to_target(
+        self,
+        contexts: Sequence[Context],
+        drafts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+    ) -> list[list[int]]:
+        return [
+            self._until_eos(draft)[: max(0, limit)]
+            for _, draft, limit in zip(contexts, drafts, limits, strict=True)
+        ]
+
+    def _until_eos(self, draft: Sequence[int]) -> list[int]:
+        for index, token_id in enumerate(draft):
+            if token_id in self.drafter_eos:
+                return list(draft[: index + 1])
+        return list(draft)
+
+
+class TextBridge:
+    """The bridge of two different tokenizers: everything goes through bytes."""
+
+    identity = False
+
+    def __init__(
+        self, target: TextTokenizer, drafter: TextTokenizer, special: SpecialTokens
+    ) -> None:
+        self._target, self._drafter, self._special = target, drafter, special
+        self.drafter_eos = special.drafter_eos
+        self.failures: Counter[str] = Counter()
+        self._drafts = DraftTranslator(target, drafter, special, self.failures)
+
+    def open(self) -> TextContext:
+        return TextContext(self._target, self._drafter, self._special, self.failures)
+
+    def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
+        texts = cast(Sequence[TextContext], contexts)
+        kept = [len(context.ids) for context in texts]
+        dropped = self._drafter.dropped_bytes
+        for index, ids in enumerate(new_ids):
+            kept[index] = self._guarded(texts[index], texts[index].take, ids)
+        for index, tail_ids in enumerate(self._encode_tails(texts)):
+            settled = self._guarded(texts[index], texts[index].settle, tail_ids)
+            kept[index] = min(kept[index], settled)
+        if self._drafter.dropped_bytes > dropped:
+            self.failures["unencodable"] += self._drafter.dropped_bytes - dropped
+        return kept
+
+    def to_target(
+        self,
+        contexts: Sequence[Context],
+        drafts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+    ) -> list[list[int]]:
+        try:
+            return self._drafts.translate(cast(Sequence[TextContext], contexts), drafts, limits)
+        except Exception:
+            if len(contexts) == 1:
+                self.failures["draft_error"] += 1
+                logger.exception("a draft could not be translated; its request goes undrafted")
+                return [[]]
+        # One of them raised: find it, so that the others keep their drafts.
+        return [
+            self.to_target([context], [draft], [limit])[0]
+            for context, draft, limit in zip(contexts, drafts, limits, strict=True)
+        ]
+
+    def _encode_tails(self, contexts: Sequence[TextContext]) -> list[list[int]]:
+        tails = [context.tail for context in contexts]
+        try:
+            return self._drafter.encode_batch(tails)
+        except Exception:
+            encoded: list[list[int]] = []
+            for context, tail in zip(contexts, tails, strict=True):
+                try:
+                    encoded.append(self._drafter.encode(tail))
+                except Exception:
+                    self._break(context)
+                    encoded.append([])
+            return encoded
+
+    def _guarded(
+        self,
+        context: TextContext,
+        step: Callable[[Sequence[int]], int],
+        ids: Sequence[int],
+    ) -> int:
+        """One half of an append; a context that raises is broken and keeps nothing."""
+        if context.broken:
+            return 0
+        try:
+            return step(ids)
+        except Exception:
+            self._break(context)
+            return 0
+
+    def _break(self, context: TextContext) -> None:
+        context.broken = True
+        self.failures["context_error"] += 1
+        logger.exception("text could not be translated; its request goes undrafted from here on")
+
+
+def make_bridge(
+    target: TextTokenizer,
+    drafter: TextTokenizer,
+    *,
+    mode: str = "auto",
+    target_eos: Sequence[int] | None = None,
+    drafter_eos: Sequence[int] | None = None,
+) -> Bridge:
+    """The bridge of a pair.
+
+    ``mode``: "auto" passes ids through where the two tokenizers are equal, "text" always
+    translates, "identity" insists on equal tokenizers. The EOS lists are all ids that end a
+    generation, the preferred one first; None takes the tokenizer's own.
+
+    Raises ValueError for an unknown mode, and for "identity" with different tokenizers.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown bridge mode {mode!r}: choose one of {', '.join(MODES)}")
+    equal = target.fingerprint == drafter.fingerprint
+    if mode == "identity" and not equal:
+        raise ValueError(
+            f"the tokenizers of target {target.name!r} and drafter {drafter.name!r} differ, so "
+            "ids cannot be passed through: use mode 'auto' or 'text'"
+        )
+    special = SpecialTokens(target, drafter, target_eos, drafter_eos)
+    if equal and mode != "text":
+        return IdentityBridge(special)
+    return TextBridge(target, drafter, special)

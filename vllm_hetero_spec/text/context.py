@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's text as drafter ids: grows and shrinks with the target's ids.
+
+Only the open tail is encoded again when text arrives. Everything before the cut is frozen, so a
+step costs what its new text costs, whatever the length of the context. The cut moves to a place
+where no token and no pre-tokenizer looks across: between a non-space character and a space, after
+checking that encoding from there gives the same ids.
+"""
+
+from codecs import utf_8_decode
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from unicodedata import combining
+
+from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+# Drafter tokens a tail may have before the cut tries to move, and the length at which text without
+# any space (Chinese, base64) is cut between two tokens, this many of which stay in the tail.
+TAIL_TOKENS = 4
+SPACELESS_TOKENS = 64
+SPACELESS_KEEP = 24
+# Characters after which the tail is cut whether or not the check succeeds.
+TAIL_CHARACTERS = 1024
+
+
+class Context(Protocol):
+    """One request: the target ids taken in so far, seen as drafter ids."""
+
+    ids: list[int]  # drafter ids of the text so far; read-only for callers
+    held: bytes  # incomplete UTF-8 character at the end, not yet in ids
+    broken: bool  # translation failed: do not draft for this request
+
+    @property
+    def num_target(self) -> int:
+        """Number of target ids taken in."""
+
+    def append(self, target_ids: Sequence[int]) -> int:
+        """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
+
+    def rollback(self, num_target: int) -> int:
+        """Forget target ids from index num_target on; returns c as append does."""
+
+
+class IdentityContext:
+    """A context of two equal tokenizers: the target's ids themselves."""
+
+    held = b""
+    broken = False
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    @property
+    def num_target(self) -> int:
+        return len(self.ids)
+
+    def append(self, target_ids: Sequence[int]) -> int:
+        kept = len(self.ids)
+        self.ids.extend(target_ids)
+        return kept
+
+    def rollback(self, num_target: int) -> int:
+        _check_rollback(num_target, len(self.ids))
+        del self.ids[num_target:]
+        return num_target
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """All state but the ids of the tail, as it was after num_target target ids."""
+
+    num_target: int
+    cut: int
+    tail: str
+    held: bytes
+    strip_space: bool
+    add_space: bool
+
+
+class TextContext:
+    """A context of two different tokenizers.
+
+    Invariant after settle(): ids[:cut] are frozen and ids[cut:] are the drafter's encoding of tail.
+    """
+
+    def __init__(
+        self,
+        target: TextTokenizer,
+        drafter: TextTokenizer,
+        special: SpecialTokens,
+        failures: Counter[str],
+    ) -> None:
+        self._target, self._drafter = target, drafter
+        self._special, self._failures = special, failures
+        starts_with_bos = drafter.adds_bos and drafter.bos_id is not None
+        self.ids: list[int] = [drafter.bos_id] if starts_with_bos else []  # type: ignore[list-item]
+        self.target_ids: list[int] = []
+        self.broken = False
+        start = _Mark(
+            num_target=0,
+            cut=len(self.ids),
+            tail="",
+            held=b"",
+            strip_space=target.leading_space.applies(first=True),
+            add_space=drafter.leading_space.applies(first=True),
+        )
+        self._marks = [start]
+        self._restore(start)
+
+    @property
+    def num_target(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def tail(self) -> str:
+        """Text since the cut; undecodable bytes are lone surrogates."""
+        return self._tail
+
+    @property
+    def untouched(self) -> tuple[bool, bool]:
+        """Whether a dummy space of (target, drafter) is still to come before the next text."""
+        return self._strip_space, self._add_space
+
+    def append(self, target_ids: Sequence[int]) -> int:
+        """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
+        kept = self.take(target_ids)
+        return min(kept, self.settle(self._drafter.encode_batch([self._tail])[0]))
+
+    def rollback(self, num_target: int) -> int:
+        """Forget target ids from index num_target on; costs the text since the mark before it.
+
+        Raises ValueError for an index that is not in [0, num_target].
+        """
+        _check_rollback(num_target, len(self.target_ids))
+        if num_target == len(self.target_ids):
+            return len(self.ids)
+        while self._marks[-1].num_target > num_target:
+            self._marks.pop()
+        mark = self._marks[-1]
+        replay = self.target_ids[mark.num_target : num_target]
+        old = self.ids[mark.cut :]
+        del self.target_ids[mark.num_target :], self.ids[mark.cut :]
+        self._restore(mark)
+        self.append(replay)
+        return mark.cut + _common_prefix(old, self.ids[mark.cut :])
+
+    def take(self, target_ids: Sequence[int]) -> int:
+        """First half of append: the text is in tail, to be encoded and handed to settle()."""
+        control = self._special.target_control
+        if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
+            target_ids = [self._known(token_id) for token_id in target_ids]
+        if control.isdisjoint(target_ids):
+            self.target_ids.extend(target_ids)
+            self._take_bytes(self._target.decode_bytes(target_ids))
+            return len(self.ids)
+        kept = len(self.ids)
+        for token_id in target_ids:
+            if token_id in control:
+                kept = min(kept, self._take_control(token_id))
+            else:
+                self._take_bytes(self._target.token_bytes[token_id])
+            self.target_ids.append(token_id)
+        return kept
+
+    def settle(self, tail_ids: Sequence[int]) -> int:
+        """Second half of append: the drafter's ids of tail. Returns c of this half."""
+        kept = self._replace_tail(tail_ids)
+        if len(tail_ids) > TAIL_TOKENS:
+            kept = min(kept, self._advance(tail_ids))
+        if self._cut > self._marks[-1].cut:
+            self._marks.append(
+                _Mark(
+                    num_target=len(self.target_ids),
+                    cut=self._cut,
+                    tail=self._tail,
+                    held=self.held,
+                    strip_space=self._strip_space,
+                    add_space=self._add_space,
+                )
+            )
+        return kept
+
+    def _known(self, token_id: int) -> int:
+        if 0 <= token_id < self._target.vocab_size:
+            return token_id
+        self._failures["unknown_id"] += 1
+        return UNKNOWN_ID
+
+    def _restore(self, mark: _Mark) -> None:
+        self._cut, self._tail, self.held = mark.cut, mark.tail, mark.held
+        self._strip_space, self._add_space = mark.strip_space, mark.add_space
+
+    def _take_bytes(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._strip_space:
+            self._strip_space = False
+            data = data.removeprefix(b" ")
+        data = self.held + data
+        text, used = utf_8_decode(data, "surrogateescape", False)
+        self.held = data[used:]
+        if text and self._add_space:
+            self._add_space = False
+            if not (self._drafter.leading_space.unless_present and text[0] == " "):
+                text = " " + text
+        self._tail += text
+
+    def _take_control(self, token_id: int) -> int:
+        kept = len(self.ids)
+        if token_id == self._target.bos_id and not self.target_ids:
+            return kept
+        mapped = self._special.to_drafter(token_id)
+        if isinstance(mapped, bytes):
+            self._take_bytes(mapped)
+        else:
+            self._tail += self.held.decode("utf-8", "surrogateescape")
+            self.held = b""
+            kept = self._replace_tail(self._drafter.encode_batch([self._tail])[0])
+            self.ids.append(mapped)
+            self._cut, self._tail = len(self.ids), ""
+            self._add_space = self._drafter.leading_space.applies(first=False)
+        self._strip_space = self._target.leading_space.applies(first=False)
+        return kept
+
+    def _replace_tail(self, tail_ids: Sequence[int]) -> int:
+        kept = self._cut + _common_prefix(self.ids[self._cut :], tail_ids)
+        self.ids[kept:] = tail_ids[kept - self._cut :]
+        return kept
+
+    def _advance(self, tail_ids: Sequence[int]) -> int:
+        """Move the cut towards the end of the tail; returns how many ids stay as they are."""
+        at = self._last_word()
+        if at <= 0 or not self._cut_at(at, tail_ids):
+            at = self._spaceless_cut(tail_ids) if len(tail_ids) > SPACELESS_TOKENS else 0
+            if (at <= 0 or not self._cut_at(at, tail_ids)) and len(self._tail) > TAIL_CHARACTERS:
+                return self._force_cut()
+        return len(self.ids)
+
+    def _last_word(self) -> int:
+        """Position of the last space that follows a non-space and lies out of any token's reach."""
+        tail = self._tail
+        at = tail.rfind(" ", 0, len(tail) - self._drafter.crossing_reach)
+        while at > 0 and tail[at - 1].isspace():
+            at = tail.rfind(" ", 0, at)
+        return at
+
+    def _spaceless_cut(self, tail_ids: Sequence[int]) -> int:
+        """Position before the last SPACELESS_KEEP tokens, 0 where ids and text disagree there."""
+        for keep in range(SPACELESS_KEEP, SPACELESS_KEEP + 4):
+            left = self._drafter.decode_bytes(tail_ids[:-keep]).decode("utf-8", "surrogateescape")
+            if self._tail.startswith(left):
+                return len(left)
+        return 0
+
+    def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
+        right = self._drafter.encode_batch([self._tail[at:]])[0]
+        if not right or list(tail_ids[-len(right) :]) != right:
+            return False
+        self._cut += len(tail_ids) - len(right)
+        self._tail = self._tail[at:]
+        return True
+
+    def _force_cut(self) -> int:
+        at = self._last_word()
+        if at <= 0:
+            at = len(self._tail) // 2
+            while at > 1 and combining(self._tail[at]):
+                at -= 1
+        left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
+        kept = self._replace_tail([*left, *right])
+        self._cut += len(left)
+        self._tail = self._tail[at:]
+        return kept
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return min(len(first), len(second))
+
+
+def _check_rollback(num_target: int, have: int) -> None:
+    if not 0 <= num_target <= have:
+        raise ValueError(f"cannot roll back to {num_target} target ids: there are {have}")
