@@ -102,7 +102,11 @@ def run(arguments: argparse.Namespace) -> None:
         "num_speculative_tokens": arguments.num_speculative_tokens,
         **arguments.speculative_config,
     }
-    parse(speculative)  # refuse it now rather than after the first measurement
+    # Refused here rather than by an engine that takes a while to start.
+    parse(
+        speculative,
+        target_tensor_parallel=arguments.engine_args.get("tensor_parallel_size", 1),
+    )
     shared = {
         "model": target,
         "prompts": prompts,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's configurations: a ModelConfig in the front end, a VllmConfig in the worker."""
 
+import contextlib
 import copy
+import re
 from typing import Any
 
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
@@ -22,12 +24,13 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         ConfigError: The drafter cannot be read, or does not generate text.
     """
     trust = options.trust_remote_code
-    try:
-        config = ModelConfig(
+
+    def read(runner: str) -> ModelConfig:
+        return ModelConfig(
             model=options.model,
             tokenizer=options.tokenizer or options.model,
             tokenizer_mode=options.tokenizer_mode,
-            runner="draft",
+            runner=runner,
             trust_remote_code=target.trust_remote_code if trust is None else trust,
             dtype=options.dtype or target.dtype,
             seed=target.seed,
@@ -37,21 +40,36 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
             quantization=options.quantization,
             enforce_eager=options.enforce_eager,
         )
-        generates = not config.is_encoder_decoder and config.registry.is_text_generation_model(
-            config.architectures, config
-        )
+
+    try:
+        config = read("draft")
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:400]
+        readable = None
+        with contextlib.suppress(OSError, ValueError):
+            readable = read("auto")
+        if readable is not None:
+            _check_generates(readable)
         raise ConfigError(
-            f"the drafter {options.model!r} cannot be used: {reason}; give a folder or "
-            "Hugging Face name of a causal language model that this vLLM supports."
+            f"the drafter {options.model!r} cannot be used: {first_sentence(error)}; give a folder "
+            "or Hugging Face name of a causal language model that this vLLM supports."
         ) from error
-    if not generates:
+    _check_generates(config)
+    return config
+
+
+def _check_generates(config: ModelConfig) -> None:
+    if config.runner_type == "pooling" or config.is_encoder_decoder:
         raise ConfigError(
-            f"the drafter {options.model!r} is {', '.join(config.architectures)}, which does not "
+            f"the drafter {config.model!r} is {', '.join(config.architectures)}, which does not "
             "generate text left to right; a drafter must be a decoder-only causal language model."
         )
-    return config
+
+
+def first_sentence(error: Exception) -> str:
+    """What an error of vLLM, pydantic or transformers says, without the frame around it."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
+    return re.split(r"[.;] (?=[A-Z])|: \(1\)| \[type=|\.$", text, maxsplit=1)[0][:300]
 
 
 def cap_length(drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float) -> None:

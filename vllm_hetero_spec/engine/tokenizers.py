@@ -7,7 +7,7 @@ from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
-from vllm_hetero_spec.engine.drafter_config import cap_length
+from vllm_hetero_spec.engine.drafter_config import cap_length, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, load_tokenizer
 
@@ -63,14 +63,10 @@ def _load(role: str, config: ModelConfig) -> TextTokenizer:
     try:
         tokenizer = cached_tokenizer_from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
+        where = "in the speculative configuration" if role == "drafter" else "with --tokenizer"
         raise ConfigError(
-            f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: {reason}; "
-            + (
-                'name one with "tokenizer" in the speculative configuration.'
-                if role == "drafter"
-                else "name one with --tokenizer."
-            )
+            f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: "
+            f"{first_sentence(error)}; name a folder or repository that has one {where}."
         ) from error
     if tokenizer is None:
         raise ConfigError(

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in the target's own words, for the drafter to learn from.
+
+A drafter is judged by one thing: how often it says what the target says. Greedy continuations of
+the target are simpler and more repetitive than the corpus, so a drafter trained on the corpus
+alone spends its few parameters on the wrong text (sequence-level distillation).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from _demo_training import Budget, bfloat16_pays, token_stream
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_ROWS, _PROMPT, _CONTINUATION = 96, 64, 128  # texts of a batch; their lengths in target tokens
+
+
+def continuations(
+    folder: Path,
+    texts: Sequence[str],
+    budget: Budget,
+    *,
+    seed: int = 0,
+    report: Callable[[float], None] = lambda spent: None,
+) -> list[str]:
+    """Cut-outs of `texts`, each continued greedily by the model in `folder`.
+
+    A step of `budget` is one batch of 96 texts; `report(spent)` is called before each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dtype = torch.bfloat16 if bfloat16_pays() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    stream = token_stream(tokenizer, texts)
+    continued: list[str] = []
+    for spent in budget.progress():
+        report(spent)
+        starts = torch.randint(len(stream) - _PROMPT, (_ROWS, 1), generator=generator)
+        rows = model.generate(
+            stream[starts + torch.arange(_PROMPT)],
+            attention_mask=torch.ones(_ROWS, _PROMPT, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=_CONTINUATION,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        continued += tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return continued

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains the demo's two kinds of tokenizer, the two kinds that real models use.
+
+`byte_bpe` is GPT-2's scheme: text becomes bytes, bytes become printable letters, BPE merges them.
+`sentencepiece` is Llama-2's: a space becomes "▁", one more is put in front of the text, and a
+character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`.
+The same text is cut at different places by each, which is what the project is about.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+TokenizerKind = Literal["byte_bpe", "sentencepiece"]
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
+_END_OF_TEXT = "<|endoftext|>"
+_UNK, _BOS, _EOS = "<unk>", "<s>", "</s>"
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+_ALPHABET = 100  # characters with a token of their own; the rest fall back to bytes
+# Where SentencePiece training may not merge across: words keep one leading space, as in " self",
+# and an indentation leaves its last space to the word that follows.
+_PIECES = Regex(r"▁?\p{L}+|▁?\p{N}|▁?[^\n▁\p{L}\p{N}]+|\n+▁*(?=▁)|▁+(?=▁)|\n+|▁")
+
+
+def train_tokenizer(
+    kind: TokenizerKind, texts: Sequence[str], vocab_size: int
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on `texts`; its vocabulary has `vocab_size` ids, fewer if texts run out."""
+    if kind == "byte_bpe":
+        return _byte_bpe(texts, vocab_size)
+    return _sentencepiece(texts, vocab_size)
+
+
+def _byte_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_END_OF_TEXT,
+        eos_token=_END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    reserved = [_UNK, _BOS, _EOS, *_BYTE_TOKENS]
+    if vocab_size <= len(reserved) + _ALPHABET:
+        raise ValueError(
+            f"a SentencePiece vocabulary needs more than {len(reserved) + _ALPHABET} tokens "
+            f"({len(reserved)} special and byte tokens, {_ALPHABET} characters), not {vocab_size}"
+        )
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizer
+    learner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(reserved), limit_alphabet=_ALPHABET, show_progress=False
+    )
+    learner.train_from_iterator(texts, trainer)
+    learned = json.loads(learner.to_str())["model"]
+    pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
+    # As in Llama-2's file, the tokenizer itself has no pre-tokenizer: only the vocabulary limits
+    # what merges, so any character may change how its left neighbours are cut.
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate([*reserved, *pieces])},
+            merges=[tuple(merge) for merge in learned["merges"]],
+            unk_token=_UNK,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (_UNK, _BOS, _EOS)])
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A",
+        pair=f"{_BOS} $A {_BOS} $B:1",
+        special_tokens=[(_BOS, tokenizer.token_to_id(_BOS))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=_UNK,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    )

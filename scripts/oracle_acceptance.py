@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the acceptance length that exact-text string matching (SLEM) reaches on a pair.
+
+The target's greedy continuation is computed once. Then rounds walk along it: the exact text so
+far is tokenised from scratch for the drafter, drafted greedily, translated to target ids, and
+compared with the continuation. No vLLM, nothing incremental: it is the yardstick for the engine.
+
+    python scripts/oracle_acceptance.py --target DIR --drafter DIR --prompts FILE.jsonl
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from _oracle_text import Translator, split_complete, token_bytes
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
+_STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed
+
+Draft = Callable[[bytes], Iterator[bytes]]
+Translate = Callable[[bytes, bytes], list[int]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How long a round drafts and what of it is proposed.
+
+    `exactly-k-drafter-tokens` drafts K drafter tokens; `cover` drafts until the text so far makes
+    K target tokens, 4 K drafter tokens at most; `cover-and-one-more` drafts one token more, so
+    that the K-th target token is cut with its right neighbour known. `drop_last` withholds the
+    last target token of the draft, which more text could have cut differently, unless it is the
+    only one.
+    """
+
+    k: int
+    drafting: str = "cover"
+    drop_last: bool = False
+
+    def propose(
+        self, pieces: Iterator[bytes], translate: Callable[[bytes], list[int]]
+    ) -> list[int]:
+        """At most K target ids from the drafter's tokens, taken as bytes one at a time."""
+        draft, ids, covered = b"", [], 0
+        exact = self.drafting == "exactly-k-drafter-tokens"
+        limit = self.k if exact else self.k * _STEPS_PER_TARGET_TOKEN
+        for step, piece in enumerate(pieces, start=1):
+            draft += piece
+            if exact and step < limit:
+                continue
+            ids = translate(draft)
+            covered += len(ids) >= self.k + self.drop_last
+            if step == limit or covered > (self.drafting == "cover-and-one-more"):
+                break
+        else:
+            ids = translate(draft)  # the drafter ended its text
+        if self.drop_last and len(ids) > 1:
+            ids = ids[:-1]
+        return ids[: self.k]
+
+
+@dataclass
+class Counts:
+    """Sums over rounds; a draft is a round in which something was proposed."""
+
+    rounds: int = 0
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per draft round, the bonus token included."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+def walk(
+    prompt: bytes,
+    greedy: Sequence[int],
+    table: Sequence[bytes],
+    draft: Draft,
+    translate: Translate,
+    rule: Rule,
+    max_tokens: int,
+    counts: Counts,
+) -> None:
+    """Add to `counts` the rounds that emit `max_tokens` of the target ids `greedy`.
+
+    As in an engine, the first token comes from the prompt without a draft, and the last round may
+    accept past `max_tokens`; `greedy` should hold K + 1 ids more, fewer if it ends with EOS.
+    `table` holds the bytes of each target id.
+    """
+    done = 1
+    while done < min(max_tokens, len(greedy)):
+        context = prompt + b"".join(table[i] for i in greedy[:done])
+        ids = rule.propose(draft(context), partial(translate, context))
+        accepted = 0
+        while accepted < min(len(ids), len(greedy) - done):
+            if ids[accepted] != greedy[done + accepted]:
+                break
+            accepted += 1
+        counts.rounds += 1
+        counts.drafts += bool(ids)
+        counts.proposed += len(ids)
+        counts.accepted += accepted
+        done += accepted + 1
+
+
+class Drafter:
+    """Drafts greedily from exact text, keeping the KV of the ids that two contexts share."""
+
+    def __init__(self, model: Any, tokenizer: Any, heal: bool = False) -> None:
+        self._model, self._tokenizer, self._heal = model, tokenizer, heal
+        self._table = token_bytes(tokenizer)
+        self._cache = DynamicCache()
+        self._cached: list[int] = []
+
+    def __call__(self, context: bytes) -> Iterator[bytes]:
+        """Bytes of the drafted tokens, one at a time, until EOS.
+
+        Only what follows `context` counts: bytes of an incomplete character at its end must be
+        drafted again, as must, with token healing, its last token. Tokens that contradict these
+        bytes are not eligible.
+        """
+        text, owed = split_complete(context)
+        ids = self._tokenizer(text)["input_ids"]
+        if self._heal and len(ids) > 1:
+            owed = self._table[ids.pop()] + owed
+        while True:
+            logits = self._logits(ids)
+            if owed:
+                for index, data in enumerate(self._table):
+                    if not data or not (data.startswith(owed) or owed.startswith(data)):
+                        logits[index] = -torch.inf
+            token = int(logits.argmax())
+            if token == self._tokenizer.eos_token_id:
+                return
+            ids = [*ids, token]
+            data = self._table[token]
+            known = min(len(owed), len(data))
+            owed = owed[known:]
+            if data[known:] or not known:
+                yield data[known:]
+
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        shared = 0
+        for ours, theirs in zip(self._cached, ids[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        if shared == 0:
+            self._cache = DynamicCache()
+        elif shared < len(self._cached):
+            self._cache.crop(shared - len(self._cached))
+        with torch.inference_mode():
+            row = torch.tensor([ids[shared:]], device=self._model.device)
+            output = self._model(input_ids=row, past_key_values=self._cache, use_cache=True)
+        self._cached = list(ids)
+        return output.logits[0, -1, : len(self._table)].clone()
+
+
+def greedy_decode(model: Any, ids: list[int], new_tokens: int, eos: set[int]) -> list[int]:
+    """Up to `new_tokens` ids after `ids`, the EOS that ends them included."""
+    out: list[int] = []
+    cache, row = DynamicCache(), torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        while len(out) < new_tokens and (not out or out[-1] not in eos):
+            logits = model(input_ids=row, past_key_values=cache, use_cache=True).logits
+            out.append(int(logits[0, -1].argmax()))
+            row = torch.tensor([[out[-1]]], device=model.device)
+    return out
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Model in float32, on the GPU if there is one, and tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device), AutoTokenizer.from_pretrained(folder)
+
+
+def measure(
+    target: Path,
+    drafter: Path,
+    prompts: Sequence[str],
+    max_tokens: int,
+    rules: Sequence[Rule],
+    heal: bool = False,
+    ignore_eos: bool = False,
+    progress: Callable[[Sequence[str]], Any] = lambda prompts: prompts,
+) -> list[Counts]:
+    """Counts of each rule on the same greedy continuations of `prompts`."""
+    target_model, target_tokenizer = load(target)
+    draft = Drafter(*load(drafter), heal=heal)
+    table, translate = token_bytes(target_tokenizer), Translator(target_tokenizer)
+    eos = target_model.generation_config.eos_token_id
+    stops = set() if ignore_eos else set(eos if isinstance(eos, list) else [eos])
+    counts = [Counts() for _ in rules]
+    for prompt in progress(prompts):
+        ids = target_tokenizer(prompt)["input_ids"]
+        beyond = max(rule.k for rule in rules) + 1
+        greedy = greedy_decode(target_model, ids, max_tokens + beyond, stops)
+        for rule, sums in zip(rules, counts, strict=True):
+            walk(prompt.encode(), greedy, table, draft, translate, rule, max_tokens, sums)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
+    parser.add_argument("--drafting", choices=(*DRAFTING, "all"), default="cover")
+    parser.add_argument("--drop-last", action="store_true", help="withhold the last target token")
+    parser.add_argument("--heal", action="store_true", help="draft the context's last token again")
+    parser.add_argument("--ignore-eos", action="store_true", help="decode the target past its EOS")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
+    drafting = DRAFTING if arguments.drafting == "all" else (arguments.drafting,)
+    rules = [Rule(arguments.num_speculative_tokens, name, arguments.drop_last) for name in drafting]
+    disable_progress_bar()
+    stderr = Console(stderr=True)
+    counts = measure(
+        arguments.target,
+        arguments.drafter,
+        [json.loads(line)["prompt"] for line in lines],
+        arguments.max_tokens,
+        rules,
+        arguments.heal,
+        arguments.ignore_eos,
+        progress=lambda prompts: track(prompts, "prompts", console=stderr, transient=True),
+    )
+    rows = [
+        {
+            **asdict(rule),
+            "heal": arguments.heal,
+            **asdict(sums),
+            "acceptance_length": sums.acceptance_length,
+        }
+        for rule, sums in zip(rules, counts, strict=True)
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

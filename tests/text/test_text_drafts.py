@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts come back as the target's own tokens."""
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, load_tokenizer
+
+PAIRS = [
+    ("byte-level", "sentencepiece"),
+    ("sentencepiece", "byte-level"),
+    ("byte-level", "tiktoken"),
+    ("processor", "byte-level"),
+    ("sentencepiece", "processor"),
+]
+REAL_PAIRS = [
+    ("qwen2", "llama-2"),
+    ("llama-2", "qwen2"),
+    ("mistral-v3-32768", "starcoder2"),
+    ("llama-3.1", "tinyllamas-512"),
+    ("phi-3-medium-128k-instruct", "byte-level"),
+]
+WORDS = [
+    *["the", "return", "value", "don't", "snake_case", "self", "x", "123", "in"],
+    *["中文字", "한국어", "naïve", "👩‍👩‍👧", "(", ");", ":", ",", "=", "=="],
+    *["\n", "\n    ", "\n        ", "\n\n"],
+]
+texts = st.lists(st.sampled_from(WORDS), min_size=2, max_size=30).map(" ".join)
+quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def one(bridge: Bridge, context: Context, draft: Sequence[int], limit: int = 9999) -> list[int]:
+    return bridge.to_target([context], [draft], [limit])[0]
+
+
+def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
+    context = bridge.open()
+    bridge.extend([context], [ids])
+    return context
+
+
+def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) -> None:
+    """Split the target's ids anywhere: the rest, drafted as drafter ids, comes back as it was."""
+    ids = target.encode(" " * target.dummy_prefix + text)
+    bridge = make_bridge(target, drafter, mode="text")
+    splits = sorted(random.Random(text).sample(range(len(ids)), min(12, len(ids))))
+    for split in splits:
+        rest = target.decode_bytes(ids[split:])
+        if split == 0:  # the drafter puts its own space before a text, or none
+            rest = rest.removeprefix(b" " * target.dummy_prefix)
+            rest = b" " * drafter.dummy_prefix + rest
+        context = opened(bridge, ids[:split])
+        drafted = drafter.encode_bytes(context.held + rest)
+        assert one(bridge, context, drafted) == ids[split:], (split, text)
+    assert not bridge.failures.total()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@quick
+@given(text=texts)
+def test_target_tokens_come_back(
+    family: dict[str, TextTokenizer], pair: tuple[str, str], text: str
+) -> None:
+    assert_round_trip(family[pair[0]], family[pair[1]], text)
+
+
+@quick
+@given(text=texts)
+def test_real_target_tokens_come_back(real: dict[str, TextTokenizer], text: str) -> None:
+    for pair in REAL_PAIRS:
+        assert_round_trip(real[pair[0]], real[pair[1]], text)
+
+
+def test_a_dummy_prefix_fails_the_same_check(
+    family: dict[str, TextTokenizer], backends: dict[str, Tokenizer]
+) -> None:
+    """Negative oracle: a SentencePiece tokenizer's own encode() of the draft is not its tokens."""
+    target, drafter = family["sentencepiece"], family["byte-level"]
+    text = "def f(self):\n    return self.value"
+    ids = target.encode(" " + text)
+    naive = [
+        backends["sentencepiece"].encode(rest.decode(), add_special_tokens=False).ids
+        for rest in (target.decode_bytes(ids[split:]) for split in range(1, len(ids)))
+    ]
+    assert all(own != ids[split:] for split, own in enumerate(naive, 1))
+    assert_round_trip(target, drafter, text)
+
+
+def test_encoding_the_draft_alone_fails_the_same_check(real: dict[str, TextTokenizer]) -> None:
+    """Negative oracle: what a pre-tokenizer makes of the draft depends on the text before it."""
+    target, drafter = real["qwen2"], real["llama-2"]
+    known, rest = "        if '%", "(default)' not in help"
+    ids = target.encode(known + rest)
+    split = len(target.encode(known))
+    assert target.decode_bytes(ids[:split]).decode() == known
+    assert target.encode(rest) != ids[split:]
+    bridge = make_bridge(target, drafter)
+    assert one(bridge, opened(bridge, ids[:split]), drafter.encode(rest)) == ids[split:]
+
+
+def test_a_draft_that_a_merge_would_swallow(family: dict[str, TextTokenizer]) -> None:
+    """The known text ends inside what would be one token: the draft is encoded alone."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    (whole,) = target.encode(" return")
+    head = target.encode(" ret")
+    bridge = make_bridge(target, drafter)
+    draft = one(bridge, opened(bridge, [*target.encode("x"), *head]), drafter.encode("urn"))
+    assert whole not in draft
+    assert target.decode_bytes(draft) == b"urn"
+
+
+def test_characters_cut_at_every_byte(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter)
+    known, data = target.encode("so "), "👍é中".encode()
+    for count in range(len(data) + 1):
+        drafted = drafter.encode_bytes(data[:count])
+        complete = data[:count].decode("utf-8", "ignore").encode()
+        draft = one(bridge, opened(bridge, known), drafted)
+        assert target.decode_bytes(draft) == complete
+
+
+def test_held_bytes_are_completed(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    data = "👍".encode()
+    for count in (1, 2, 3):
+        bridge = make_bridge(target, drafter)
+        ids = [*target.encode("so "), *(target.byte_ids[byte] for byte in data[:count])]
+        context = opened(bridge, ids)
+        draft = one(bridge, context, drafter.encode("👍 ok"))
+        assert target.decode_bytes(ids + draft) == "so 👍 ok".encode()
+        assert not bridge.failures.total()
+        assert one(bridge, context, drafter.encode("no")) == []
+        assert bridge.failures["held_mismatch"] == 1
+
+
+def test_invalid_bytes_never_raise(family: dict[str, TextTokenizer]) -> None:
+    rng = random.Random(0)
+    for target_name, drafter_name in PAIRS:
+        target, drafter = family[target_name], family[drafter_name]
+        bridge = make_bridge(target, drafter, target_eos=[1], drafter_eos=[1])
+        for _ in range(100):
+            ids = [rng.randrange(target.vocab_size) for _ in range(rng.randint(0, 9))]
+            spelled = [i for i in drafter.byte_ids if i >= 0]
+            draft = [rng.choice([*spelled, drafter.vocab_size + 9]) for _ in range(8)]
+            context = opened(bridge, ids)
+            proposal = one(bridge, context, draft, 5)
+            drafted = drafter.decode_bytes([i for i in draft if i < drafter.vocab_size])
+            body = target.decode_bytes([i for i in proposal if i != 1])
+            assert len(proposal) <= 5
+            continued = drafted.removeprefix(context.held).removeprefix(b" ")
+            assert continued.startswith(body.removeprefix(b" "))
+        assert not bridge.failures["draft_error"]
+
+
+def test_a_failing_draft_fails_alone(
+    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    encode = target.raw_encode_batch
+
+    def failing(batch: Sequence[str]) -> list[list[int]]:
+        if any("POISON" in text for text in batch):
+            raise RuntimeError("no")
+        return encode(batch)
+
+    bridge = make_bridge(target, drafter)
+    contexts = [opened(bridge, target.encode("in")) for _ in range(3)]
+    drafts = [drafter.encode(text) for text in (" the", " POISON", " value")]
+    monkeypatch.setattr(target, "raw_encode_batch", failing)
+    proposals = bridge.to_target(contexts, drafts, [9] * 3)
+    assert [target.decode_bytes(ids) for ids in proposals] == [b" the", b"", b" value"]
+    assert bridge.failures["draft_error"] == 1
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 9])
+def test_eos_by_role(family: dict[str, TextTokenizer], limit: int) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
+    context = opened(bridge, target.encode("in the"))
+    text_ids = target.encode(" value")
+    draft = [*drafter.encode(" value"), 2, *drafter.encode(" more")]
+    assert one(bridge, context, draft, limit) == [*text_ids, 0][:limit]
+    assert one(bridge, context, [2], limit) == [0][:limit]
+    # Any other special token of the drafter ends the draft and proposes nothing.
+    assert one(bridge, context, [*drafter.encode(" value"), 1], 9) == text_ids
+
+
+def test_text_that_looks_special_is_never_proposed_as_special(
+    family: dict[str, TextTokenizer],
+) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter)
+    draft = one(bridge, opened(bridge, target.encode("x")), drafter.encode(" <|endoftext|>"))
+    assert target.special_ids.isdisjoint(draft)
+    assert target.decode_bytes(draft) == b" <|endoftext|>"
+
+
+def test_an_eos_that_is_ordinary_text_is_not_proposed_as_text(
+    family: dict[str, TextTokenizer],
+) -> None:
+    """Phi-3 lists </s> among its ordinary added tokens; as EOS it is proposed by role only."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    (think,) = target.encode("<think>")
+    bridge = make_bridge(target, drafter, target_eos=[think], drafter_eos=[2])
+    context = opened(bridge, target.encode("x"))
+    assert one(bridge, context, drafter.encode("<think>")) == []
+    assert bridge.failures["unencodable"] == 1
+    assert one(bridge, context, [2]) == [think]
+
+
+def test_the_draft_ends_where_normalisation_changes_it(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level-nfc"], family["byte-level"]
+    bridge = make_bridge(target, drafter)
+    draft = one(bridge, opened(bridge, target.encode("in")), drafter.encode(" the e\u0301 x"))
+    assert target.decode_bytes(draft).rstrip() == b" the"
+
+
+def test_modes(family: dict[str, TextTokenizer]) -> None:
+    one_tokenizer, other = family["byte-level"], family["sentencepiece"]
+    assert make_bridge(one_tokenizer, one_tokenizer).identity
+    assert not make_bridge(one_tokenizer, one_tokenizer, mode="text").identity
+    assert not make_bridge(one_tokenizer, other).identity
+    with pytest.raises(ValueError, match="differ"):
+        make_bridge(one_tokenizer, other, mode="identity")
+    with pytest.raises(ValueError, match="unknown bridge mode"):
+        make_bridge(one_tokenizer, other, mode="ids")
+
+
+def test_identity_needs_equal_merges(backends: dict[str, Tokenizer]) -> None:
+    text = backends["sentencepiece"].to_str()
+    original = load_tokenizer(Tokenizer.from_str(text))
+    again = load_tokenizer(Tokenizer.from_str(text))
+    assert make_bridge(original, again).identity
+    spec = json.loads(text)
+    merges = spec["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    edited = load_tokenizer(Tokenizer.from_str(json.dumps(spec)))
+    assert not make_bridge(original, edited).identity
+
+
+def test_identity_passes_ids_through(family: dict[str, TextTokenizer]) -> None:
+    bridge = make_bridge(
+        family["byte-level"], family["byte-level"], target_eos=[0], drafter_eos=[0]
+    )
+    context = bridge.open()
+    assert bridge.extend([context], [[7, 8, 9]]) == [0]
+    assert bridge.extend([context], [[10]]) == [3]
+    assert context.ids == [7, 8, 9, 10]
+    assert context.rollback(2) == 2
+    assert (context.ids, context.num_target) == ([7, 8], 2)
+    assert bridge.to_target([context], [[5, 0, 6]], [9]) == [[5, 0]]
+    assert bridge.to_target([context], [[5, 4, 6]], [2]) == [[5, 4]]
+
+
+def test_text_mode_of_equal_tokenizers_is_the_identity(family: dict[str, TextTokenizer]) -> None:
+    tokenizer = family["byte-level"]
+    bridge = make_bridge(tokenizer, tokenizer, mode="text")
+    ids = tokenizer.encode("def f(self):\n        return self.value")
+    context = opened(bridge, ids[:7])
+    assert context.ids == ids[:7]
+    assert one(bridge, context, ids[7:]) == ids[7:]
