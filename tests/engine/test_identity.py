@@ -22,44 +22,47 @@ TIGHT_LIMITS: dict[str, Any] = {
     "block_size": 32,
     "max_num_seqs": 16,
 }
-# How each way speculates, and the least share of proposed tokens that must be accepted where the
-# drafter is the target.
-WAYS = {"pair": 0.0, "identity": 0.995, "forced text": 0.97}
+# The least share of proposed tokens that must be accepted where the drafter is the target. Through
+# text it has to write what it means canonically, which the trained model does when it continues
+# code it understands, and not quite when a grammar makes it write JSON.
+IDENTITY = 0.995
+FORCED_TEXT = {"structured output": 0.9}
+FORCED_TEXT_ELSEWHERE = 0.97
 
 
 @pytest.fixture(scope="module")
-def spec(demo_pair: Path) -> dict[str, dict[str, Any] | None]:
+def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> dict[str, dict]:
+    """way -> scenario -> token ids, and what the counters gained meanwhile."""
     target = demo_pair / "target"
+    text = slem(target, translation="text")
     return {
-        "alone": None,
-        "pair": slem(demo_pair / "drafter"),
-        "identity": slem(target),
-        "forced text": slem(target, translation="text"),
+        "alone": _run_all(target, None, prompts),
+        "alone on code": _run_all(target, None, code_prompts),
+        "pair": _run_all(target, slem(demo_pair / "drafter"), prompts),
+        "identity": _run_all(target, slem(target), prompts),
+        "forced text": _run_all(target, text, code_prompts),
     }
 
 
-@pytest.fixture(scope="module")
-def runs(demo_pair: Path, prompts: list[str], spec: dict) -> dict[tuple[str, str], tuple]:
-    """(way, scenario) -> token ids, and what the counters gained meanwhile."""
+def _run_all(target: Path, spec: dict[str, Any] | None, prompts: list[str]) -> dict[str, tuple]:
     found = {}
-    for way, config in spec.items():
-        for scenarios, limits in ((ROOMY, {}), (TIGHT, TIGHT_LIMITS)):
-            with engine(demo_pair / "target", config, **limits) as llm:
-                for name, scenario in scenarios.items():
-                    before = metrics_of(llm)
-                    ids: Outputs = scenario(llm, prompts)
-                    gained = {k: v - before.get(k, 0) for k, v in metrics_of(llm).items()}
-                    if config is not None:
-                        gained["skipped"] = read_stats(llm)["skipped"]
-                    found[way, name] = (ids, gained)
+    for scenarios, limits in ((ROOMY, {}), (TIGHT, TIGHT_LIMITS)):
+        with engine(target, spec, **limits) as llm:
+            for name, scenario in scenarios.items():
+                before = metrics_of(llm)
+                ids: Outputs = scenario(llm, prompts)
+                gained = {k: v - before.get(k, 0) for k, v in metrics_of(llm).items()}
+                if spec is not None:
+                    gained["skipped"] = read_stats(llm)["skipped"]
+                found[name] = (ids, gained)
     return found
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["pair", "identity", "forced text"])
 def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) -> None:
-    alone, _ = runs["alone", scenario]
-    found, gained = runs[way, scenario]
+    alone, _ = runs["alone on code" if way == "forced text" else "alone"][scenario]
+    found, gained = runs[way][scenario]
     assert found == alone
     assert gained["num_drafts"] > 0
     assert gained["num_accepted_tokens"] > 0
@@ -68,13 +71,21 @@ def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) ->
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
-@pytest.mark.parametrize("way", ["identity", "forced text"])
-def test_drafter_equal_to_the_target_is_accepted(runs: dict, way: str, scenario: str) -> None:
-    _, gained = runs[way, scenario]
-    share = gained["num_accepted_tokens"] / gained["num_draft_tokens"]
-    assert share >= WAYS[way], f"{share:.4f} of {gained['num_draft_tokens']}"
+def test_drafter_equal_to_the_target_is_accepted(runs: dict, scenario: str) -> None:
+    assert _accepted(runs["identity"][scenario]) >= IDENTITY
+
+
+@pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
+def test_the_same_through_text(runs: dict, scenario: str) -> None:
+    least = FORCED_TEXT.get(scenario, FORCED_TEXT_ELSEWHERE)
+    assert _accepted(runs["forced text"][scenario]) >= least
+
+
+def _accepted(run: tuple) -> float:
+    _, gained = run
+    return gained["num_accepted_tokens"] / gained["num_draft_tokens"]
 
 
 def test_preemption_was_forced(runs: dict) -> None:
-    assert runs["pair", "preemption"][1]["num_preemptions"] > 0
-    assert runs["alone", "preemption"][1]["num_preemptions"] > 0
+    assert runs["pair"]["preemption"][1]["num_preemptions"] > 0
+    assert runs["alone"]["preemption"][1]["num_preemptions"] > 0

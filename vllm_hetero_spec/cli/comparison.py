@@ -88,8 +88,8 @@ class Comparison:
         if self.widened:
             zero, columns = self.widened
             console.print(
-                f"         widened with zero MLP columns ({zero:,} of {columns:,}): it says what "
-                "the small model inside it says, at the cost of a larger one",
+                f"         widened with zero MLP columns: {zero:,} of {columns:,} add nothing but "
+                "cost",
                 highlight=False,
             )
         console.print(f"drafter  {self.drafter}", highlight=False, soft_wrap=True)

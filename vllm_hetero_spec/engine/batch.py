@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.engine.drafter import Drafter, DraftRow
 from vllm_hetero_spec.engine.kv_pool import KVPool
 from vllm_hetero_spec.engine.requests import RequestState
@@ -30,6 +31,7 @@ class Job:
         index: Its place in the batch.
         state: What the drafter knows of it.
         lookahead: Target tokens that are useful to propose; 0 only catches up.
+        penalty: The request's penalties, if any.
         steps_left: Drafter steps it may still spend.
         drafted: Drafter ids so far.
         proposal: Their translation.
@@ -38,6 +40,7 @@ class Job:
     index: int
     state: RequestState
     lookahead: int
+    penalty: Penalty | None = None
     steps_left: int = 0
     drafted: list[int] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
@@ -110,9 +113,8 @@ class Rounds:
                 continue
             budget -= pending
             self._stats.catch_up_tokens += pending
-            assert state.sequence is not None
             ids = state.context.ids[state.agreed : state.agreed + pending]
-            rows.append((job, DraftRow(state.sequence, ids, steps)))
+            rows.append((job, self._row(job, ids, steps)))
         return rows
 
     def _plan(self, job: Job, room: int) -> int:
@@ -164,7 +166,13 @@ class Rounds:
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
         job.steps_left -= steps
-        return DraftRow(row.sequence, [row.drafted[-1]], steps)
+        return self._row(job, row.drafted[-1:], steps)
+
+    @staticmethod
+    def _row(job: Job, pending: list[int], steps: int) -> DraftRow:
+        state = job.state
+        assert state.sequence is not None
+        return DraftRow(state.sequence, pending, steps, job.penalty, state.prompt_length)
 
     def _skip(self, job: Job, reason: str) -> None:
         if job.lookahead:

@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.kv_pool import BlockTable
 
@@ -37,6 +38,8 @@ class DraftRow:
         sequence: Its KV; the table must have room for `pending` and `steps` tokens.
         pending: Ids to feed first, at least one.
         steps: Tokens to draft; 0 only writes the KV of `pending`.
+        penalty: The request's penalties, if any.
+        prompt_length: Leading ids of the context that are its prompt.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
     """
@@ -44,6 +47,8 @@ class DraftRow:
     sequence: DraftSequence
     pending: Sequence[int]
     steps: int
+    penalty: Penalty | None = None
+    prompt_length: int = 0
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
 
@@ -71,16 +76,17 @@ class Drafter:
         """
         rows = sorted(rows, key=lambda row: -row.steps)
         table = self._block_table(rows)
+        penalties = self._penalties(rows)
         logits = self._catch_up(rows, table)
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
-        scores, ids = self._pick(logits[:active])
+        scores, ids = self._pick(logits[:active], penalties)
         drafted, confidence = [ids], [scores]
         batches = self._decode_batches(rows[:active], table[:active])
         for batch in batches:
             ids = ids[: len(batch.positions)]
-            scores, ids = self._pick(self.model.forward(ids, batch))
+            scores, ids = self._pick(self.model.forward(ids, batch), penalties)
             drafted.append(ids)
             confidence.append(scores)
         self._collect(rows, drafted, confidence)
@@ -157,10 +163,27 @@ class Drafter:
             line[:count] = row.sequence.table.row[:count]
         return table
 
-    def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _penalties(self, rows: list[DraftRow]) -> Penalties | None:
+        penalised = []
+        for index, row in enumerate(rows):
+            if row.penalty is not None and row.steps:
+                ids = [*row.sequence.kv_ids, *row.pending]
+                prompt, output = ids[: row.prompt_length], ids[row.prompt_length :]
+                penalised.append(PenalisedRow(index, row.penalty, prompt, output))
+        if not penalised:
+            return None
+        return Penalties(penalised, self._vocab_size, self.model.device)
+
+    def _pick(
+        self, logits: torch.Tensor, penalties: Penalties | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits[:, : self._vocab_size]
+        if penalties is not None:
+            penalties.apply(logits)
         logits.index_fill_(1, self._banned, float("-inf"))
         scores, ids = logits.max(dim=-1)
+        if penalties is not None:
+            penalties.add(ids)
         return scores, ids
 
     def _collect(

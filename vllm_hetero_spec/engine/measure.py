@@ -9,6 +9,7 @@ module is that process's program as well: `python -m vllm_hetero_spec.engine.mea
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,6 @@ from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 
-_LOG_LINES = 15
 _METRICS = "vllm:spec_decode_num_"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
@@ -87,7 +87,7 @@ class Measured:
 
 
 class MeasurementError(RuntimeError):
-    """An engine failed; the message ends with the last lines it printed."""
+    """An engine failed; the message names the errors it printed."""
 
 
 def measure(workload: Workload, *, verbose: bool = False) -> Measured:
@@ -112,10 +112,8 @@ def measure(workload: Workload, *, verbose: bool = False) -> Measured:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             ).returncode
         if not answer.exists():
-            printed = [] if verbose else log.read_text(errors="replace").splitlines()
-            raise MeasurementError(
-                "\n".join([f"the engine ended with exit code {code}", *printed[-_LOG_LINES:]])
-            )
+            causes = "" if verbose else _causes(log.read_text(errors="replace"))
+            raise MeasurementError(f"the engine ended with exit code {code}{causes}")
         found = json.loads(answer.read_text())
     if "refused" in found:
         raise ConfigError(found["refused"])
@@ -201,6 +199,14 @@ def _since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         else value - before.get(name, 0)
         for name, value in after.items()
     }
+
+
+def _causes(printed: str) -> str:
+    """The distinct errors in an engine's output, the first of which caused the others."""
+    found = dict.fromkeys(
+        re.findall(r"(?:^|\] )(?:\w+\.)*(\w+(?:Error|Exception): .+)", printed, re.M)
+    )
+    return "".join(f"\n  {line}" for line in found) + "\n  (--verbose shows all that it prints)"
 
 
 def _sentence(error: Exception) -> str:

@@ -23,9 +23,10 @@ from vllm_hetero_spec.engine.drafter import Drafter
 from vllm_hetero_spec.engine.drafter_config import drafter_vllm_config, kv_budget
 from vllm_hetero_spec.engine.drafter_model import DrafterModel
 from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookahead
 from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.rejection_sampler import HeteroRejectionSampler
-from vllm_hetero_spec.engine.requests import Requests
+from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.stats import DraftStats, install_rpc
@@ -163,29 +164,28 @@ class HeteroProposer:
             self._rest -= 1
             self._skip_all(sampled, "backing_off")
             return drafts
+        lookahead = scheduler_output.num_spec_tokens_to_schedule
         jobs = [
-            Job(index, state, self._lookahead(scheduler_output, index) if sampled[index] else 0)
+            self._job(index, state, lookahead if sampled[index] else 0)
             for index, state in self._requests.read(runner.input_batch, sampled)
         ]
         with tensor_parallel(self._group):
             self._rounds.run(jobs, self._requests.outside(runner.input_batch))
         for job in jobs:
-            drafts[job.index] = job.proposal
-            self.stats.drafts += bool(job.proposal)
-            self.stats.draft_tokens += len(job.proposal)
+            request = runner.requests[runner.input_batch.req_ids[job.index]]
+            draft = drafts[job.index] = acceptable(job.proposal, request)
+            self.stats.drafts += bool(draft)
+            self.stats.draft_tokens += len(draft)
         self._failures = 0
         return drafts
 
-    def _lookahead(self, scheduler_output: Any, index: int) -> int:
-        """Target tokens worth proposing: none beyond the model's length or the request's end."""
+    def _job(self, index: int, state: RequestState, lookahead: int) -> Job:
         runner = self._runner
         batch = runner.input_batch
         request = runner.requests[batch.req_ids[index]]
-        room = runner.max_model_len - int(batch.num_tokens_no_spec[index]) - 1
-        if request.sampling_params is not None and request.sampling_params.max_tokens is not None:
-            left = request.sampling_params.max_tokens - len(request.output_token_ids) - 1
-            room = min(room, left)
-        return max(0, min(scheduler_output.num_spec_tokens_to_schedule, room))
+        length = int(batch.num_tokens_no_spec[index])
+        useful = useful_lookahead(request, length, runner.max_model_len, lookahead)
+        return Job(index, state, useful, penalty_of(request))
 
     def _skip_all(self, sampled: list[list[int]], reason: str, detail: str = "") -> None:
         for tokens in sampled:

@@ -19,6 +19,7 @@ class RequestState:
     Attributes:
         context: Its text in drafter ids.
         salt: Its cache_salt.
+        prompt_length: Leading context ids that are its prompt.
         sequence: Its KV; None before the first round and after its blocks were given back.
         agreed: Leading ids of `sequence.kv_ids` that equal `context.ids`.
         last_target: The last target id taken into the context.
@@ -28,6 +29,7 @@ class RequestState:
 
     context: Context
     salt: str | None = None
+    prompt_length: int = 0
     sequence: DraftSequence | None = None
     agreed: int = 0
     last_target: int = -1
@@ -38,6 +40,13 @@ class RequestState:
     def pending(self) -> int:
         """Context ids whose KV is not written yet."""
         return len(self.context.ids) - self.agreed
+
+    def is_behind(self, tokens: Any, length: int) -> bool:
+        """Whether vLLM has taken tokens back (a resumed or edited request)."""
+        known = self.context.num_target
+        if self.retired or not known:
+            return False
+        return known > length or tokens[known - 1] != self.last_target
 
     def close(self, pool: KVPool) -> None:
         """Give the KV back."""
@@ -126,18 +135,17 @@ class Requests:
         found, news = [], []
         for index, req_id in enumerate(batch.req_ids):
             length = int(batch.num_tokens_no_spec[index])
+            tokens = batch.token_ids_cpu[index]
             state = self._states.get(req_id)
-            if state is None:
-                state = RequestState(self._bridge.open(), self._salts.get(req_id))
-                self._states[req_id] = state
-                if not batch.is_token_ids[index, :length].all():
-                    state.retired = "no_text"
+            if state is None or state.is_behind(tokens, length):
+                state = self._states[req_id] = self._open(req_id, batch, index)
             if state.retired or state.wait:
                 state.wait -= bool(state.wait)
                 if sampled[index]:
                     self._stats.skip(state.retired or "no_blocks")
                 continue
-            news.append(self._new_ids(state, batch.token_ids_cpu[index], length))
+            news.append(tokens[state.context.num_target : length].tolist())
+            state.last_target = int(tokens[length - 1])
             found.append((index, state))
         began = time.perf_counter()
         unchanged = self._bridge.extend([state.context for _, state in found], news)
@@ -154,13 +162,18 @@ class Requests:
             ready.append((index, state))
         return ready
 
-    @staticmethod
-    def _new_ids(state: RequestState, tokens: Any, length: int) -> list[int]:
-        known = state.context.num_target
-        if known > length or (known and tokens[known - 1] != state.last_target):
-            # vLLM took tokens back (a resumed or edited request): read the text afresh.
-            state.context.rollback(0)
-            state.agreed = 0
-            known = 0
-        state.last_target = int(tokens[length - 1])
-        return tokens[known:length].tolist()
+    def _open(self, req_id: str, batch: Any, index: int) -> RequestState:
+        """A new state that has read its prompt; an old one of the same id gives its KV back."""
+        old = self._states.get(req_id)
+        if old is not None:
+            old.close(self._pool)
+        state = RequestState(self._bridge.open(), old.salt if old else self._salts.get(req_id))
+        prompt = int(batch.num_prompt_tokens[index])
+        if not batch.is_token_ids[index, : int(batch.num_tokens_no_spec[index])].all():
+            state.retired = "no_text"
+            return state
+        ids = batch.token_ids_cpu[index, :prompt]
+        self._bridge.extend([state.context], [ids.tolist()])
+        state.prompt_length = len(state.context.ids)
+        state.last_target = int(ids[-1])
+        return state

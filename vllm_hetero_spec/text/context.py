@@ -24,6 +24,8 @@ SPACELESS_TOKENS = 64
 SPACELESS_KEEP = 24
 # Characters after which the tail is cut whether or not the check succeeds.
 TAIL_CHARACTERS = 1024
+# Any word does: it stands for whatever follows the text.
+_WORD = "x"
 
 
 class Context(Protocol):
@@ -167,6 +169,7 @@ class TextContext:
 
     def settle(self, tail_ids: Sequence[int]) -> int:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
+        tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
         if len(tail_ids) > TAIL_TOKENS:
             kept = min(kept, self._advance(tail_ids))
@@ -182,6 +185,22 @@ class TextContext:
                 )
             )
         return kept
+
+    def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
+        """Ids of a tail that ends in space, as if a word followed where the target says so.
+
+        Pre-tokenizers leave the last space of a run to the word after it. At the end of a text no
+        word follows, the run becomes one token, and after that the drafter expects more space. A
+        target that has split the run is done with it.
+        """
+        if not tail_ids or not self._tail[-1].isspace():
+            return tail_ids
+        ours = self._drafter.token_bytes[tail_ids[-1]]
+        theirs = self._target.token_bytes[self.target_ids[-1]]
+        if len(ours) <= len(theirs) or not theirs.isspace():
+            return tail_ids
+        *followed, word = self._drafter.encode(self._tail + _WORD)
+        return followed if self._drafter.token_bytes[word] == _WORD.encode() else tail_ids
 
     def _known(self, token_id: int) -> int:
         if 0 <= token_id < self._target.vocab_size:

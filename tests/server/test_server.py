@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` with a drafter, as an OpenAI client and a scraper of /metrics see it."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Server, launched, serve_command, wait_until_healthy
+
+pytestmark = pytest.mark.server
+
+LOOKAHEAD = 4
+PROMPTS = (
+    "def main():\n    parser = argparse.ArgumentParser(",
+    "class Node:\n    def __init__(self, value):\n        self.value",
+    "import os\nimport sys\n\n\ndef read_lines(path):\n    with open(",
+)
+CHAT = [{"role": "user", "content": "Write a function that reads a file."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+        "ready": {"type": "boolean"},
+    },
+    "required": ["colour", "ready"],
+    "additionalProperties": False,
+}
+
+
+def speculative(drafter: Path, **changes: Any) -> str:
+    """The value of --speculative-config; a change to None leaves the key out."""
+    config = {"method": "slem", "model": str(drafter), "num_speculative_tokens": LOOKAHEAD}
+    kept = {key: value for key, value in {**config, **changes}.items() if value is not None}
+    return json.dumps(kept)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    demo_pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Server]]:
+    """The same target served with the drafter and alone; both start at the same time."""
+    logs = tmp_path_factory.mktemp("logs")
+    flags = {
+        "drafter": ("--speculative-config", speculative(demo_pair / "drafter")),
+        "alone": (),
+    }
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name, extra in flags.items():
+            log = logs / f"{name}.log"
+            manager = launched(demo_pair / "target", log, *extra)
+            started.append((*stack.enter_context(manager), log))
+        for server, process, log in started:
+            wait_until_healthy(server, process, log)
+        yield started[0][0], started[1][0]
+
+
+@pytest.fixture(scope="module")
+def server(servers: tuple[Server, Server]) -> Server:
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def alone(servers: tuple[Server, Server]) -> Server:
+    return servers[1]
+
+
+def complete(server: Server, prompt: str, **options: Any) -> Any:
+    """One greedy completion of 48 tokens, where `options` do not say otherwise."""
+    asked = {"max_tokens": 48, "temperature": 0, **options}
+    return server.client.completions.create(model=server.model, prompt=prompt, **asked)
+
+
+def counters(server: Server) -> dict[str, float]:
+    """vLLM's counters of speculation; accepted tokens by position as `accepted[0]` and on."""
+    found = {}
+    for family in text_string_to_metric_families(server.metrics()):
+        for sample in family.samples:
+            name = sample.name.removeprefix("vllm:spec_decode_num_").removesuffix("_total")
+            if name == "accepted_tokens_per_pos":
+                found[f"accepted[{sample.labels['position']}]"] = sample.value
+            elif sample.name.startswith("vllm:spec_decode_num_") and "created" not in name:
+                found[name] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_completion_is_the_targets_own(server: Server, alone: Server, prompt: str) -> None:
+    with_drafter, without = (complete(s, prompt).choices[0] for s in (server, alone))
+    assert with_drafter.text == without.text
+    assert with_drafter.text.strip()
+
+
+def test_greedy_chat_is_the_targets_own(server: Server, alone: Server) -> None:
+    replies = [
+        s.client.chat.completions.create(model=s.model, messages=CHAT, max_tokens=32, temperature=0)
+        for s in (server, alone)
+    ]
+    assert replies[0].choices[0].message.content == replies[1].choices[0].message.content
+    assert replies[0].usage == replies[1].usage
+
+
+def test_streamed_text_is_the_whole_text(server: Server) -> None:
+    whole = complete(server, PROMPTS[0]).choices[0].text
+    pieces = [chunk.choices[0].text for chunk in complete(server, PROMPTS[0], stream=True)]
+    assert "".join(pieces) == whole
+
+
+def test_several_sampled_completions(server: Server) -> None:
+    completion = complete(server, PROMPTS[0], n=2, temperature=0.8)
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.choices[0].text != completion.choices[1].text
+    assert completion.usage.completion_tokens <= 2 * 48
+
+
+def test_completion_ends_before_a_stop_string(server: Server) -> None:
+    whole = complete(server, PROMPTS[1]).choices[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    choice = complete(server, PROMPTS[1], stop=[stop]).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.text == whole[: whole.index(stop)]
+
+
+def test_logprobs_are_the_targets_own(server: Server, alone: Server) -> None:
+    found, expected = (
+        complete(s, PROMPTS[2], logprobs=2).choices[0].logprobs for s in (server, alone)
+    )
+    assert found.tokens == expected.tokens
+    assert found.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-3)
+    for token, value, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert len(top) == 2
+        assert max(top.values()) == pytest.approx(value, abs=1e-6), token
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_json_schema_is_kept(server: Server, temperature: float) -> None:
+    reply = server.client.chat.completions.create(
+        model=server.model,
+        messages=CHAT,
+        max_tokens=200,
+        temperature=temperature,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+        },
+    )
+    assert reply.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(reply.choices[0].message.content), SCHEMA)
+
+
+def test_metrics_agree_with_each_other(server: Server) -> None:
+    for prompt in PROMPTS:
+        complete(server, prompt)
+    found = counters(server)
+    assert 0 < found["accepted_tokens"] <= found["draft_tokens"] <= found["drafts"] * LOOKAHEAD
+    by_position = [found[f"accepted[{position}]"] for position in range(LOOKAHEAD)]
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[0] <= found["drafts"]
+    assert sum(by_position) == found["accepted_tokens"]
+
+
+def test_only_tokens_proposed_are_counted(server: Server) -> None:
+    """Of three tokens, only the second leaves room for a draft, and only for one token."""
+    before = counters(server)
+    for prompt in PROMPTS:
+        complete(server, prompt, max_tokens=3)
+    after = counters(server)
+    drafts = after["drafts"] - before["drafts"]
+    assert drafts > 0
+    assert after["draft_tokens"] - before["draft_tokens"] == drafts
+
+
+def test_wrong_configurations_stop_the_server_with_one_sentence(
+    demo_pair: Path, tmp_path: Path
+) -> None:
+    drafter = demo_pair / "drafter"
+    wrong = {
+        speculative(drafter, method="slemm"): "'slemm' does not exist; did you mean 'slem'?",
+        speculative(drafter, model=None): "speculative method 'slem' needs a drafter",
+        speculative(tmp_path / "absent"): f"the drafter '{tmp_path / 'absent'}' cannot be used",
+    }
+    processes = [
+        subprocess.Popen(
+            serve_command(demo_pair / "target", "--speculative-config", config),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for config in wrong
+    ]
+    for process, sentence in zip(processes, wrong.values(), strict=True):
+        try:
+            printed, _ = process.communicate(timeout=180)
+        finally:
+            process.kill()
+        assert process.returncode not in (0, None)
+        assert sentence in printed.splitlines()[-1]
+
+
+def test_flags_are_a_configuration_too(demo_pair: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    drafter = str(demo_pair / "drafter")
+    flags = ["--spec-method", "slem", "--spec-model", drafter, "--spec-tokens", "3"]
+    arguments = parser.parse_args(["--model", str(demo_pair / "target"), *flags])
+    engine = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    options = engine.speculative_config.hetero
+    assert (options.method, options.model, options.num_speculative_tokens) == ("slem", drafter, 3)
