@@ -23,7 +23,8 @@ from rich.table import Table
 from tokenizers import ByteLevelBPETokenizer, SentencePieceBPETokenizer, Tokenizer
 
 from vllm_hetero_spec.text.bridge import make_bridge
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, load_tokenizer
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 BATCHES = (1, 8, 64)
 CONTEXTS = (256, 1024, 4096, 8192)

@@ -85,9 +85,12 @@ def test_installing_twice_wraps_once() -> None:
 def test_runner_hooks_leave_other_drafters_alone() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    runner.install()
+    from vllm_hetero_spec.engine.proposer import HeteroProposer
+
+    runner.install(HeteroProposer)
     calls = []
-    wrapped = runner._wrap_propose(lambda self, *args: calls.append(args) or "theirs")
+    wrap = runner.wrap_propose(HeteroProposer)
+    wrapped = wrap(lambda self, *args: calls.append(args) or "theirs")
     assert wrapped(SimpleNamespace(drafter=object()), "out", [[1]], 3) == "theirs"
     assert calls == [("out", [[1]], 3)]
     assert GPUModelRunner.propose_draft_token_ids.__wrapped__ is not None

@@ -19,7 +19,8 @@ from tokenizers import (
     trainers,
 )
 
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, load_tokenizer
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 MULTILINGUAL = [

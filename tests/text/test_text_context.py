@@ -235,3 +235,19 @@ def test_rollback_checks_its_argument(family: dict[str, TextTokenizer]) -> None:
         context.append([5, 6, 7])
         with pytest.raises(ValueError, match="roll back"):
             context.rollback(4)
+
+
+def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextTokenizer]) -> None:
+    """At the end of a text the run would be one token, and the drafter would expect more of it."""
+    tokenizer = family["byte-level"]
+    word = tokenizer.encode("class")
+    split = tokenizer.encode("value\n\nclass")[: -len(word)]
+    merged = tokenizer.encode("value\n\n")
+    assert split != merged
+    bridge = make_bridge(tokenizer, tokenizer, mode="text")
+    for ids in (split, merged):
+        context = bridge.open()
+        context.append(ids)
+        assert context.ids == ids
+        context.append(word)
+        assert context.ids == tokenizer.encode("value\n\nclass")

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.context import Context
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, load_tokenizer
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 PAIRS = [
     ("byte-level", "sentencepiece"),

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, load_tokenizer
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 TEXTS = [
     "def f(x):\n    return  x+1\t# comment\r\n\r\n\tend",

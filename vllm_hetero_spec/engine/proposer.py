@@ -29,7 +29,7 @@ from vllm_hetero_spec.engine.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.stats import DraftStats, install_rpc
+from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.engine.tokenizers import load_pair
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -46,8 +46,6 @@ class HeteroProposer:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        from vllm.v1.worker.worker_base import WorkerBase
-
         spec = vllm_config.speculative_config
         assert isinstance(spec, HeteroSpeculativeConfig)
         self.vllm_config = vllm_config
@@ -58,8 +56,7 @@ class HeteroProposer:
         self._drafter: Drafter | None = None
         self._failures = 0
         self._rest = 0
-        runner_hooks.install()
-        install_rpc(WorkerBase)
+        runner_hooks.install(type(self))
         cpu_expand.repair()
 
     def bind(self, runner: Any) -> None:

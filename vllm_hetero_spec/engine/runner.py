@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's model runner, installed by the proposer in the worker that needs them.
+"""Hooks in vLLM's worker and model runner, installed by the proposer where it is built.
 
 vLLM's `custom_class` calls `propose` without request ids. The hook on `propose_draft_token_ids`
-hands our proposer the runner and the scheduler's output instead.
+hands our proposer the scheduler's output instead.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, Protocol
 
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.stats import RPC, DraftStats
 
 
-def install() -> None:
-    """Hook every model runner class of this process. Idempotent; inert for other drafters."""
+class Proposer(Protocol):
+    """What the hooks ask of a proposer."""
+
+    def bind(self, runner: Any) -> None:
+        """Called before the target's weights load."""
+
+    def propose_batch(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:
+        """Drafts for every request of the batch."""
+
+    def snapshot(self) -> DraftStats:
+        """The counters as they stand."""
+
+
+def install(proposer: type[Proposer]) -> None:
+    """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
+
+    Args:
+        proposer: The class of the drafters that the hooks serve.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
-    for runner_class in _family(GPUModelRunner):
-        if "load_model" in vars(runner_class):
-            patching.replace(runner_class, "load_model", "bind drafter", _wrap_load)
-    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", _wrap_propose)
+    for runner in _family(GPUModelRunner):
+        if "load_model" in vars(runner):
+            patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
+    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
+    patching.add(WorkerBase, RPC, _worker_stats)
 
 
 def _family(base: Any) -> Iterator[Any]:
@@ -27,31 +48,41 @@ def _family(base: Any) -> Iterator[Any]:
         yield from _family(derived)
 
 
-def _wrap_load(original: Any) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if drafter := _ours(self):
-            drafter.bind(self)
-        return original(self, *args, **kwargs)
+def wrap_load(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`load_model` that first binds a drafter of ours to its runner."""
 
-    return load_model
+    def wrap(original: Any) -> Any:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            drafter = getattr(self, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.bind(self)
+            return original(self, *args, **kwargs)
 
+        return load_model
 
-def _wrap_propose(original: Any) -> Any:
-    def propose_draft_token_ids(
-        self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        drafter = _ours(self)
-        if drafter is None:
-            return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
-        return drafter.propose_batch(scheduler_output, sampled_token_ids)
-
-    return propose_draft_token_ids
+    return wrap
 
 
-def _ours(runner: Any) -> Any | None:
-    from vllm_hetero_spec.engine.proposer import HeteroProposer
+def wrap_propose(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`propose_draft_token_ids` that hands over to a drafter of ours."""
 
-    drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, HeteroProposer) else None
+    def wrap(original: Any) -> Any:
+        def propose_draft_token_ids(
+            self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            drafter = getattr(self, "drafter", None)
+            if not isinstance(drafter, proposer):
+                return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+            self._draft_probs = None
+            self._draft_prob_req_ids = None
+            return drafter.propose_batch(scheduler_output, sampled_token_ids)
+
+        return propose_draft_token_ids
+
+    return wrap
+
+
+def _worker_stats(worker: Any) -> dict[str, Any]:
+    """Answer to `collective_rpc(RPC)`: zeros on ranks that do not draft."""
+    snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
+    return asdict(snapshot())

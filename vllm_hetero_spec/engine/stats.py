@@ -3,7 +3,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -87,19 +87,3 @@ def read_stats(llm: Any) -> dict[str, Any]:
         skipped.update(worker.pop("skipped"))
         total.update(worker)
     return {**total, "skipped": dict(skipped)}
-
-
-def install_rpc(worker_class: Any) -> None:
-    """Let `collective_rpc("hetero_spec_stats")` answer with the counters. Idempotent."""
-    from vllm_hetero_spec.engine.compat import patching
-
-    patching.add(worker_class, RPC, _worker_stats)
-
-
-def _worker_stats(worker: Any) -> dict[str, Any]:
-    from vllm_hetero_spec.engine.proposer import HeteroProposer
-
-    proposer = getattr(worker.model_runner, "drafter", None)
-    if not isinstance(proposer, HeteroProposer):
-        return asdict(DraftStats())
-    return asdict(proposer.snapshot())

@@ -9,7 +9,8 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter_config import cap_length, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, load_tokenizer
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 # Enough ordinary text and code to tell how many drafter tokens a target token takes.
 _CALIBRATION = (
