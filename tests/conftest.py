@@ -13,6 +13,8 @@ REPO = Path(__file__).resolve().parent.parent
 # Tiny models lose more to waiting for other threads than they gain; read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# Kernels kept per batch shape; few, so that a leak stands out from them.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 # Nothing in the tests may reach a hub: models are trained here or read from disk.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")

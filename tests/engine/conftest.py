@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for the engine tests."""
+"""Prompts, and what the target alone answers, for the engine tests."""
 
 import json
 from pathlib import Path
 
 import pytest
+from harness import engine
+from scenarios import Outputs, generate, greedy
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,14 @@ def prompts(code_prompts: list[str], shared_or_none: Path | None) -> list[str]:
     kinds = [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
     mixed = [kind[i] for i in range(64) for kind in kinds if i < len(kind)]
     return [text[:900] for text in mixed[:64]]
+
+
+@pytest.fixture(scope="module")
+def texts(prompts: list[str]) -> list[str]:
+    return prompts[:8]
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, texts: list[str]) -> Outputs:
+    with engine(demo_pair / "target") as llm:
+        return generate(llm, texts, greedy())

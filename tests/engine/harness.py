@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # Read by vLLM when an engine starts: in this process, so that tests reach into the worker.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -59,3 +61,8 @@ def metrics_of(llm: Any) -> dict[str, int]:
         for m in llm.get_metrics()
         if hasattr(m, "value") and ("spec_decode" in m.name or "preempt" in m.name)
     }
+
+
+def warnings(log: pytest.LogCaptureFixture, reason: str) -> list[str]:
+    """What was logged about undrafted requests of one reason."""
+    return [m for m in log.messages if f"({reason})" in m]

@@ -84,8 +84,8 @@ def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
         {"stop": ["\n\n"]},
         {"max_tokens": 1},
     ]
-    params = [greedy(**kinds[i % len(kinds)]) for i in range(24)]
-    return generate(llm, prompts[:24], params)
+    chosen = prompts[:24]
+    return generate(llm, chosen, [greedy(**kinds[i % len(kinds)]) for i in range(len(chosen))])
 
 
 def structured(llm: LLM, prompts: list[str]) -> Outputs:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.engine.drafter import Drafter, DraftRow
@@ -114,7 +115,7 @@ class Rounds:
             budget -= pending
             self._stats.catch_up_tokens += pending
             ids = state.context.ids[state.agreed : state.agreed + pending]
-            rows.append((job, self._row(job, ids, steps)))
+            rows.append((job, self._row(job, ids, steps, first=True)))
         return rows
 
     def _plan(self, job: Job, room: int) -> int:
@@ -166,13 +167,15 @@ class Rounds:
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
         job.steps_left -= steps
-        return self._row(job, row.drafted[-1:], steps)
+        return self._row(job, row.drafted[-1:], steps, first=False)
 
-    @staticmethod
-    def _row(job: Job, pending: list[int], steps: int) -> DraftRow:
+    def _row(self, job: Job, pending: list[int], steps: int, *, first: bool) -> DraftRow:
         state = job.state
         assert state.sequence is not None
-        return DraftRow(state.sequence, pending, steps, job.penalty, state.prompt_length)
+        choose = None
+        if first and steps and not self._bridge.identity:
+            choose = partial(self._bridge.first_choice, state.context)
+        return DraftRow(state.sequence, pending, steps, job.penalty, state.prompt_length, choose)
 
     def _skip(self, job: Job, reason: str) -> None:
         if job.lookahead:

@@ -5,7 +5,7 @@ Nothing here waits for the device between steps: the next input is the last step
 lengths are known on the host, and drafted ids are read once, at the end.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -15,6 +15,9 @@ import torch
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.kv_pool import BlockTable
+
+# How many of the drafter's best ids the first token is chosen from.
+_CANDIDATES = 8
 
 
 @dataclass
@@ -40,6 +43,7 @@ class DraftRow:
         steps: Tokens to draft; 0 only writes the KV of `pending`.
         penalty: The request's penalties, if any.
         prompt_length: Leading ids of the context that are its prompt.
+        choose: Picks the first token among the drafter's best candidates; its best where None.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
     """
@@ -49,6 +53,7 @@ class DraftRow:
     steps: int
     penalty: Penalty | None = None
     prompt_length: int = 0
+    choose: Callable[[list[int]], int] | None = None
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
 
@@ -73,6 +78,7 @@ class Drafter:
         """Feed every row's pending ids and draft its steps; fills `drafted` and `finite`.
 
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
+        Rows with a `choose` cost one wait for the device after the first step.
         """
         rows = sorted(rows, key=lambda row: -row.steps)
         table = self._block_table(rows)
@@ -81,7 +87,7 @@ class Drafter:
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
-        scores, ids = self._pick(logits[:active], penalties)
+        scores, ids = self._pick(logits[:active], penalties, rows)
         drafted, confidence = [ids], [scores]
         batches = self._decode_batches(rows[:active], table[:active])
         for batch in batches:
@@ -175,16 +181,33 @@ class Drafter:
         return Penalties(penalised, self._vocab_size, self.model.device)
 
     def _pick(
-        self, logits: torch.Tensor, penalties: Penalties | None
+        self,
+        logits: torch.Tensor,
+        penalties: Penalties | None,
+        choosers: Sequence[DraftRow] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits[:, : self._vocab_size]
         if penalties is not None:
             penalties.apply(logits)
         logits.index_fill_(1, self._banned, float("-inf"))
-        scores, ids = logits.max(dim=-1)
+        if any(row.choose for row in choosers):
+            scores, ids = self._choose(logits, choosers)
+        else:
+            scores, ids = logits.max(dim=-1)
         if penalties is not None:
             penalties.add(ids)
         return scores, ids
+
+    def _choose(
+        self, logits: torch.Tensor, rows: Sequence[DraftRow]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first step of rows that have a say in it; its score tells whether it is finite."""
+        best = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
+        ids = [
+            row.choose(candidates) if row.choose else candidates[0]
+            for row, candidates in zip(rows, best.indices.tolist(), strict=False)
+        ]
+        return best.values[:, 0], torch.tensor(ids, device=logits.device)
 
     def _collect(
         self, rows: list[DraftRow], drafted: list[torch.Tensor], scores: list[torch.Tensor]

@@ -93,8 +93,8 @@ class DrafterModel:
         layer = next(iter(spec.values()))
         block_bytes = layer.page_size_bytes * len(spec)
         budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // layer.block_size) + 1))
-        # One block for padding and one to work with; vLLM's own check asks for a full-length
-        # sequence, which the pool does not need: what does not fit goes undrafted.
+        # One block for padding and one to work with. vLLM's own check asks for a sequence of full
+        # length, which the pool need not hold: what does not fit goes undrafted.
         self.num_blocks = budget // block_bytes
         if self.num_blocks < 2:
             raise ConfigError(
@@ -109,9 +109,13 @@ class DrafterModel:
             )
             cache.kv_cache_layout = layouts[0].name
         cache.num_gpu_blocks_override = self.num_blocks
-        length = self.config.model_config.max_model_len
-        full_length = block_bytes * (-(-length // layer.block_size) + 1)
-        plan = release().plan_kv_cache(self.config, spec, max(budget, full_length))
+        model = self.config.model_config
+        full_length = model.max_model_len
+        model.max_model_len = min(full_length, (self.num_blocks - 1) * layer.block_size)
+        try:
+            plan = release().plan_kv_cache(self.config, spec, budget)
+        finally:
+            model.max_model_len = full_length
         runner.initialize_kv_cache(plan)
         group = plan.kv_cache_groups[0]
         self.block_size: int = group.kv_cache_spec.block_size

@@ -6,7 +6,6 @@ hands our proposer the scheduler's output instead.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from vllm_hetero_spec.engine.compat import patching
@@ -85,4 +84,4 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[Any], Any]:
 def _worker_stats(worker: Any) -> dict[str, Any]:
     """Answer to `collective_rpc(RPC)`: zeros on ranks that do not draft."""
     snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
-    return asdict(snapshot())
+    return snapshot().as_dict()

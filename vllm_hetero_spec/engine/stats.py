@@ -3,7 +3,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -70,6 +70,11 @@ class DraftStats:
                 f": {detail}" if detail else "",
             )
         self.skipped[reason] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain numbers, `skipped` as a plain dictionary."""
+        numbers = {f.name: getattr(self, f.name) for f in fields(self)}
+        return numbers | {"skipped": dict(self.skipped)}
 
 
 def read_stats(llm: Any) -> dict[str, Any]:

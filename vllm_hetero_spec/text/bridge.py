@@ -32,6 +32,9 @@ class Bridge(Protocol):
         Never raises for one request: a context that fails is marked broken and counted.
         """
 
+    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
+        """Of the drafter's best next ids, the first that fits what the target has written."""
+
     def to_target(
         self,
         contexts: Sequence[Context],
@@ -58,6 +61,9 @@ class IdentityBridge:
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         return [context.append(ids) for context, ids in zip(contexts, new_ids, strict=True)]
+
+    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
+        return candidates[0]
 
     def to_target(
         self,
@@ -106,6 +112,9 @@ class TextBridge:
             self.failures["unencodable"] += self._drafter.dropped_bytes - dropped
         return kept
 
+    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
+        return self._drafts.first_choice(context, candidates)
+
     def to_target(
         self,
         contexts: Sequence[Context],
@@ -117,7 +126,7 @@ class TextBridge:
         except Exception:
             if len(contexts) == 1:
                 self.failures["draft_error"] += 1
-                logger.exception("a draft could not be translated; its request goes undrafted")
+                logger.debug("a draft could not be translated", exc_info=True)
                 return [[]]
         # One of them raised: find it, so that the others keep their drafts.
         return [
@@ -157,7 +166,7 @@ class TextBridge:
     def _break(self, context: TextContext) -> None:
         context.broken = True
         self.failures["context_error"] += 1
-        logger.exception("text could not be translated; its request goes undrafted from here on")
+        logger.debug("text could not be translated", exc_info=True)
 
 
 def make_bridge(

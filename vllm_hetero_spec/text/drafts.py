@@ -17,6 +17,8 @@ from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 ANCHOR_TOKENS = 8
+# Pairs of a target and a drafter token that first_choice remembers.
+MEMO_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,45 @@ class DraftTranslator:
     ) -> None:
         self._target, self._drafter = target, drafter
         self._special, self._failures = special, failures
+        self._starts_anew: dict[tuple[int, int], bool] = {}
+
+    def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
+        """The first of the drafter's candidates for its next token that the target may mean.
+
+        A target that has ended a token will not go on with text that belongs to it: after "imp" it
+        does not write "ort", or it would have written "import". And the bytes of a character that
+        the target has begun are given. Where no candidate will do, the drafter's own first choice.
+        """
+        return next((c for c in candidates if self._continues(context, c)), candidates[0])
+
+    def _continues(self, context: TextContext, drafter_id: int) -> bool:
+        data = self._drafter.token_bytes[drafter_id]
+        if context.held:
+            return data.startswith(context.held) or context.held.startswith(data)
+        last = context.target_ids[-1] if context.target_ids else -1
+        if not data or last < 0 or last in self._special.target_control:
+            return True
+        known = self._starts_anew.get((last, drafter_id))
+        if known is None:
+            if len(self._starts_anew) >= MEMO_PAIRS:
+                self._starts_anew.clear()
+            known = self._starts_anew[last, drafter_id] = self._splits(last, data)
+        return known
+
+    def _splits(self, last: int, data: bytes) -> bool:
+        """Whether the target ends a token between the bytes of `last` and `data`.
+
+        Two tokens suffice: a sequence of BPE tokens is canonical if all its pairs are.
+        """
+        left = len(self._target.token_bytes[last])
+        text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)
+        if used <= left:
+            return True  # nothing but the beginning of a character follows
+        for token_id in self._target.encode(text):
+            left -= len(self._target.token_bytes[token_id])
+            if left <= 0:
+                break
+        return left == 0
 
     def translate(
         self,

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter with little memory or a short context drafts what it can; every request ends right."""
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import engine, metrics_of, slem, warnings
+from scenarios import Outputs, generate, greedy
+
+from vllm_hetero_spec.engine.stats import read_stats
+
+pytestmark = pytest.mark.engine
+
+
+def test_pool_too_small(demo_pair: Path, texts: list, alone: Outputs, caplog) -> None:
+    """Room for one short sequence: most requests go undrafted, all end right."""
+    spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=1)
+    with (
+        pytest.raises(Exception, match="less than two KV blocks"),
+        engine(demo_pair / "target", spec),
+    ):
+        pass
+    block = _block_bytes(demo_pair)
+    spec["kv_cache_memory_bytes"] = 6 * block
+    with engine(demo_pair / "target", spec) as llm:
+        assert read_stats(llm)["kv_blocks"] == 5
+        assert generate(llm, texts, greedy()) == alone
+        assert read_stats(llm)["skipped"]["no_blocks"] > 0
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
+    assert len(warnings(caplog, "no_blocks")) == 1
+    assert "kv_cache_memory_bytes" in warnings(caplog, "no_blocks")[0]
+
+
+def _block_bytes(demo_pair: Path) -> int:
+    config = json.loads((demo_pair / "drafter" / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4 * 128
+
+
+def test_short_drafter_context(demo_pair: Path, texts: list, alone: Outputs, caplog) -> None:
+    """Beyond the drafter's length a request is no longer drafted; before it, it is."""
+    spec = slem(demo_pair / "drafter", max_model_len=150)
+    with engine(demo_pair / "target", spec) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        assert read_stats(llm)["skipped"]["drafter_length"] > 0
+        assert metrics_of(llm)["num_drafts"] > 0
+    assert len(warnings(caplog, "drafter_length")) == 1
