@@ -99,14 +99,14 @@ def walk(
 ) -> None:
     """Add to `counts` the rounds that emit `max_tokens` of the target ids `greedy`.
 
-    As in an engine, the first token comes from the prompt without a draft, and the last round may
-    accept past `max_tokens`; `greedy` should hold K + 1 ids more, fewer if it ends with EOS.
-    `table` holds the bytes of each target id.
+    As in an engine, the first token comes from the prompt without a draft, and nothing is proposed
+    past `max_tokens`, of which the last is always a bonus token. `table` holds the bytes of each
+    target id.
     """
     done = 1
     while done < min(max_tokens, len(greedy)):
         context = prompt + b"".join(table[i] for i in greedy[:done])
-        ids = rule.propose(draft(context), partial(translate, context))
+        ids = rule.propose(draft(context), partial(translate, context))[: max_tokens - done - 1]
         accepted = 0
         while accepted < min(len(ids), len(greedy) - done):
             if ids[accepted] != greedy[done + accepted]:
@@ -210,8 +210,7 @@ def measure(
     counts = [Counts() for _ in rules]
     for prompt in progress(prompts):
         ids = target_tokenizer(prompt)["input_ids"]
-        beyond = max(rule.k for rule in rules) + 1
-        greedy = greedy_decode(target_model, ids, max_tokens + beyond, stops)
+        greedy = greedy_decode(target_model, ids, max_tokens, stops)
         for rule, sums in zip(rules, counts, strict=True):
             walk(prompt.encode(), greedy, table, draft, translate, rule, max_tokens, sums)
     return counts

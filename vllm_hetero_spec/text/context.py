@@ -191,13 +191,16 @@ class TextContext:
 
         Pre-tokenizers leave the last space of a run to the word after it. At the end of a text no
         word follows, the run becomes one token, and after that the drafter expects more space. A
-        target that has split the run is done with it.
+        target that has split a run which it could have written as one token is done with it.
         """
         if not tail_ids or not self._tail[-1].isspace():
             return tail_ids
         ours = self._drafter.token_bytes[tail_ids[-1]]
         theirs = self._target.token_bytes[self.target_ids[-1]]
         if len(ours) <= len(theirs) or not theirs.isspace():
+            return tail_ids
+        run = self._tail[len(self._tail.rstrip()) :]
+        if len(self._target.token_bytes[self._target.encode(run)[-1]]) <= len(theirs):
             return tail_ids
         *followed, word = self._drafter.encode(self._tail + _WORD)
         return followed if self._drafter.token_bytes[word] == _WORD.encode() else tail_ids
