@@ -23,7 +23,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 @pytest.fixture(scope="session")
 def shared_or_none() -> Path | None:
     """The folder of optional real tokenizers, models and prompts, None where it is absent."""
-    path = Path(os.environ.get("VLLM_HETERO_SPEC_SHARED", REPO.parent / "shared"))
+    path = Path(os.environ.get("HETERO_SPEC_SHARED", REPO.parent / "shared"))
     return path if path.is_dir() else None
 
 
@@ -31,14 +31,14 @@ def shared_or_none() -> Path | None:
 def shared(shared_or_none: Path | None) -> Path:
     """As above; skips where it is absent."""
     if shared_or_none is None:
-        pytest.skip("needs real tokenizers and models (VLLM_HETERO_SPEC_SHARED names their folder)")
+        pytest.skip("needs real tokenizers and models (HETERO_SPEC_SHARED names their folder)")
     return shared_or_none
 
 
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
     """The demo models: target/, target-wide/, drafter/, prompts.jsonl; trained once and kept."""
-    if given := os.environ.get("VLLM_HETERO_SPEC_DEMO"):
+    if given := os.environ.get("HETERO_SPEC_DEMO"):
         return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     out = cache / "vllm_hetero_spec" / "demo"

@@ -29,7 +29,7 @@ def test_supported_releases(found: str, module: str) -> None:
 def test_other_releases_are_refused_with_the_way_out(found: str) -> None:
     with pytest.raises(ConfigError) as refused:
         module_for(found, override="")
-    for word in ("0.32", "0.33", found, "VLLM_HETERO_SPEC_ALLOW_VLLM"):
+    for word in ("0.32", "0.33", found, "HETERO_SPEC_ALLOW_VLLM"):
         assert word in str(refused.value)
 
 

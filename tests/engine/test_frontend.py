@@ -160,5 +160,5 @@ def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
     with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
         make(slem(demo_pair / "drafter")).create_engine_config()
     assert make(None).create_engine_config().speculative_config is None
-    monkeypatch.setenv("VLLM_HETERO_SPEC_ALLOW_VLLM", "0.40.0")
+    monkeypatch.setenv("HETERO_SPEC_ALLOW_VLLM", "0.40.0")
     assert make(slem(demo_pair / "drafter")).create_engine_config().speculative_config.hetero

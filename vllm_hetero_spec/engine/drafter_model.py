@@ -132,6 +132,7 @@ class DrafterModel:
         Returns:
             [B, V] logits after the last token of each request.
         """
+        began = time.perf_counter()
         common = CommonAttentionMetadata(
             query_start_loc=batch.starts,
             query_start_loc_cpu=batch.starts_cpu,
@@ -148,7 +149,6 @@ class DrafterModel:
         metadata: dict[str, Any] = {}
         for group in self._groups:
             metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(common)))
-        began = time.perf_counter()
         with set_forward_context(
             metadata,
             self.config,

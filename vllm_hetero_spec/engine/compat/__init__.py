@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from vllm_hetero_spec.config import ConfigError
 
 SUPPORTED = {(0, 32): "v0_32", (0, 33): "v0_33"}
-OVERRIDE = "VLLM_HETERO_SPEC_ALLOW_VLLM"
+OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"
 
 
 class Release(Protocol):

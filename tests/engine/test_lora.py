@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LoRA adapter changes the target, not the drafter; greedy output is the adapted target's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine, metrics_of, slem
+from safetensors.torch import save_file
+from scenarios import Outputs, greedy
+
+pytestmark = pytest.mark.engine
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def adapter(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random low-rank changes to the target's attention, large enough to change its words."""
+    config = json.loads((demo_pair / "target" / "config.json").read_text())
+    hidden, torch_seed = config["hidden_size"], torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("q_proj", "v_proj"):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, hidden, generator=torch_seed)
+            weights[f"{stem}.lora_B.weight"] = 0.05 * torch.randn(
+                hidden, RANK, generator=torch_seed
+            )
+    folder = tmp_path_factory.mktemp("adapter")
+    save_file(weights, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    described |= {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def generate(llm: Any, prompts: list[str], adapter: Path | None) -> Outputs:
+    """All requests with the adapter, or none: vLLM on CPU mixes them up within a batch."""
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("random", 1, str(adapter)) if adapter else None
+    outputs = llm.generate(prompts, greedy(), lora_request=lora, use_tqdm=False)
+    return {str(i): list(o.outputs[0].token_ids) for i, o in enumerate(outputs)}
+
+
+def test_same_tokens_as_the_adapted_target(
+    demo_pair: Path, code_prompts: list[str], adapter: Path
+) -> None:
+    target, prompts = demo_pair / "target", code_prompts[:8]
+    limits = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    with engine(target, **limits) as llm:
+        plain, adapted = generate(llm, prompts, None), generate(llm, prompts, adapter)
+    assert plain != adapted
+    with engine(target, slem(demo_pair / "drafter"), **limits) as llm:
+        assert generate(llm, prompts, None) == plain
+        before = metrics_of(llm)["num_accepted_tokens"]
+        assert generate(llm, prompts, adapter) == adapted
+        assert metrics_of(llm)["num_accepted_tokens"] > before
