@@ -147,6 +147,28 @@ def measure(
     ]
 
 
+def in_engine(target: str, drafter: str, prompts: str) -> None:
+    """Prints what a round of proposing at batch 8 is made of, in milliseconds."""
+    from vllm_hetero_spec.engine.measure import Workload
+    from vllm_hetero_spec.engine.measure import measure as run
+
+    texts = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()[:16]]
+    spec = {"method": "slem", "model": drafter, "num_speculative_tokens": 4}
+    worker = run(Workload(target, texts, 96, 0.0, 8, spec)).worker
+    rounds, whole = worker["steps"], worker["propose_seconds"]
+    forwards, translating = worker["forward_seconds"], worker["translate_seconds"]
+    table = Table(title=f"one round of proposing, batch 8, mean of {rounds}")
+    for heading in ("part", "ms", "share"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for part, seconds in (
+        ("drafter forwards", forwards),
+        ("translation", translating),
+        ("other host time", whole - forwards - translating),
+    ):
+        table.add_row(part, f"{1e3 * seconds / rounds:.2f}", f"{seconds / whole:.1%}")
+    Console().print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizers", type=Path, help="folder of NAME/tokenizer.json")
@@ -158,7 +180,16 @@ def main() -> None:
         help="cpu leaves out the time other processes took, for a busy machine",
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--engine",
+        nargs=3,
+        metavar=("TARGET", "DRAFTER", "PROMPTS"),
+        help="measure proposing in a vLLM engine at batch 8 instead: how much is not the drafter's",
+    )
     options = parser.parse_args()
+    if options.engine:
+        in_engine(*options.engine)
+        return
 
     clock = time.perf_counter if options.clock == "wall" else time.thread_time
     console = Console()

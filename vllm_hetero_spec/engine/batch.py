@@ -119,13 +119,17 @@ class Rounds:
         return rows
 
     def _plan(self, job: Job, room: int) -> int:
-        """Steps expected to cover the lookahead; what more may be spent goes to `steps_left`."""
+        """Steps expected to cover the lookahead; what more may be spent goes to `steps_left`.
+
+        One step more than the ratio says: it completes the last target token, and a step of the
+        whole batch costs less than going on for the few that fell short.
+        """
         if not job.lookahead:
             return 0
         context = job.state.context
         ratio = len(context.ids) / context.num_target
-        steps = min(room, max(1, round(job.lookahead * ratio)))
-        job.steps_left = min(room, math.ceil(2 * job.lookahead * max(1.0, ratio))) - steps
+        steps = min(room, max(1, math.ceil(job.lookahead * ratio) + 1))
+        job.steps_left = min(room, math.ceil(2 * job.lookahead * max(1.0, ratio)) + 1) - steps
         return steps
 
     def _reserve(self, state: RequestState, tokens: int, idle: Iterator[RequestState]) -> bool:

@@ -5,6 +5,7 @@ Nothing here waits for the device between steps: the next input is the last step
 lengths are known on the host, and drafted ids are read once, at the end.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -186,6 +187,7 @@ class Drafter:
         penalties: Penalties | None,
         choosers: Sequence[DraftRow] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
         logits = logits[:, : self._vocab_size]
         if penalties is not None:
             penalties.apply(logits)
@@ -196,6 +198,7 @@ class Drafter:
             scores, ids = logits.max(dim=-1)
         if penalties is not None:
             penalties.add(ids)
+        self.model.forward_seconds += time.perf_counter() - began
         return scores, ids
 
     def _choose(

@@ -63,7 +63,7 @@ class DrafterModel:
     Attributes:
         num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
         block_size: Tokens per block.
-        forward_seconds: Host time spent inside the model so far.
+        forward_seconds: Time spent so far in forwards and in picking tokens from their logits.
 
     Raises:
         ConfigError: The drafter's layers do not share one kind of KV cache, or the budget does not

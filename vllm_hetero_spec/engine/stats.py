@@ -39,7 +39,7 @@ class DraftStats:
         reused_tokens: Context tokens whose KV another request had left.
         skipped: Requests left undrafted in a step, by reason (`REASONS`).
         translate_seconds: Both directions of translation.
-        forward_seconds: Inside the drafter's forwards.
+        forward_seconds: In the drafter's forwards, picking tokens included.
         propose_seconds: The whole proposer, translation and forwards included.
         verify_seconds: The rejection sampler.
         kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
