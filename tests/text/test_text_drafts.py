@@ -269,3 +269,48 @@ def test_text_mode_of_equal_tokenizers_is_the_identity(family: dict[str, TextTok
     context = opened(bridge, ids[:7])
     assert context.ids == ids[:7]
     assert one(bridge, context, ids[7:]) == ids[7:]
+
+
+def test_first_choice_is_not_what_the_target_would_have_joined(
+    family: dict[str, TextTokenizer],
+) -> None:
+    """A target that ended a token after half a word does not go on with the other half."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    left, half = next(
+        (left, half[0])
+        for data in target.token_bytes
+        if data.isalpha() and data.isascii() and len(data) > 3
+        for left in [target.encode(data[:-2].decode())]
+        for half in [drafter.encode(data[-2:].decode())]
+        if len(left) == len(half) == len(target.encode(data.decode())) == 1
+    )
+    other = drafter.encode("(")[0]
+    context = bridge.open()
+    context.append([*target.encode("x = "), *left])
+    assert bridge.first_choice(context, [half, other]) == other
+    assert bridge.first_choice(context, [half]) == half  # its own first choice where none will do
+
+
+def test_first_choice_spells_the_character_that_was_begun(
+    family: dict[str, TextTokenizer],
+) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    context = bridge.open()
+    context.append([target.byte_ids[byte] for byte in "é".encode()[:1]])
+    assert context.held == "é".encode()[:1]
+    right, wrong = drafter.byte_ids[0xC3], drafter.byte_ids[0x61]
+    assert bridge.first_choice(context, [wrong, right]) == right
+
+
+def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
+    family: dict[str, TextTokenizer],
+) -> None:
+    tokenizer = family["byte-level"]
+    for mode in ("text", "identity"):
+        bridge = make_bridge(tokenizer, tokenizer, mode=mode)
+        context = bridge.open()
+        context.append(tokenizer.encode("x = ret"))
+        half = tokenizer.encode("urn")[0]
+        assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]) == half

@@ -113,7 +113,12 @@ class TextBridge:
         return kept
 
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
-        return self._drafts.first_choice(context, candidates)
+        try:
+            return self._drafts.first_choice(cast(TextContext, context), candidates)
+        except Exception:
+            self.failures["draft_error"] += 1
+            logger.debug("candidates could not be judged", exc_info=True)
+            return candidates[0]
 
     def to_target(
         self,
