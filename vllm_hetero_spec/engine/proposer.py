@@ -54,6 +54,7 @@ class HeteroProposer:
         self._drafter_config = spec.drafter_model_config
         self._runner: Any = None
         self._drafter: Drafter | None = None
+        self._first_rank = True
         self._failures = 0
         self._rest = 0
         runner_hooks.install(type(self))
@@ -80,6 +81,7 @@ class HeteroProposer:
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group()
+        self._first_rank = group.rank_in_group == 0
         solo = group.world_size > 1 and self.options.tensor_parallel == "rank0"
         if solo and group.rank_in_group != 0:
             return  # the scheduler hands the first rank's drafts to all
@@ -139,7 +141,9 @@ class HeteroProposer:
         return drafts
 
     def snapshot(self) -> DraftStats:
-        """The counters as they stand."""
+        """The counters as they stand; zeros on other than the first rank, which drafts alike."""
+        if not self._first_rank:
+            return DraftStats()
         if self._drafter is not None:
             self.stats.kv_blocks_held = self._pool.held
             self.stats.reused_tokens = self._pool.reused_tokens
