@@ -107,6 +107,8 @@ class Decoding:
             for request, data in zip(self._requests, following, strict=True)
         ]
         back = self._clock()
+        for request, draft in zip(self._requests, drafts, strict=True):
+            self._bridge.first_choice(request, draft)
         self._bridge.to_target(self._requests, drafts, [DRAFT + 1] * len(drafts))
         self.extending.append(middle - begin)
         self.returning.append(self._clock() - back)
@@ -172,7 +174,7 @@ def in_engine(target: str, drafter: str, prompts: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizers", type=Path, help="folder of NAME/tokenizer.json")
-    parser.add_argument("--steps", type=int, default=400, help="decoding steps of one request")
+    parser.add_argument("--steps", type=int, default=3200, help="decoding steps of one request")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vllm_hetero_spec.text.context import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -46,6 +48,7 @@ class DraftTranslator:
         self._special, self._failures = special, failures
         self._same = target.fingerprint == drafter.fingerprint
         self._starts_anew: dict[tuple[int, int], bool] = {}
+        self._inner_pairs = _inner_pairs(target.token_bytes)
 
     def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
         """The first of the drafter's candidates for its next token that the target may mean.
@@ -66,6 +69,8 @@ class DraftTranslator:
         last = context.target_ids[-1] if context.target_ids else -1
         if not data or last < 0 or last in self._special.target_control:
             return True
+        if not self._inner_pairs[self._target.token_bytes[last][-1] << 8 | data[0]]:
+            return True  # no target token has these two bytes side by side
         known = self._starts_anew.get((last, drafter_id))
         if known is None:
             if len(self._starts_anew) >= MEMO_PAIRS:
@@ -205,6 +210,15 @@ class DraftTranslator:
         elif not proposal:
             self._failures["unencodable"] += 1
         return proposal
+
+
+def _inner_pairs(table: Sequence[bytes]) -> bytes:
+    """For each two bytes, first << 8 | second, whether some token has them side by side."""
+    data = np.frombuffer(b"".join(table), np.uint8).astype(np.int32)
+    pairs = data[:-1] << 8 | data[1:]
+    ends = np.cumsum([len(token) for token in table]) - 1  # pairs that straddle two tokens
+    inner = np.delete(pairs, np.unique(ends[(ends >= 0) & (ends < len(pairs))]))
+    return np.bincount(inner, minlength=1 << 16).astype(bool).tobytes()
 
 
 def _ends_in_space(target_ids: Sequence[int], end: int, table: Sequence[bytes]) -> bool:

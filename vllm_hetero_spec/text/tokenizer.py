@@ -74,7 +74,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; see the class for what raw means."""
-        return self.encode_batch([text])[0]
+        return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
