@@ -151,7 +151,7 @@ class HeteroProposer:
         return self.stats
 
     def reset(self) -> None:
-        """Forget every request's KV, as after the device's memory was given away."""
+        """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafter is not None:
             self._requests.clear()
             self._pool.reset()
