@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from harness import engine, metrics_of, slem, warnings
 from scenarios import Outputs, generate, greedy
+from transformers import AutoTokenizer
 
 from vllm_hetero_spec.engine.stats import read_stats
 
@@ -40,7 +41,9 @@ def _block_bytes(demo_pair: Path) -> int:
 
 def test_short_drafter_context(demo_pair: Path, texts: list, alone: Outputs, caplog) -> None:
     """Beyond the drafter's length a request is no longer drafted; before it, it is."""
-    spec = slem(demo_pair / "drafter", max_model_len=150)
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
+    shortest = min(len(tokenizer(text)["input_ids"]) for text in texts)
+    spec = slem(demo_pair / "drafter", max_model_len=shortest + 12)
     with engine(demo_pair / "target", spec) as llm:
         assert generate(llm, texts, greedy()) == alone
         assert read_stats(llm)["skipped"]["drafter_length"] > 0

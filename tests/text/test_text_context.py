@@ -220,6 +220,7 @@ def test_a_failing_context_is_broken_alone(
         return encode(batch)
 
     monkeypatch.setattr(drafter, "raw_encode_batch", failing)
+    monkeypatch.setattr(drafter, "raw_encode", lambda text: failing([text])[0])
     bridge = make_bridge(target, drafter)
     contexts = [bridge.open() for _ in range(3)]
     bridge.extend(contexts, [target.encode(text) for text in ("fine one", "POISON", "fine two")])
