@@ -18,9 +18,12 @@ MAX_LOOKAHEAD = 64
 
 # Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
 _VLLM_KEYS = frozenset({"rejection_sample_method"})
-# Upstream spells the drafter's parallelism as a size; we name the two modes that exist.
-_ALIASES = {"draft_tensor_parallel_size": "tensor_parallel"}
-_UPSTREAM_KEYS = ("use_heterogeneous_vocab", "heterogeneous_vocab_method")
+# Upstream's spellings, understood beside ours.
+_UPSTREAM_KEYS = (
+    "use_heterogeneous_vocab",
+    "heterogeneous_vocab_method",
+    "draft_tensor_parallel_size",
+)
 
 
 class ConfigError(ValueError):
@@ -169,7 +172,7 @@ def _upstream_spelling(user: Mapping[str, Any]) -> bool:
 def _check_keys(given: Mapping[str, Any]) -> None:
     for key in given:
         if key not in OWN_KEYS:
-            supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_ALIASES, *_UPSTREAM_KEYS})
+            supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_UPSTREAM_KEYS})
             raise ConfigError(
                 f"unknown key {key!r} in the speculative configuration"
                 f"{_nearest(key, supported)}; supported: {_listed(supported)}."
