@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm keeps the target's law exactly, and every known-wrong variant does not."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_worlds import World, longest_match, worlds
+
+from vllm_hetero_spec.verify import reference as ref
+from vllm_hetero_spec.verify.chance import Chance, law, total_variation
+from vllm_hetero_spec.verify.reference import Pair, Proposal, Stream
+
+EXACT = 1e-10
+WRONG = 0.01  # total variation that a known-wrong rule must exceed
+Draft = Callable[[World, tuple[int, ...], int, Chance], Stream]
+
+
+def slrs(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    return ref.slrs(w.pair, w.q_after(c), k, first_token_law(w, c, k), chance)
+
+
+@cache
+def first_token_law(w: World, c: tuple[int, ...], k: int) -> np.ndarray:
+    return ref.slrs_psi(w.pair, w.q_after(c), k)
+
+
+DRAFTS: dict[str, Draft] = {
+    "slem": lambda w, c, k, chance: ref.slem(w.pair, w.q_after(c), k),
+    "union": lambda w, c, k, chance: ref.union(w.pair, w.q_after(c), k, chance),
+    "tli": lambda w, c, k, chance: ref.tli(w.pair, w.q_after(c), k, chance),
+    "push_forward": lambda w, c, k, chance: ref.push_forward(w.pair, w.q_after(c), k, chance),
+    "slrs": slrs,
+    "slrs2": lambda w, c, k, chance: ref.slrs2(w.pair, w.q_after(c), k, chance, m=1),
+    "slrs2 m=0": lambda w, c, k, chance: ref.slrs2(w.pair, w.q_after(c), k, chance, m=0),
+    "slrs2 m=5": lambda w, c, k, chance: ref.slrs2(w.pair, w.q_after(c), k, chance, m=5),
+}
+RULES = {"token": ref.token_rule, "block": ref.block_rule}
+
+
+def deviation(world: World, draft: Draft, rule: Callable, k: int, *, length: int = 4) -> float:
+    """Total variation between speculation and the target alone over the next tokens."""
+    worst = 0.0
+    for prompt in ((), (3,), (2,)):
+        found = world.law_of(
+            lambda c, chance: rule(world.p, c, draft(world, c, k, chance), chance),
+            length=length,
+            prompt=prompt,
+        )
+        expected = world.target_law(length=length, prompt=prompt)
+        worst = max(worst, total_variation(found, expected))
+    return worst
+
+
+def accepted(world: World, draft: Draft, rule: Callable, k: int) -> float:
+    """Expected accepted tokens of one step: emitted tokens but the last."""
+    outcomes = law(lambda chance: len(rule(world.p, (), draft(world, (), k, chance), chance)) - 1)
+    return sum(count * probability for count, probability in outcomes.items())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", DRAFTS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_lossless(method: str, rule: str, k: int) -> None:
+    for world in worlds(3 if k == 3 else 6):
+        assert deviation(world, DRAFTS[method], RULES[rule], k, length=3) < EXACT
+
+
+def test_speculative_decoding_of_one_vocabulary() -> None:
+    for world in worlds(4, drafter=(b"a", b"b", b"ab", b"ba", b"aab")):
+        draft: Draft = lambda w, c, k, chance: ref.sd(w.q_after(c), k, chance)  # noqa: E731
+        for rule in RULES.values():
+            assert deviation(world, draft, rule, 2, length=3) < EXACT
+
+
+def test_one_hot_verification_is_exact_match() -> None:
+    """The same joint law of what is emitted, how much is accepted included."""
+    for world in worlds(8):
+        stream = lambda: ref.slem(world.pair, world.q_after(()), 3)  # noqa: E731, B023
+        by_rule = law(lambda chance: ref.token_rule(world.p, (), stream(), chance))  # noqa: B023
+        by_match = law(lambda chance: ref.exact_match(world.p, (), stream(), chance))  # noqa: B023
+        assert total_variation(by_rule, by_match) < EXACT
+
+
+def test_order_of_acceptance() -> None:
+    """push-forward and TLI are never below union on the first token, block never below token."""
+    for world in worlds(5):
+        one = {name: accepted(world, draft, ref.token_rule, 1) for name, draft in DRAFTS.items()}
+        assert one["union"] <= one["tli"] + EXACT
+        assert one["union"] <= one["push_forward"] + EXACT
+        for name in ("tli", "push_forward", "slrs2"):
+            token = accepted(world, DRAFTS[name], ref.token_rule, 3)
+            assert token <= accepted(world, DRAFTS[name], ref.block_rule, 3) + EXACT
+
+
+def test_merges_are_proposed() -> None:
+    """A target token of two draft tokens is out of push-forward's reach and in slrs2's."""
+    world = worlds(1, drafter=(b"a", b"b"))[0]
+
+    def proposed(method: str) -> set[int | None]:
+        first = law(lambda chance: next(DRAFTS[method](world, (), 2, chance)).token)
+        return {token for token, probability in first.items() if probability}
+
+    assert proposed("push_forward") == {0, 1}
+    assert proposed("slrs2 m=5") == {0, 1, 2, 3}
+
+
+def test_rows_are_the_laws_of_the_proposals() -> None:
+    """The row told to the verifier is the law of the token it comes with."""
+    for world in worlds(6):
+        for name, draft in DRAFTS.items():
+            found = law(lambda chance: next(draft(world, (), 3, chance)).token)  # noqa: B023
+            row = law(lambda chance: tuple(next(draft(world, (), 3, chance)).row))  # noqa: B023
+            assert len(row) == 1, name
+            for token, probability in enumerate(next(iter(row))):
+                assert found.get(token, 0.0) == pytest.approx(probability, abs=EXACT), name
+
+
+# --------------------------------------------------------------------- rules that must be caught
+
+
+def fresh_rest(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """After the first token, the law of a fresh draft instead of what the drawn draft says."""
+    stream = slrs(w, c, k, chance)
+    first = next(stream)
+    yield first
+    assert first.token is not None
+    for second in stream:
+        yield Proposal(second.token, first_token_law(w, (*c, first.token), k))
+        return
+
+
+def exact_decompositions(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """psi counts only the drafts that spell exactly t."""
+    q = w.q_after(c)
+    psi = np.zeros(len(w.pair.target))
+
+    def spell(path: tuple[int, ...], probability: float) -> None:
+        text = w.pair.spell(path)
+        if path and w.pair.tau(text) == (w.pair.tau(text)[0],):
+            psi[w.pair.tau(text)[0]] += probability
+        if len(path) < k:
+            for d, share in enumerate(q(path)):
+                spell((*path, d), probability * share)
+
+    spell((), 1.0)
+    drawn = next(slrs(w, c, k, chance))
+    yield Proposal(drawn.token, psi)
+
+
+def unmasked(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """SLRS-2 that keeps e after "no merge" but tells the verifier the plain row."""
+    q = w.q_after(c)
+    path: tuple[int, ...] = ()
+    for proposal in ref.slrs2(w.pair, q, k, chance, m=5):
+        row = proposal.row
+        if path and proposal.token is not None and np.count_nonzero(row) > 1:
+            after = partial(_behind, q, path)
+            plain = next(ref.slrs2(w.pair, after, k - len(path), chance, m=5)).row
+            row = plain if plain[proposal.token] > 0 else row
+        yield Proposal(proposal.token, row)
+        if proposal.token is None or len(w.pair.target[proposal.token]) > 1:
+            return
+        path = (*path, w.pair.drafter.index(w.pair.target[proposal.token]))
+
+
+def _behind(q: Callable, path: tuple[int, ...], rest: tuple[int, ...]) -> np.ndarray:
+    return q(path + rest)
+
+
+def null_then_target(p: Callable, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple:
+    """Where nothing is proposed, the token comes from p instead of the residual."""
+
+    def ended() -> Iterator[Proposal]:
+        for proposal in stream:
+            if proposal.token is None:
+                return
+            yield proposal
+
+    return ref.token_rule(p, c, ended(), chance)
+
+
+def truncated(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """A probabilistic draft cut before a token that some grammar forbids."""
+    for proposal in ref.push_forward(w.pair, w.q_after(c), k, chance):
+        if proposal.token == 2:
+            return
+        yield proposal
+
+
+def low_confidence_dropped(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """A sampled token is dropped because its probability is low."""
+    for proposal in ref.push_forward(w.pair, w.q_after(c), k, chance):
+        if proposal.token is None or proposal.row[proposal.token] < 0.3:
+            return
+        yield proposal
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule", "k"),
+    [
+        (fresh_rest, ref.token_rule, 2),
+        (exact_decompositions, ref.token_rule, 2),
+        (DRAFTS["union"], null_then_target, 2),
+        (truncated, ref.token_rule, 2),
+        (low_confidence_dropped, ref.token_rule, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_biased_rules_are_caught(draft: Draft, rule: Callable, k: int) -> None:
+    worst = max(deviation(world, draft, rule, k, length=3) for world in worlds(6))
+    assert worst > WRONG
+
+
+def test_the_plain_row_after_no_merge_is_caught() -> None:
+    worst = max(
+        deviation(world, unmasked, ref.token_rule, 3, length=3)
+        for world in worlds(8, drafter=(b"a", b"b"))
+    )
+    assert worst > WRONG
+
+
+def test_shared_noise_with_the_ratio_test_is_caught() -> None:
+    """K and the corrected token from the same clocks: right for a race, wrong for this."""
+    generator = np.random.default_rng(0)
+    p, q = np.array([0.4, 0.3, 0.1, 0.2]), np.array([0.1, 0.2, 0.4, 0.3])
+    clocks = generator.exponential(size=(200_000, 4))
+    drafts = np.argmin(clocks / q, axis=1)
+    passed = generator.random(len(clocks)) < (p / q)[drafts]
+    with np.errstate(divide="ignore"):
+        shared = np.argmin(clocks / np.maximum(p - q, 0.0), axis=1)
+        apart = np.argmin(generator.exponential(size=clocks.shape) / np.maximum(p - q, 0), axis=1)
+
+    def off(corrected: np.ndarray) -> float:
+        emitted = np.where(passed, drafts, corrected)
+        return 0.5 * np.abs(np.bincount(emitted, minlength=4) / len(emitted) - p).sum()
+
+    assert off(shared) > WRONG
+    assert off(apart) < 0.004
+
+
+# --------------------------------------------------------------------- the other verifiers
+
+
+rows = st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5).map(
+    lambda weights: np.array(weights) / sum(weights)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=rows, seed=st.integers(0, 1 << 30))
+def test_lazy_residual(p: np.ndarray, seed: int) -> None:
+    """The residual's law, asking for psi only where it must."""
+    psi = np.random.default_rng(seed).dirichlet(np.ones(len(p)))
+    expected = ref.residual(p, psi)
+    rejected = int(np.argmax(psi - p))
+    known = {rejected: float(psi[rejected])}
+    found = law(lambda chance: ref.lazy_residual(p, lambda t: float(psi[t]), known, chance))
+    for t, share in enumerate(expected / expected.sum()):
+        assert found.get(t, 0.0) == pytest.approx(share, abs=1e-9)
+
+
+def test_race_acceptance() -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(4):
+        p, psi = generator.dirichlet(np.full(8, 0.5), size=2)
+        clocks = generator.exponential(size=(100_000, 8))
+        same = np.argmin(clocks / p, axis=1) == np.argmin(clocks / psi, axis=1)
+        share = ref.race_acceptance(p, psi)
+        assert abs(same.mean() - share) < 3.3 * math.sqrt(share * (1 - share) / len(same))
+        assert ref.race(p, clocks[0]) == np.argmin(clocks[0] / p)
+
+
+@settings(max_examples=200, deadline=None)
+@given(weights=st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=2))
+def test_race_bounds(weights: list[tuple[float, float]]) -> None:
+    p, psi = (np.array(side) / sum(side) for side in zip(*weights, strict=True))
+    variation = 0.5 * np.abs(p - psi).sum()
+    share = ref.race_acceptance(p, psi)
+    assert share <= 1 - variation + 1e-9
+    assert share >= (1 - variation) / (1 + variation) - 1e-9
+    assert share >= (p * psi / (p + psi)).sum() - 1e-9
+
+
+def _fuzzy(theta: float) -> Callable:
+    return lambda p, c, stream, chance: ref.fuzzy_rule(p, c, stream, theta, chance)
+
+
+def test_fuzzy() -> None:
+    """Lossless at threshold 0; above it, off by more, and accepting more."""
+    world = worlds(1)[0]
+    assert deviation(world, DRAFTS["push_forward"], _fuzzy(0.0), 2, length=3) < EXACT
+    assert deviation(world, DRAFTS["push_forward"], _fuzzy(1.0), 2, length=3) > WRONG
+    strict = accepted(world, DRAFTS["push_forward"], ref.token_rule, 2)
+    assert accepted(world, DRAFTS["push_forward"], _fuzzy(1.0), 2) > strict
+
+
+def test_fuzzy_is_strict_for_one_hot_rows() -> None:
+    for world in worlds(4):
+        assert deviation(world, DRAFTS["slem"], _fuzzy(1.0), 2, length=3) < EXACT
+
+
+def test_maps_of_a_pair() -> None:
+    pair = Pair((b"a", b"b", b"ab"), (b"a", b"b", b"aa"), longest_match((b"a", b"b", b"ab")))
+    assert pair.kappa(2) == (0, 0)
+    assert pair.twin(2) is None
+    assert pair.mu(0, 1) == 2
+    assert pair.mu(1, 0) is None
+    assert pair.spell((0, 2)) == b"aaa"

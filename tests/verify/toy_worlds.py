@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny worlds in which every law can be enumerated: two vocabularies and models over them."""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from vllm_hetero_spec.verify.chance import Chance, law
+from vllm_hetero_spec.verify.reference import Pair, Row
+
+TARGET = (b"a", b"b", b"ab", b"ba", b"aab")
+DRAFTER = (b"a", b"b", b"aa", b"ab", b"bb")
+
+
+def longest_match(vocabulary: Sequence[bytes]) -> Callable[[bytes], tuple[int, ...]]:
+    """A tokenizer that always takes the longest token."""
+    longest_first = sorted(range(len(vocabulary)), key=lambda t: -len(vocabulary[t]))
+
+    def tau(text: bytes) -> tuple[int, ...]:
+        ids: list[int] = []
+        while text:
+            ids.append(next(t for t in longest_first if text.startswith(vocabulary[t])))
+            text = text[len(vocabulary[ids[-1]]) :]
+        return tuple(ids)
+
+    return tau
+
+
+@dataclass(frozen=True)
+class World:
+    """A pair of vocabularies with random models whose rows depend on the whole context."""
+
+    pair: Pair
+    seed: int
+    peak: float = 0.6  # of the Dirichlet distribution; small is peaked
+
+    def p(self, c: tuple[int, ...]) -> Row:
+        return self._row("p", len(self.pair.target), c)
+
+    def q_after(self, c: tuple[int, ...]) -> Callable[[tuple[int, ...]], Row]:
+        """The drafter behind the text of c."""
+        text = b"".join(self.pair.target[t] for t in c)
+        return lambda path: self._row("q", len(self.pair.drafter), (text, path))
+
+    def _row(self, model: str, size: int, context: object) -> Row:
+        return _dirichlet(self.seed, self.peak, size, f"{model} {context!r}")
+
+    def law_of(
+        self,
+        step: Callable[[tuple[int, ...], Chance], tuple[int, ...]],
+        *,
+        length: int,
+        prompt: tuple[int, ...] = (),
+    ) -> dict[tuple[int, ...], float]:
+        """Law of the next `length` tokens: one step of speculation, then the target alone."""
+
+        emitted = law(lambda chance: step(prompt, chance)[:length])
+        found: dict[tuple[int, ...], float] = defaultdict(float)
+        for tokens, probability in emitted.items():
+            for rest, share in self._continued(prompt + tokens, length - len(tokens)):
+                found[tokens + rest] += probability * share
+        return found
+
+    def _continued(
+        self, c: tuple[int, ...], length: int
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """What the target alone writes next, and with what probability."""
+        if not length:
+            yield (), 1.0
+            return
+        for t, probability in enumerate(self.p(c)):
+            for rest, share in self._continued((*c, t), length - 1):
+                yield (t, *rest), float(probability * share)
+
+    def target_law(
+        self, *, length: int, prompt: tuple[int, ...] = ()
+    ) -> dict[tuple[int, ...], float]:
+        return self.law_of(lambda c, chance: (), length=length, prompt=prompt)
+
+
+@lru_cache(maxsize=100_000)
+def _dirichlet(seed: int, peak: float, size: int, context: str) -> Row:
+    generator = np.random.default_rng([seed, zlib.crc32(context.encode())])
+    row = generator.dirichlet(np.full(size, peak))
+    row.setflags(write=False)
+    return row
+
+
+def worlds(count: int, target: Sequence[bytes] = TARGET, drafter: Sequence[bytes] = DRAFTER):
+    """Random worlds over one pair of vocabularies."""
+    pair = Pair(target, drafter, longest_match(target))
+    return [World(pair, seed) for seed in range(count)]

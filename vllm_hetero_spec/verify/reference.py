@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm in its paper's notation: the oracle of the tests, and the place to learn them.
+
+T and D are the vocabularies of target and drafter, p(c) and q(path) their next-token rows, c the
+target tokens so far, path the draft tokens of this round. An algorithm is a `Stream`: it proposes
+target tokens K_1, K_2, ... together with the law of each given all that was revealed before it.
+`token_rule` and `block_rule` accept or correct a stream; both keep the target's law for any stream
+that tells the truth about its rows.
+
+HetVoc: *Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Speculative Decoding*
+(Sun et al.). ERSD: *Speculative Decoding via Exponential Races*. FSD: *Fuzzy Speculative Decoding*.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from vllm_hetero_spec.verify.chance import Chance, law
+
+Row = np.ndarray  # probabilities over T or D; of a proposal they may add up to less than 1
+Target = Callable[[tuple[int, ...]], Row]
+Drafter = Callable[[tuple[int, ...]], Row]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A proposed target token (None: nothing was proposed) and the law it was drawn from."""
+
+    token: int | None
+    row: Row
+
+
+Stream = Iterator[Proposal]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two vocabularies as byte strings, and the target's tokenisation tau of any string.
+
+    tau is the real tokenizer's: kappa(d) = tau(str(d)), and mu(d, e) is the first token of
+    tau(str(d) + str(e)) where that is longer than d, None where it is not.
+    """
+
+    target: Sequence[bytes]
+    drafter: Sequence[bytes]
+    tau: Callable[[bytes], tuple[int, ...]]
+
+    def kappa(self, d: int) -> tuple[int, ...]:
+        return self.tau(self.drafter[d])
+
+    def mu(self, d: int, e: int) -> int | None:
+        if len(self.kappa(d)) != 1:
+            return None
+        first = self.tau(self.drafter[d] + self.drafter[e])[0]
+        return first if len(self.target[first]) > len(self.drafter[d]) else None
+
+    def twin(self, d: int) -> int | None:
+        """The target token with the bytes of d, None outside the intersection."""
+        kappa = self.kappa(d)
+        return kappa[0] if len(kappa) == 1 else None
+
+    def spell(self, path: Sequence[int]) -> bytes:
+        return b"".join(self.drafter[d] for d in path)
+
+
+def one_hot(token: int, size: int) -> Row:
+    row = np.zeros(size)
+    row[token] = 1.0
+    return row
+
+
+def residual(p: Row, row: Row) -> Row:
+    """(p - row)+, not normalised."""
+    return np.maximum(p - row, 0.0)
+
+
+# ------------------------------------------------------------------------------- verification
+
+
+def token_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
+    """Leviathan et al., token by token: accept K with min(1, p(K) / row(K)), else correct.
+
+    A proposal that is None is corrected from the same residual. After the last proposal the bonus
+    token comes from p.
+    """
+    emitted: tuple[int, ...] = ()
+    for proposal in stream:
+        row = p(c + emitted)
+        k = proposal.token
+        if k is not None and chance.flip(row[k] / proposal.row[k]):
+            emitted += (k,)
+        else:
+            return (*emitted, chance.draw(residual(row, proposal.row)))
+    return (*emitted, chance.draw(p(c + emitted)))
+
+
+def block_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
+    """BV: accept the longest prefix that the block as a whole supports, then correct.
+
+    P_j = min(P_{j-1} p_j(K_j) / row_j(K_j), 1); S_j = sum (P_j p_{j+1} - row_{j+1})+;
+    h_j = S_j / (1 - P_j + S_j); tau = max{j: U_j <= h_j}. Accepts at least as much as token_rule.
+    """
+    drafts = list(stream)
+    tokens = [proposal.token for proposal in drafts]
+    length = tokens.index(None) if None in tokens else len(tokens)
+    block = tuple(token for token in tokens[:length] if token is not None)
+    rows = [proposal.row for proposal in drafts[: length + 1]]
+    supports = [1.0]
+    for j, k in enumerate(block):
+        ratio = p(c + block[:j])[k] / rows[j][k]
+        supports.append(min(supports[-1] * ratio, 1.0))
+    rest = [
+        residual(supports[j] * p(c + block[:j]), rows[j] if j < len(rows) else np.zeros(1))
+        for j in range(length + 1)
+    ]
+    for j in range(length, -1, -1):
+        s = rest[j].sum()
+        if j == 0 or chance.flip(s / (1.0 - supports[j] + s) if s else 0.0):
+            return (*block[:j], chance.draw(rest[j]))
+    raise AssertionError("unreachable: the empty prefix is always accepted")
+
+
+def exact_match(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
+    """HetVoc, string-level exact match: draw from the target and compare with the proposal."""
+    emitted: tuple[int, ...] = ()
+    for proposal in stream:
+        emitted += (chance.draw(p(c + emitted)),)
+        if emitted[-1] != proposal.token:
+            return emitted
+    return (*emitted, chance.draw(p(c + emitted)))
+
+
+# ------------------------------------------------------------------------------- drafting
+
+
+def sd(q: Drafter, k: int, chance: Chance) -> Stream:
+    """Leviathan et al. and Chen et al.: one vocabulary, the drafter's rows as they are."""
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        row = q(path)
+        d = chance.draw(row)
+        yield Proposal(d, row)
+        path += (d,)
+
+
+def slem(pair: Pair, q: Drafter, k: int) -> Stream:
+    """HetVoc Algorithm 2: k greedy draft tokens, spelt again by the target, one-hot."""
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        path += (int(np.argmax(q(path))),)
+    yield from _revealed(pair, pair.spell(path))
+
+
+def union(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
+    """HetVoc Algorithm 1, the baseline: a draft token without a twin proposes nothing."""
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        row, d = q(path), chance.draw(q(path))
+        yield Proposal(pair.twin(d), _push(pair, row, first_of=_twin_or_none))
+        path += (d,)
+
+
+def tli(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
+    """HetVoc Algorithm 4: the drafter's row restricted to the intersection and renormalised."""
+    inside = np.array([pair.twin(d) is not None for d in range(len(pair.drafter))])
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        row = q(path) * inside
+        if not row.sum():
+            return
+        row = row / row.sum()
+        d = chance.draw(row)
+        yield Proposal(pair.twin(d), _push(pair, row, first_of=_twin_or_none))
+        path += (d,)
+
+
+def push_forward(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
+    """SLRS with lookahead one: K = kappa(d)_1 with psi(t) = q{d: kappa(d)_1 = t}; rest revealed."""
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        row = q(path)
+        d = chance.draw(row)
+        first, *rest = pair.kappa(d)
+        yield Proposal(first, _push(pair, row))
+        yield from (_known(pair, t) for t in rest)
+        path += (d,)
+
+
+def slrs(pair: Pair, q: Drafter, k: int, psi: Row, chance: Chance) -> Stream:
+    """HetVoc Algorithm 3 with psi of `slrs_psi`; what follows the first token is revealed."""
+    first, *rest = _draft(pair, q, k, chance)
+    yield Proposal(first, psi)
+    yield from (_known(pair, t) for t in rest)
+
+
+def slrs_psi(pair: Pair, q: Drafter, k: int) -> Row:
+    """psi(t) = P[tau(draft)_1 = t] over all drafts of k tokens.
+
+    The law of the first target token of the WHOLE draft, drafts that overhang t included; the sum
+    over drafts that spell exactly t is another law, and verifying with it is biased.
+    """
+    psi = np.zeros(len(pair.target))
+    for t, probability in law(lambda chance: _draft(pair, q, k, chance)[0]).items():
+        psi[t] = probability
+    return psi
+
+
+def slrs2(pair: Pair, q: Drafter, k: int, chance: Chance, m: int = 1) -> Stream:
+    """Push-forward that also proposes target tokens made of two draft tokens.
+
+    Before drawing, the m most probable draft tokens that can merge get the row that follows them,
+    and psi moves the merging mass from d to the merged token. Where d is drawn and e, drawn after
+    it, does not merge, e is kept and the next row is q(. | path) given "no merge": with the plain
+    row instead the result is biased.
+    """
+    path: tuple[int, ...] = ()
+    row, kept = q(path), None
+    left = k
+    while left > 0:
+        after = {d: q((*path, d)) for d in _mergeable(pair, row, m)} if left > 1 else {}
+        psi = _push(pair, row)
+        for d, follow in after.items():
+            for e in range(len(pair.drafter)):
+                merged = pair.mu(d, e)
+                if merged is not None:
+                    psi[merged] += row[d] * follow[e]
+                    psi[pair.kappa(d)[0]] -= row[d] * follow[e]
+        psi = np.maximum(psi, 0.0)
+        d = chance.draw(row) if kept is None else kept
+        path, kept, left = (*path, d), None, left - 1
+        if d not in after:
+            first, *rest = pair.kappa(d)
+            yield Proposal(first, psi)
+            yield from (_known(pair, t) for t in rest)
+            row = q(path)
+            continue
+        e = chance.draw(after[d])
+        merged = pair.mu(d, e)
+        if merged is None:
+            yield Proposal(pair.kappa(d)[0], psi)
+            row = after[d] * [pair.mu(d, x) is None for x in range(len(pair.drafter))]
+            row, kept = row / row.sum(), e
+        else:
+            yield Proposal(merged, psi)
+            yield from _revealed(pair, pair.spell((d, e))[len(pair.target[merged]) :])
+            path, left = (*path, e), left - 1
+            row = q(path)
+
+
+def lazy_residual(
+    p: Row, psi_of: Callable[[int], float], known: dict[int, float], chance: Chance
+) -> int:
+    """A draw from (p - psi)+ that asks for psi only of the tokens it meets, once each on average.
+
+    `known` holds the psi that is known already, the rejected token's at least.
+    """
+    known = dict(known)
+    while True:
+        g = np.array([max(x - known.get(t, 0.0), 0.0) for t, x in enumerate(p)])
+        t = chance.draw(g)
+        if t in known:
+            return t
+        known[t] = psi_of(t)
+        if chance.flip(1.0 - min(1.0, known[t] / p[t])):
+            return t
+
+
+# ------------------------------------------------------------------------------- other verifiers
+
+
+def race(row: Row, arrivals: Row) -> int:
+    """ERSD: the first arrival of exponential clocks with rates `row`; `arrivals` are Exp(1)."""
+    with np.errstate(divide="ignore"):
+        return int(np.argmin(np.where(row > 0, arrivals / row, np.inf)))
+
+
+def race_acceptance(p: Row, psi: Row) -> float:
+    """ERSD: exact P[race(p, E) = race(psi, E)] = sum_i 1 / sum_j max(p_j / p_i, psi_j / psi_i)."""
+    both = np.flatnonzero((p > 0) & (psi > 0))
+    return float(sum(1.0 / np.maximum(p / p[i], psi / psi[i]).sum() for i in both))
+
+
+def jensen_shannon(p: Row, psi: Row) -> float:
+    """Divergence of two rows in nats, at most log 2."""
+    middle = (p + psi) / 2
+    parts = (np.sum(x[x > 0] * np.log(x[x > 0] / middle[x > 0])) for x in (p, psi))
+    return float(sum(parts)) / 2
+
+
+def fuzzy_rule(
+    p: Target, c: tuple[int, ...], stream: Stream, theta: float, chance: Chance
+) -> tuple[int, ...]:
+    """FSD, lossy: a sampled draft whose row is within theta of the target's passes as it is.
+
+    One-hot rows and tokens the target excludes are never fuzzy; the strict test is the fallback,
+    so that theta = 0 is lossless.
+    """
+    emitted: tuple[int, ...] = ()
+    for proposal in stream:
+        row, k = p(c + emitted), proposal.token
+        sampled = np.count_nonzero(proposal.row) > 1
+        near = sampled and jensen_shannon(row, proposal.row) < theta
+        if k is not None and ((near and row[k] > 0) or chance.flip(row[k] / proposal.row[k])):
+            emitted += (k,)
+        else:
+            return (*emitted, chance.draw(residual(row, proposal.row)))
+    return (*emitted, chance.draw(p(c + emitted)))
+
+
+# ------------------------------------------------------------------------------- shared pieces
+
+
+def _draft(pair: Pair, q: Drafter, k: int, chance: Chance) -> tuple[int, ...]:
+    """k sampled draft tokens, spelt by the target."""
+    path: tuple[int, ...] = ()
+    for _ in range(k):
+        path += (chance.draw(q(path)),)
+    return pair.tau(pair.spell(path))
+
+
+def _twin_or_none(pair: Pair, d: int) -> int | None:
+    return pair.twin(d)
+
+
+def _first(pair: Pair, d: int) -> int | None:
+    return pair.kappa(d)[0]
+
+
+def _push(pair: Pair, row: Row, first_of: Callable[[Pair, int], int | None] = _first) -> Row:
+    """A drafter's row as the law of the target token proposed for its draw."""
+    pushed = np.zeros(len(pair.target))
+    for d, probability in enumerate(row):
+        t = first_of(pair, d)
+        if t is not None:
+            pushed[t] += probability
+    return pushed
+
+
+def _known(pair: Pair, t: int) -> Proposal:
+    return Proposal(t, one_hot(t, len(pair.target)))
+
+
+def _revealed(pair: Pair, text: bytes) -> Stream:
+    return (_known(pair, t) for t in pair.tau(text))
+
+
+def _mergeable(pair: Pair, row: Row, m: int) -> list[int]:
+    """The m most probable draft tokens that have a merge partner: known before drawing."""
+    every = range(len(pair.drafter))
+    order = (int(d) for d in np.argsort(-row, kind="stable") if row[d] > 0)
+    return list(islice((d for d in order if any(pair.mu(d, e) is not None for e in every)), m))
