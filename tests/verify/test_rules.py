@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batched rules have the law of their readable counterparts, whatever stands in the batch."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hetero_spec.verify import reference as ref
+from vllm_hetero_spec.verify.chance import law, total_variation
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
+from vllm_hetero_spec.verify.fuzzy import diverge, fuzzy_rule
+from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, token_rule
+
+CPU = torch.device("cpu")
+COPIES = 60_000
+RULES = {"token": (token_rule, ref.token_rule), "block": (block_rule, ref.block_rule)}
+# Three draft tokens of four: the second is certain, the row of the third leaves something out.
+P = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1], [0.25] * 4])
+ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4]])
+
+
+def drawn_batch(copies: int) -> DraftBatch:
+    """Drafts drawn from ROWS, many times over."""
+    generator = np.random.default_rng(3)
+    tokens = np.stack(
+        [generator.choice(5, size=copies, p=[*row, 1 - row.sum()]) for row in ROWS], axis=1
+    )
+    tokens[tokens == 4] = -1
+    rows = torch.tensor(ROWS[[0, 2]], dtype=torch.float32)
+    return DraftBatch(
+        tokens=torch.from_numpy(tokens.reshape(-1)),
+        lengths=[3] * copies,
+        rows=rows,
+        row_of=torch.tensor([0, -1, 1]).repeat(copies),
+    )
+
+
+def drawn(rows: np.ndarray, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).choice(4, size=COPIES, p=rows))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_law_of_a_batch(rule: str) -> None:
+    """What a large batch of equal requests emits, against the exact law."""
+    batched, readable = RULES[rule]
+
+    def exact(chance: ref.Chance) -> tuple[int, ...]:
+        def stream() -> ref.Stream:
+            for row in ROWS:
+                token = chance.draw([*row, 1 - row.sum()])
+                yield ref.Proposal(None if token == 4 else token, row)
+
+        return readable(lambda c: P[len(c)], (), stream(), chance)
+
+    torch.manual_seed(5)
+    drafts = drawn_batch(COPIES)
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
+    verdict = batched(drafts, p, drawn(P[3], 1), Noise(CPU))
+    found = Counter(tuple(t for t in line if t != FILLER) for line in verdict.tokens.tolist())
+    expected = law(exact)
+    share = {key: count / COPIES for key, count in found.items()}
+    assert found.keys() <= {key for key, probability in expected.items() if probability > 0}
+    bound = 1.5 * 0.5 * math.sqrt(2 * (len(expected) - 1) / (math.pi * COPIES))
+    assert total_variation(share, expected) < bound
+    assert (verdict.accepted + 1).tolist() == [
+        sum(t != FILLER for t in line) for line in verdict.tokens.tolist()
+    ]
+
+
+def test_the_batch_with_another_row_is_caught() -> None:
+    """The same test fails when the verifier is told that the draft was certain."""
+    torch.manual_seed(5)
+    drafts = drawn_batch(COPIES)
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
+    truthful = token_rule(drafts, p, drawn(P[3], 1), Noise(CPU)).tokens[:, 0]
+    skewed = DraftBatch(drafts.tokens, drafts.lengths, drafts.rows.flip(0), drafts.row_of)  # type: ignore[union-attr]
+    lied = token_rule(skewed, p, drawn(P[3], 1), Noise(CPU)).tokens[:, 0]
+
+    def off(tokens: torch.Tensor) -> float:
+        share = np.bincount(tokens.numpy(), minlength=4) / COPIES
+        return 0.5 * float(np.abs(share - P[0]).sum())
+
+    assert off(truthful) < 0.006
+    assert off(lied) > 0.01
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(400, 30, generator=generator).softmax(-1)
+    tokens = torch.multinomial(p, 1, generator=generator)[:, 0]
+    drafts = DraftBatch(tokens, [4] * 100, p.clone(), torch.arange(400))
+    bonus = torch.full((100,), 7)
+    verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
+    assert verdict.accepted.tolist() == [4] * 100
+    assert torch.equal(verdict.tokens[:, :4].reshape(-1), tokens)
+    assert verdict.tokens[:, 4].tolist() == [7] * 100
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    seed=st.integers(0, 1 << 30),
+    one_hot=st.booleans(),
+)
+def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) -> None:
+    """Ends fit the lengths, nothing of probability 0 is emitted, arguments are left alone."""
+    generator = np.random.default_rng(seed)
+    count = sum(lengths)
+    p = torch.tensor(generator.dirichlet(np.full(6, 0.2), count) if count else np.zeros((0, 6)))
+    p = torch.where(p < 0.01, 0.0, p).float()
+    tokens = torch.from_numpy(generator.integers(-1, 6, count))
+    rows = torch.tensor(generator.dirichlet(np.ones(6), max(1, count))).float()
+    row_of = torch.from_numpy(generator.integers(-1, max(1, count), count))
+    drafts = DraftBatch(tokens, lengths, *((None, None) if one_hot else (rows, row_of)))
+    before = p.clone(), rows.clone(), tokens.clone()
+    bonus = torch.arange(len(lengths)) + 100
+    verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
+    assert verdict.tokens.shape == (len(lengths), max(lengths) + 1)
+    assert all(map(torch.equal, before, (p, rows, tokens)))
+    start = 0
+    for line, accepted, length in zip(
+        verdict.tokens.tolist(), verdict.accepted.tolist(), lengths, strict=True
+    ):
+        assert line[:accepted] == tokens[start : start + accepted].tolist()
+        assert line[accepted + 1 :] == [FILLER] * (max(lengths) - accepted)
+        assert (line[accepted] >= 100) == (accepted == length)
+        for place, token in enumerate(line[: min(accepted + 1, length)]):
+            assert p[start + place, token] > 0
+        start += length
+
+
+def test_greedy_rule() -> None:
+    drafts = DraftBatch(torch.tensor([1, 2, 3, 4, 5]), [3, 0, 2])
+    verdict = greedy_rule(drafts, torch.tensor([1, 2, 9, 4, 5]), torch.tensor([7, 8, 6]))
+    assert verdict.tokens.tolist() == [[1, 2, 9, -1], [8, -1, -1, -1], [4, 5, 6, -1]]
+
+
+def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
+    def own(lengths: list[int], index: int) -> list[float]:
+        noise = Noise(CPU, {index: torch.Generator().manual_seed(11)})
+        start = sum(lengths[:index])
+        return noise.uniform(lengths)[start : start + lengths[index]].tolist()
+
+    assert own([2, 3], 1) == own([3], 0) == own([1, 1, 3, 4], 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-6, 0.5, 1.0]), min_size=1, max_size=9))
+def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
+    if not any(weights):
+        return
+    uniform = torch.tensor([0.0, 0.3, 0.999999, 1 - 2**-53], dtype=torch.float64)
+    chosen = choose(torch.tensor([weights]).repeat(4, 1), uniform)
+    assert all(weights[index] > 0 for index in chosen.tolist())
+
+
+# ------------------------------------------------------------------------------------- races
+
+
+def test_the_law_of_a_race() -> None:
+    p = torch.tensor(P[0], dtype=torch.float32).repeat(COPIES, 1)
+    for seeds, places in (
+        (torch.arange(COPIES), torch.zeros(COPIES, dtype=torch.int64)),
+        (torch.full((COPIES,), 42), torch.arange(COPIES)),
+    ):
+        share = np.bincount(race(p, seeds, places).numpy(), minlength=4) / COPIES
+        assert 0.5 * np.abs(share - P[0]).sum() < 0.006
+
+
+def test_races_with_the_same_clocks_agree_as_often_as_they_should() -> None:
+    p, psi = (torch.tensor(row, dtype=torch.float32).repeat(COPIES, 1) for row in (P[0], ROWS[0]))
+    seeds, places = torch.arange(COPIES), torch.full((COPIES,), 3)
+    same = (race(p, seeds, places) == race(psi, seeds, places)).double().mean()
+    assert float(same) == pytest.approx(ref.race_acceptance(P[0], ROWS[0]), abs=0.006)
+    apart = (race(p, seeds, places) == race(psi, seeds, places + 1)).double().mean()
+    assert float(apart) == pytest.approx(float((P[0] * ROWS[0]).sum()), abs=0.006)
+
+
+def test_a_race_depends_on_seed_place_and_row_alone() -> None:
+    rows = torch.rand(40, 1000, generator=torch.Generator().manual_seed(1))
+    seeds, places = torch.arange(40) * 7 - 3, torch.arange(40) % 5
+    together = race(rows, seeds, places)
+    for index in range(40):
+        part = slice(index, index + 1)
+        assert race(rows[part], seeds[part], places[part]) == together[index]
+    assert torch.equal(race(rows * 3.0, seeds, places), together)
+    rows[:, ::2] = 0
+    assert (race(rows, seeds, places) % 2 == 1).all()
+
+
+# ------------------------------------------------------------------------------------- fuzzy
+
+
+@pytest.mark.parametrize("divergence", ["js", "tv", "kl"])
+def test_fuzzy_at_zero_is_the_token_rule(divergence: str) -> None:
+    torch.manual_seed(9)
+    drafts = drawn_batch(500)
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(500, 1)
+    torch.manual_seed(1)
+    strict = token_rule(drafts, p, drawn(P[3], 1)[:500], Noise(CPU))
+    torch.manual_seed(1)
+    found = fuzzy_rule(drafts, p, drawn(P[3], 1)[:500], Noise(CPU), divergence, 0.0)
+    assert torch.equal(found.verdict.tokens, strict.tokens)
+    assert not found.only_fuzzy.any()
+    assert not found.variation.any()
+
+
+def test_fuzzy_reports_what_it_gave_up() -> None:
+    torch.manual_seed(9)
+    drafts = drawn_batch(2000)
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(2000, 1)
+    bonus = drawn(P[3], 1)[:2000]
+    found = fuzzy_rule(drafts, p, bonus, Noise(CPU), "js", 10.0)
+    tokens = drafts.padded(drafts.tokens, FILLER)
+    assert (found.verdict.accepted[tokens[:, 0] >= 0] >= 1).all()  # every sampled token passes
+    strict = token_rule(drafts, p, bonus, Noise(CPU))
+    assert found.verdict.accepted.sum() > strict.accepted.sum()
+    assert 0 < found.only_fuzzy.sum() < found.verdict.accepted.sum()
+    first = 0.5 * np.abs(P[0] - ROWS[0]).sum()
+    alone = found.variation[found.verdict.accepted == 1]
+    assert alone.tolist() == pytest.approx([first] * len(alone), abs=1e-5)
+
+
+def test_divergences() -> None:
+    p, row = (torch.tensor(x, dtype=torch.float32) for x in (P[0], ROWS[0]))
+    assert diverge(p, row, "tv") == pytest.approx(0.4)
+    assert diverge(p, row, "js") == pytest.approx(ref.jensen_shannon(P[0], ROWS[0]), abs=1e-6)
+    assert diverge(p, p, "js") == pytest.approx(0.0, abs=1e-6)
+    assert diverge(p, torch.tensor([0.0, 0.0, 0.0, 1.0]), "kl") < math.inf
+    assert diverge(p, row, "kl") == pytest.approx(float((p * (p / row).log()).sum()), abs=0.01)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token rule and the block rule over a batch (`verify.reference` has them for reading).
+
+Both look at all target rows once to see how far a draft is accepted, and compute a residual only
+at the one place per request where it ends.
+"""
+
+import torch
+
+from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
+from vllm_hetero_spec.verify.noise import Noise, choose
+
+
+def token_rule(drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise) -> Verdict:
+    """Accept K with min(1, p(K) / row(K)), token by token; correct from (p - row)+.
+
+    Args:
+        drafts: N draft tokens of B requests.
+        p: float32 [N, V], the target's law at each draft token, after all sampling parameters; not
+            changed.
+        bonus: int64 [B], a draw from the target's law behind each draft.
+        noise: Uniform numbers.
+    """
+    accept = noise.uniform(drafts.lengths) * drafts.mass() < at_tokens(p, drafts.tokens)
+    accepted = drafts.padded(accept, False).long().cumprod(1).sum(1)
+    return corrected(drafts, p, accepted, torch.ones_like(accepted, dtype=p.dtype), bonus, noise)
+
+
+def block_rule(drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise) -> Verdict:
+    """Accept the longest prefix that the block as a whole supports; never less than token by token.
+
+    *Block Verification Accelerates Speculative Decoding*: with P_j the running support, the prefix
+    of length j survives with h_j = S_j / (1 - P_j + S_j), S_j = sum (P_j p_{j+1} - row_{j+1})+.
+    Arguments as of `token_rule`.
+    """
+    ratios = drafts.padded(at_tokens(p, drafts.tokens) / drafts.mass(), 0.0)
+    support = p.new_ones(drafts.size)
+    accepted = torch.zeros_like(drafts.counts)
+    reached = support.clone()
+    uniform = drafts.padded(noise.uniform(drafts.lengths), 0.0)
+    for place in range(1, drafts.width + 1):
+        # Padding has ratio 0, so a draft that has ended changes no more.
+        support = (support * ratios[:, place - 1]).clamp_max(1.0)
+        inside = (drafts.counts > place).nonzero()[:, 0]
+        survival = support.clone()  # at a draft's end S_j is all of P_j
+        rest = support[inside, None] * p[drafts.starts[inside] + place]
+        excess = drafts.subtract(rest, drafts.starts[inside] + place).sum(-1)
+        survival[inside] = excess / (1.0 - support[inside] + excess)
+        survival.nan_to_num_(0.0)
+        survives = (uniform[:, place - 1] < survival) & (drafts.counts >= place)
+        accepted = torch.where(survives, place, accepted)
+        reached = torch.where(survives, support, reached)
+    return corrected(drafts, p, accepted, reached, bonus, noise)
+
+
+def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+    """Accept while the draft is the target's own first choice.
+
+    Args:
+        drafts: N draft tokens of B requests; rows do not matter.
+        best: int64 [N], the target's first choice at each draft token.
+        bonus: int64 [B], its first choice behind each draft.
+    """
+    accepted = drafts.padded(drafts.tokens == best, False).long().cumprod(1).sum(1)
+    last = bonus.clone()
+    short = (accepted < drafts.counts).nonzero()[:, 0]
+    last[short] = best[drafts.starts[short] + accepted[short]]
+    return Verdict.of(drafts, accepted, last)
+
+
+def at_tokens(p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """p(K) per draft token; 0 for ids that are none (padding of a draft by the scheduler)."""
+    return torch.where(tokens >= 0, p.gather(1, tokens.clamp_min(0)[:, None])[:, 0], 0.0)
+
+
+def corrected(
+    drafts: DraftBatch,
+    p: torch.Tensor,
+    accepted: torch.Tensor,
+    support: torch.Tensor,
+    bonus: torch.Tensor,
+    noise: Noise,
+) -> Verdict:
+    """The token behind what was accepted: the bonus, or a draw from (support * p - row)+."""
+    last = bonus.clone()
+    ends = [1] * drafts.size
+    uniform = noise.uniform(ends)
+    short = (accepted < drafts.counts).nonzero()[:, 0]
+    if len(short):
+        index = drafts.starts[short] + accepted[short]
+        rest = drafts.subtract(support[short, None] * p[index], index)
+        # Rounding can leave nothing where the two laws are the same; then p itself is right.
+        empty = rest.sum(-1) <= 0
+        rest[empty] = p[index[empty]]
+        last[short] = choose(rest, uniform[short])
+    return Verdict.of(drafts, accepted, last)
