@@ -6,10 +6,11 @@ sequence of choices and adds up their probabilities, which proves what sampling 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -17,7 +18,7 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 class Chance(Protocol):
     """Where an algorithm gets its random choices from."""
 
-    def draw(self, weights: Sequence[float]) -> int:
+    def draw(self, weights: ArrayLike) -> int:
         """An index, with probability in proportion to its weight."""
 
     def flip(self, probability: float) -> bool:
@@ -30,7 +31,7 @@ class RandomChance:
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
 
-    def draw(self, weights: Sequence[float]) -> int:
+    def draw(self, weights: ArrayLike) -> int:
         values = np.asarray(weights, float)
         return int(self._generator.choice(len(values), p=values / values.sum()))
 
@@ -47,7 +48,7 @@ class _Replay:
         self.possible: list[list[int]] = []
         self.probability = 1.0
 
-    def draw(self, weights: Sequence[float]) -> int:
+    def draw(self, weights: ArrayLike) -> int:
         values = np.asarray(weights, float)
         support = [int(i) for i in np.flatnonzero(values > 0)]
         depth = len(self.taken)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter's row carried over to the target's vocabulary is the law of what it proposes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hetero_spec.draft.rows import TokenMap, probabilities
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    first=st.lists(st.integers(-1, 6), min_size=1, max_size=12),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 1 << 30),
+    renormalise=st.booleans(),
+)
+def test_laws(first: list[int], padding: int, seed: int, renormalise: bool) -> None:
+    generator = np.random.default_rng(seed)
+    q = generator.dirichlet(np.ones(len(first) + padding), 3)
+    tokens = TokenMap(torch.tensor(first), 9, renormalise)
+    expected = np.zeros((3, 9))
+    for d, t in enumerate(first):
+        if t >= 0:
+            expected[:, t] += q[:, d]
+    psi = tokens.laws(torch.tensor(q, dtype=torch.float32))
+    assert psi.shape == (3, 9)
+    np.testing.assert_allclose(psi.numpy(), expected, atol=1e-6)
+
+
+def test_restrict_keeps_what_proposes_something() -> None:
+    logits = torch.zeros(1, 4)
+    assert TokenMap(torch.tensor([2, -1, 0]), 5).restrict(logits)[0].tolist() == [
+        0.0,
+        float("-inf"),
+        0.0,
+        0.0,
+    ]
+    assert not TokenMap(torch.tensor([2, -1, 0]), 5, False).restrict(torch.zeros(1, 4)).any()
+
+
+def test_probabilities_follow_the_requests_parameters() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]])).repeat(4, 1)
+    rows = probabilities(
+        logits,
+        torch.tensor([1.0, 0.5, 1.0, 1.0]),
+        top_k=torch.tensor([0, 0, 2, 0]),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.6]),
+    )
+    squares = np.array([0.01, 0.16, 0.04, 0.09])
+    expected = [
+        [0.1, 0.4, 0.2, 0.3],
+        (squares / squares.sum()).tolist(),
+        [0.0, 4 / 7, 0.0, 3 / 7],
+        [0.0, 4 / 7, 0.0, 3 / 7],
+    ]
+    assert rows.numpy() == pytest.approx(np.array(expected), abs=1e-6)
+    plain = probabilities(logits, torch.ones(4))
+    assert plain.numpy() == pytest.approx(np.tile([0.1, 0.4, 0.2, 0.3], (4, 1)), abs=1e-6)
+
+
+def test_probabilities_never_draw_what_is_excluded() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 1.0]])
+    for top_k in (None, torch.tensor([3])):
+        assert probabilities(logits, torch.tensor([0.7]), top_k)[0, 1] == 0

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter's row seen as the law of the target token that its draw proposes.
+
+Every method that verifies by probability draws d from a row q over the drafter's vocabulary and
+proposes the target token `first[d]`. The verifier needs the law of that token, which is q carried
+over by `first`: psi(t) = sum of q(d) over all d with first[d] = t.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """Which target token each drafter token proposes.
+
+    Attributes:
+        first: int64 [V_D], target id, -1 where a drafter token proposes nothing.
+        width: Columns of the target's logits, V_T, padding included.
+        renormalise: Keep mass off drafter tokens that propose nothing (TLI, push-forward). Where
+            False such a draw is a null proposal and psi adds up to less than 1 (union).
+    """
+
+    first: torch.Tensor
+    width: int
+    renormalise: bool = True
+    _allowed: torch.Tensor = field(init=False, repr=False)
+    _column: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        allowed = self.first >= 0
+        object.__setattr__(self, "_allowed", allowed)
+        # What proposes nothing goes to a column of its own, which is cut off.
+        object.__setattr__(self, "_column", torch.where(allowed, self.first, self.width))
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V_D] without the tokens that propose nothing, in place."""
+        if self.renormalise:
+            logits[:, : len(self.first)].masked_fill_(~self._allowed, float("-inf"))
+        return logits
+
+    def laws(self, q: torch.Tensor) -> torch.Tensor:
+        """psi, float32 [B, V_T], of rows q [B, V_D] or wider (padding beyond is not read)."""
+        psi = q.new_zeros((len(q), self.width + 1), dtype=torch.float32)
+        psi.index_add_(1, self._column, q[:, : len(self.first)])
+        return psi[:, :-1]
+
+
+def probabilities(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The law a drafter draws from: its logits under the request's own sampling parameters.
+
+    Args:
+        logits: float [B, V_D]; -inf for tokens that must not be drawn.
+        temperature: float [B], above 0.
+        top_k: int64 [B], 0 for all; None where no request has one.
+        top_p: float [B], 1 for all; None where no request has one.
+
+    Returns:
+        float32 [B, V_D]; ties at the edge of top_k are kept. Any law is a legitimate drafter: the
+        parameters only bring it nearer to the target's.
+    """
+    rows = (logits.float() / temperature[:, None]).softmax(-1)
+    if top_k is None and top_p is None:
+        return rows
+    ordered, order = rows.sort(-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        ranks = torch.arange(ordered.shape[-1], device=rows.device)
+        last = ordered.gather(1, (top_k - 1).clamp_min(0)[:, None].clamp_max(len(ranks) - 1))
+        keep &= (top_k <= 0)[:, None] | (ordered >= last)
+    if top_p is not None:
+        before = ordered.cumsum(-1) - ordered
+        keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    rows = torch.zeros_like(rows).scatter_(1, order, ordered.masked_fill_(~keep, 0.0))
+    return rows / rows.sum(-1, keepdim=True)
