@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mu against the definition: every pair of drafter tokens encoded by the real tokenizer."""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import toy
+
+from vllm_hetero_spec.text.merges import Merges
+from vllm_hetero_spec.text.special_tokens import SpecialTokens
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+from vllm_hetero_spec.text.vocabulary import build_maps
+
+PAIRS = [
+    ("byte-level", "byte-level-nfc"),
+    ("byte-level-nfc", "byte-level"),
+    ("byte-level", "sentencepiece"),
+    ("sentencepiece", "byte-level"),
+    ("sentencepiece", "unigram"),
+    ("unigram", "sentencepiece"),
+    ("processor", "byte-level"),
+]
+
+
+def merges_of(target: TextTokenizer, drafter: TextTokenizer) -> Merges:
+    return Merges(target, drafter, build_maps(target, drafter))
+
+
+def table(merges: Merges, drafter_id: int) -> dict[int, int]:
+    return dict(zip(*(ids.tolist() for ids in merges.of(drafter_id)), strict=True))
+
+
+def spellable(target: TextTokenizer, drafter: TextTokenizer) -> list[int]:
+    """Drafter ids whose bytes the target can write."""
+    return np.flatnonzero(build_maps(target, drafter).kappa_first >= 0).tolist()
+
+
+def by_definition(
+    target: TextTokenizer, drafter: TextTokenizer, drafter_id: int, following: Sequence[int]
+) -> dict[int, int]:
+    """mu(drafter_id, e) of each e of ``following``, where it is defined."""
+    data = drafter.token_bytes[drafter_id]
+    found: dict[int, int] = {}
+    if not data or data not in target.token_bytes:
+        return found
+    for e in following:
+        joined = data + drafter.token_bytes[e]
+        first = target.encode_bytes(joined)[:1]
+        beginning = target.decode_bytes(first)
+        if len(beginning) > len(data) and joined.startswith(beginning):
+            found[e] = first[0]
+    return found
+
+
+def fruitful(merges: Merges, ids: Iterable[int], count: int) -> list[int]:
+    """``count`` of the ids, half of them with candidates and the one with the most."""
+    known = {d: len(merges.candidates(d)) for d in ids}
+    with_some = [d for d, found in known.items() if found]
+    rng = random.Random(0)
+    chosen = rng.sample(list(known), count // 2) + rng.sample(with_some, count // 2)
+    return [*chosen, max(known, key=known.__getitem__)]
+
+
+@pytest.mark.parametrize(("target_name", "drafter_name"), PAIRS)
+def test_merges_of_trained_tokenizers(
+    family: dict[str, TextTokenizer], target_name: str, drafter_name: str
+) -> None:
+    target, drafter = family[target_name], family[drafter_name]
+    merges = merges_of(target, drafter)
+    following = spellable(target, drafter)
+    partners = 0
+    for d in fruitful(merges, range(drafter.vocab_size), 16):
+        expected = by_definition(target, drafter, d, following)
+        assert table(merges, d) == expected
+        assert merges.of(d)[0].tolist() == sorted(expected)
+        assert set(expected) <= set(merges.candidates(d).tolist())
+        partners += len(expected)
+    assert partners > 50
+
+
+def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["tiktoken"], family["byte-level-nfc"]
+    merges, following = merges_of(target, drafter), spellable(target, drafter)
+    for d in range(drafter.vocab_size):
+        assert table(merges, d) == by_definition(target, drafter, d, following)
+
+
+def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
+    """Joined they are the character's token; what is still no character is spelled bytewise."""
+    target, han = family["tiktoken"], "中".encode()
+    merges = merges_of(target, toy([han[:1], han[1:], han[:2], han[2:] + b"x", han[1:2]]))
+    whole = target.encode("中")
+    assert len(whole) == 1
+    assert table(merges, 0) == {1: whole[0]}
+    assert table(merges, 2) == {3: whole[0]}
+    assert merges.candidates(0).tolist() == [1, 4]
+
+
+WORDS = st.lists(st.text("ab ", min_size=1, max_size=4).map(str.encode), max_size=10)
+
+
+@settings(max_examples=150)
+@given(target_words=WORDS, drafter_words=WORDS)
+def test_merges_of_small_vocabularies(
+    target_words: list[bytes], drafter_words: list[bytes]
+) -> None:
+    target, drafter = toy([b"a", b"b", b"", *target_words]), toy([b"", *drafter_words, b"a", b"b "])
+    merges, following = merges_of(target, drafter), spellable(target, drafter)
+    everything = np.arange(drafter.vocab_size, dtype=np.int32)
+    for d in range(drafter.vocab_size):
+        expected = by_definition(target, drafter, d, following)
+        assert table(merges, d) == expected
+        assert merges.among(d, everything).tolist() == [
+            expected.get(e, -1) for e in range(drafter.vocab_size)
+        ]
+
+
+def test_bytes_beyond_the_last_one() -> None:
+    """Ranges of strings that begin with 0xFF, the byte without a successor."""
+    pieces = [b"\xff", b"\xff\xff", b"\xfe", b"\xff\xff\xffa", b"a"]
+    own = {b"\xff\xff": 1, b"\xff\xff\xffa": 3}
+
+    def encode_bytes(data: bytes) -> list[int]:
+        return [own[data]] if data in own else [0] * len(data)
+
+    target, drafter = toy(pieces), toy([b"\xff", b"\xff\xff", b"\xff\xffa", b"a", b"\xfe"])
+    target.encode_bytes = encode_bytes  # type: ignore[method-assign]
+    merges = merges_of(target, drafter)
+    assert merges.candidates(0).tolist() == [0, 1, 2]
+    assert table(merges, 0) == {0: 1, 2: 3}
+    assert table(merges, 1) == {}
+    assert merges.candidates(1).tolist() == []
+
+
+def test_longest_match_is_not_what_the_target_writes(family: dict[str, TextTokenizer]) -> None:
+    """Guards the tests above: the cheap rule must be told from the real tokenizer."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    merges = merges_of(target, drafter)
+    strings = set(target.token_bytes)
+
+    def longest_match(data: bytes, following: bytes) -> bytes:
+        joined = data + following
+        ends = range(len(joined), len(data), -1)
+        return next((joined[:end] for end in ends if joined[:end] in strings), b"")
+
+    differing = agreeing = 0
+    for d in fruitful(merges, range(drafter.vocab_size), 16):
+        real = table(merges, d)
+        for e in merges.candidates(d).tolist():
+            chosen = longest_match(drafter.token_bytes[d], drafter.token_bytes[e])
+            same = chosen == target.token_bytes[real[e]] if e in real else not chosen
+            differing, agreeing = differing + (not same), agreeing + same
+    assert differing > 20
+    assert agreeing > 20
+
+
+def test_a_rewritten_beginning_is_no_merge(family: dict[str, TextTokenizer]) -> None:
+    """e and a combining accent: the normaliser makes them one character of other bytes."""
+    target = toy([b"e", b"\xcc", b"\x81", b"e\xcc\x81", "é".encode()], encode=lambda text: [4])
+    drafter = toy([b"e", "\u0301".encode()])
+    merges = merges_of(target, drafter)
+    assert merges.candidates(0).tolist() == [1]
+    assert table(merges, 0) == {}
+
+
+def test_no_merges_outside_the_intersection_or_with_ends() -> None:
+    target = toy([b"a", b"b", b"ab", b"abb", b""])
+    drafter = toy([b"a", b"b", b"bb", b"bx", b"aab", b""])
+    merges = merges_of(target, drafter)
+    assert table(merges, 0) == {1: 2, 2: 3}
+    for empty in (1, 3, 4, 5):
+        assert table(merges, empty) == {}
+        assert merges.among(empty, np.arange(6, dtype=np.int32)).tolist() == [-1] * 6
+
+    special = SpecialTokens(target, drafter, [4], [1])
+    ended = Merges(target, drafter, build_maps(target, drafter).with_ends(special))
+    assert table(ended, 0) == {2: 3}
+    special = SpecialTokens(target, drafter, [4], [0])
+    ended = Merges(target, drafter, build_maps(target, drafter).with_ends(special))
+    assert table(ended, 0) == {}
+
+
+class Counting:
+    """A target that counts the texts it encodes."""
+
+    def __init__(self, target: TextTokenizer) -> None:
+        self._encode = target.raw_encode_batch
+        self.texts = 0
+        self.target = dataclasses.replace(target, raw_encode_batch=self._counted)
+
+    def _counted(self, texts: Sequence[str]) -> list[list[int]]:
+        self.texts += len(texts)
+        return self._encode(texts)
+
+
+def test_tables_are_remembered_up_to_a_bound(family: dict[str, TextTokenizer]) -> None:
+    counting, drafter = Counting(family["byte-level"]), family["sentencepiece"]
+    maps = build_maps(counting.target, drafter)
+    space, letter, other = (drafter.token_bytes.index(data) for data in (b" ", b"s", b"t"))
+    full = Merges(counting.target, drafter, maps)
+    sizes = {d: len(full.of(d)[0]) for d in (space, letter, other)}
+    assert min(sizes.values()) > 0
+
+    def encoded(merges: Merges, drafter_id: int) -> int:
+        before = counting.texts
+        assert table(merges, drafter_id) == table(full, drafter_id)
+        return counting.texts - before
+
+    assert [encoded(full, d) for d in (space, letter, space)] == [0, 0, 0]
+    merges = Merges(counting.target, drafter, maps, table_pairs=sum(sizes.values()) - 1)
+    assert encoded(merges, space) == len(merges.candidates(space))
+    assert encoded(merges, letter) > 0
+    assert encoded(merges, space) == 0
+    assert encoded(merges, other) > 0  # drops the table asked for longest ago
+    assert [encoded(merges, d) for d in (space, other)] == [0, 0]
+    assert encoded(merges, letter) > 0
+    tiny = Merges(counting.target, drafter, maps, table_pairs=0)
+    assert encoded(tiny, space) > 0
+    assert encoded(tiny, space) == 0  # the last one stays
+
+
+def test_verdicts_are_remembered_up_to_a_bound(family: dict[str, TextTokenizer]) -> None:
+    counting, drafter = Counting(family["byte-level"]), family["sentencepiece"]
+    maps = build_maps(counting.target, drafter)
+    d = drafter.token_bytes.index(b"s")
+    expected = table(Merges(counting.target, drafter, maps), d)
+    merges = Merges(counting.target, drafter, maps, memo_pairs=64)
+    rng = np.random.default_rng(0)
+
+    def asked(ids: np.ndarray) -> int:
+        before = counting.texts
+        assert merges.among(d, ids).tolist() == [expected.get(e, -1) for e in ids.tolist()]
+        return counting.texts - before
+
+    some = np.array([*rng.choice(list(expected), 12), *rng.integers(3, 900, 30)], np.int32)
+    candidates = set(merges.candidates(d).tolist())
+    assert asked(some) == len(set(some.tolist()) & candidates)
+    assert asked(some) == 0
+    assert asked(rng.permutation(some)) == 0
+    assert asked(np.array([], np.int32)) == 0
+    for _ in range(40):
+        asked(rng.integers(0, drafter.vocab_size, 64).astype(np.int32))
+    assert asked(some) > 0  # dropped for the others
+
+
+@pytest.mark.parametrize(("target", "drafter"), [("llama-3.1", "qwen2"), ("qwen2", "llama-2")])
+def test_merges_of_real_tokenizers(
+    real: dict[str, TextTokenizer], target: str, drafter: str
+) -> None:
+    merges = merges_of(real[target], real[drafter])
+    ids = [real[drafter].token_bytes.index(data) for data in (b" York", b"\n", b"\xe4")]
+    rng = random.Random(0)
+    for d in ids:
+        found = table(merges, d)
+        candidates = merges.candidates(d).tolist()
+        others = rng.sample(range(real[drafter].vocab_size), 300)
+        data = real[drafter].token_bytes[d]
+        for e in [*rng.sample(candidates, min(300, len(candidates))), *others]:
+            tail = real[drafter].token_bytes[e]
+            first = real[target].encode_bytes(data + tail)[0]
+            longer = len(real[target].token_bytes[first]) > len(data) and bool(tail)
+            assert found.get(e) == (first if longer else None)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers written down by hand: byte strings and the order in which pairs of them are joined."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from vllm_hetero_spec.text.token_bytes import single_byte_ids
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+
+def toy(
+    pieces: Sequence[bytes],
+    encode: Callable[[str], list[int]] | None = None,
+    eos: int | None = None,
+) -> TextTokenizer:
+    """A tokenizer with these pieces; b"" is a special token. Without ``encode``, BPE by id.
+
+    BPE by id: text starts as single bytes, and of the neighbours that join to a piece those with
+    the smallest id are joined first. Of equal pieces only the first is ever emitted.
+    """
+    ids = {data: token_id for token_id, data in reversed(list(enumerate(pieces)))}
+
+    def bpe(text: str) -> list[int]:
+        parts = [bytes([byte]) for byte in text.encode()]
+        while joins := [
+            (ids[left + right], place)
+            for place, (left, right) in enumerate(pairwise(parts))
+            if left + right in ids
+        ]:
+            _, place = min(joins)
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        return [ids[part] for part in parts if part in ids]
+
+    encoder = encode or bpe
+    return TextTokenizer(
+        name="toy",
+        token_bytes=list(pieces),
+        special_text={i: f"<{i}>" for i, data in enumerate(pieces) if not data},
+        special_ids=frozenset(i for i, data in enumerate(pieces) if not data),
+        byte_ids=single_byte_ids(enumerate(pieces)),
+        fingerprint=hashlib.sha256(repr((pieces, encode)).encode()).hexdigest(),
+        raw_encode=encoder,
+        raw_encode_batch=lambda texts: [encoder(text) for text in texts],
+        eos_id=eos,
+    )

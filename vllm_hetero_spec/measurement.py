@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured and how its figures are defined: a load, and what an engine did with it.
+
+Pure Python, so that vLLM, its peers and the reports mean the same by every figure. All times are
+host seconds counted from the moment the load began.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+
+class MeasurementError(RuntimeError):
+    """An engine failed; the message names the errors it printed."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is to generate.
+
+    Attributes:
+        prompts: Texts, each completed once.
+        max_tokens: Longest completion, in target tokens.
+        batch_size: Requests in flight; the next prompt starts when one ends.
+        temperature: 0 is greedy.
+        top_p: Nucleus of the target's distribution; 1 is all of it.
+        seed: Of request i is `seed + i`; None leaves sampling unseeded.
+        ignore_eos: Generate `max_tokens` whatever comes.
+    """
+
+    prompts: Sequence[str]
+    max_tokens: int
+    batch_size: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One request as a client sees it.
+
+    Attributes:
+        token_ids: Generated target ids.
+        text: The same as text.
+        sent: When the request was sent.
+        times: When output arrived, in order.
+        counts: New tokens in each arrival; they add up to `len(token_ids)`.
+    """
+
+    token_ids: list[int]
+    text: str
+    sent: float
+    times: list[float]
+    counts: list[int]
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.times[0] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first arrival; None where all came at once."""
+        later = sum(self.counts[1:])
+        return (self.times[-1] - self.times[0]) / later if later else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies as a reader feels them: the gaps between arrivals."""
+        return [after - before for before, after in pairwise(self.times)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What an engine did with a load, its warm-up not counted.
+
+    Attributes:
+        traces: One per prompt, in the order of the prompts.
+        seconds: From the first request to the last token; model loading is not in it.
+        drafts: Drafts that the target verified; 0 without speculation.
+        draft_tokens: Target tokens in them, never padding.
+        accepted_tokens: Those the target accepted, bonus tokens not counted.
+        accepted_per_position: Accepted tokens at draft position 0, 1, ...
+        drafted_per_position: Draft tokens at position 0, 1, ...; empty where the engine does not
+            count them.
+        worker: The plugin's counters (`DraftStats`); empty for other engines.
+        peak_memory_bytes: Of the engine's processes, on the device on GPUs, else resident.
+    """
+
+    traces: list[Trace]
+    seconds: float
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    worker: dict[str, Any] = field(default_factory=dict)
+    peak_memory_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of all prompts."""
+        return sum(len(trace.token_ids) for trace in self.traces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens of all prompts per second of wall-clock time."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per verification, 1 + accepted / drafts; None without drafts."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+
+class Engine(Protocol):
+    """An engine that is running, and generates loads one after the other."""
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load.
+
+        Raises:
+            MeasurementError: The engine failed.
+        """
+
+    def close(self) -> None:
+        """End it and free its memory; a second call does nothing."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafter token, coming after another, makes the target write one longer token first.
+
+A drafter that says "New" and "York" may mean a target that has "NewYork". For two drafter tokens d
+and e, mu(d, e) is the target's first token of their joined bytes, where it is longer than d. What
+the target's vocabulary allows bounds the candidates; its real tokenizer decides.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+from vllm_hetero_spec.text.vocabulary import Ids, VocabularyMaps, encode_strings
+
+# Entries of the tables of ``of`` kept at most (8 bytes each), and verdicts of ``among`` (some 200).
+TABLE_PAIRS = 1 << 22
+MEMO_PAIRS = 1 << 18
+# Drafter tokens whose candidates are remembered: a few numbers each.
+MEMO_RANGES = 1 << 14
+
+
+class Merges:
+    """mu of the drafter tokens that are asked about, remembered.
+
+    mu(d, e) is the first id the target gives for the bytes of d and e in a row, where its bytes
+    begin the joined bytes and end past those of d: inside e or at its end. It is not defined for d
+    outside the intersection, nor for tokens the target cannot spell, EOS and special tokens.
+    """
+
+    def __init__(
+        self,
+        target: TextTokenizer,
+        drafter: TextTokenizer,
+        maps: VocabularyMaps,
+        *,
+        table_pairs: int = TABLE_PAIRS,
+        memo_pairs: int = MEMO_PAIRS,
+    ) -> None:
+        self._target, self._drafter, self._maps = target, drafter, maps
+        self._target_strings = sorted({data for data in target.token_bytes if data})
+        order = [d for d in range(drafter.vocab_size) if self._is_text(d)]
+        order.sort(key=drafter.token_bytes.__getitem__)
+        self._order = np.array(order, np.int32)  # drafter ids by their bytes
+        self._strings = [drafter.token_bytes[d] for d in order]
+        self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _order
+        self._place[self._order] = np.arange(len(order))
+        self._ranges: dict[int, NDArray[np.int32]] = {}
+        self._tables: OrderedDict[int, tuple[Ids, Ids]] = OrderedDict()
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._table_pairs, self._memo_pairs = table_pairs, memo_pairs
+        self._kept = 0  # entries in _tables
+
+    def of(self, drafter_id: int) -> tuple[Ids, Ids]:
+        """All e with mu(drafter_id, e) defined, ascending, and for each the target id mu.
+
+        Encodes every candidate the first time: where the token is a space or a bracket that is
+        most of the drafter's vocabulary. ``among`` asks about the few that a row makes probable.
+        """
+        known = self._tables.get(drafter_id)
+        if known is not None:
+            self._tables.move_to_end(drafter_id)
+            return known
+        candidates = self.candidates(drafter_id)
+        merged = self._merged(drafter_id, candidates)
+        found = candidates[merged >= 0], merged[merged >= 0]
+        self._tables[drafter_id] = found
+        self._kept += len(found[0])
+        while self._kept > self._table_pairs and len(self._tables) > 1:
+            _, (dropped, _) = self._tables.popitem(last=False)
+            self._kept -= len(dropped)
+        return found
+
+    def among(self, drafter_id: int, drafter_ids: Ids) -> Ids:
+        """mu(drafter_id, e) for each e of ``drafter_ids``, -1 where it is not defined."""
+        result = np.full(len(drafter_ids), -1, np.int32)
+        ranges = self._candidate_ranges(drafter_id)
+        places = self._place[drafter_ids]
+        index = np.searchsorted(ranges[0], places, "right") - 1
+        possible = np.flatnonzero(index >= 0)
+        possible = possible[places[possible] < ranges[1][index[possible]]]
+
+        asked = drafter_ids[possible].tolist()
+        unknown = [e for e in set(asked) if (drafter_id, e) not in self._pairs]
+        if len(self._pairs) + len(unknown) > self._memo_pairs:
+            self._pairs.clear()
+            unknown = list(set(asked))
+        merged = self._merged(drafter_id, np.array(unknown, np.int32))
+        self._pairs |= {(drafter_id, e): t for e, t in zip(unknown, merged.tolist(), strict=True)}
+        result[possible] = [self._pairs[drafter_id, e] for e in asked]
+        return result
+
+    def candidates(self, drafter_id: int) -> Ids:
+        """All e such that a target token spells drafter_id and goes on with a beginning of e.
+
+        Every e of ``of`` is among them; nothing is encoded to find them.
+        """
+        ranges = self._candidate_ranges(drafter_id).T.tolist()
+        return np.sort(np.concatenate([self._order[:0], *(self._order[a:b] for a, b in ranges)]))
+
+    def _candidate_ranges(self, drafter_id: int) -> NDArray[np.int32]:
+        """[2, n]: ascending begins and ends of stretches of ``_order``."""
+        known = self._ranges.get(drafter_id)
+        if known is None:
+            if len(self._ranges) >= MEMO_RANGES:
+                self._ranges.clear()
+            found = self._find_ranges(drafter_id)
+            known = self._ranges[drafter_id] = np.array(found, np.int32).reshape(-1, 2).T.copy()
+        return known
+
+    def _find_ranges(self, drafter_id: int) -> list[tuple[int, int]]:
+        if self._maps.d2t[drafter_id] < 0 or self._place[drafter_id] < 0:
+            return []
+        data = self._drafter.token_bytes[drafter_id]
+        strings = self._target_strings
+        found = []
+        index = bisect_left(strings, data) + 1  # the token itself is in the target's vocabulary
+        while index < len(strings) and strings[index].startswith(data):
+            rest = strings[index][len(data) :]
+            begin = bisect_left(self._strings, rest)
+            end = _end_of_range(self._strings, rest, begin)
+            if begin < end:
+                found.append((begin, end))
+            # Target tokens that go on from this one allow no further e.
+            index = _end_of_range(strings, strings[index], index)
+        return found
+
+    def _merged(self, drafter_id: int, drafter_ids: Ids) -> Ids:
+        data = self._drafter.token_bytes[drafter_id]
+        joined = [data + self._drafter.token_bytes[e] for e in drafter_ids.tolist()]
+        merged = np.full(len(joined), -1, np.int32)
+        for index, ids in enumerate(encode_strings(self._target, joined)):
+            first = self._target.token_bytes[ids[0]] if ids else b""
+            # A normaliser may have changed the beginning: that is no token of these bytes.
+            if len(first) > len(data) and joined[index].startswith(first):
+                merged[index] = ids[0]
+        return merged
+
+    def _is_text(self, drafter_id: int) -> bool:
+        """Whether the target can spell the token and it is not mapped by role, as an EOS is."""
+        data = self._drafter.token_bytes[drafter_id]
+        row = self._maps.target_tokens(drafter_id)
+        return len(row) > 0 and self._target.decode_bytes(row.tolist()) == data != b""
+
+
+def _end_of_range(strings: Sequence[bytes], prefix: bytes, begin: int) -> int:
+    """Where, in sorted strings, those that start with ``prefix`` and come from ``begin`` on end."""
+    stem = prefix.rstrip(b"\xff")
+    if not stem:
+        return len(strings)
+    return bisect_left(strings, stem[:-1] + bytes([stem[-1] + 1]), begin)
