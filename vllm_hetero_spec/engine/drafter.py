@@ -65,7 +65,10 @@ class Drafter:
     Args:
         model: The drafter.
         banned: Ids that are never proposed: control tokens other than EOS.
-        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
+        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
+
+    Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
+    prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
     """
 
     def __init__(self, model: DrafterModel, banned: Collection[int], vocab_size: int) -> None:
@@ -105,6 +108,7 @@ class Drafter:
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         ids = np.fromiter(chain.from_iterable(row.pending for row in rows), np.int64, starts[-1])
+        ids[ids >= self._vocab_size] = 0
         positions = np.arange(len(ids)) + np.repeat(done - starts[:-1], queries)
         blocks = table[np.repeat(np.arange(len(rows)), queries), positions // size]
         lengths_cpu, starts_cpu = torch.from_numpy(done + queries), torch.from_numpy(starts)
@@ -174,7 +178,8 @@ class Drafter:
         penalised = []
         for index, row in enumerate(rows):
             if row.penalty is not None and row.steps:
-                ids = [*row.sequence.kv_ids, *row.pending]
+                context = chain(row.sequence.kv_ids, row.pending)
+                ids = [i if i < self._vocab_size else 0 for i in context]
                 prompt, output = ids[: row.prompt_length], ids[row.prompt_length :]
                 penalised.append(PenalisedRow(index, row.penalty, prompt, output))
         if not penalised:
