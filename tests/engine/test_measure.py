@@ -3,7 +3,6 @@
 
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from os import kill
@@ -117,10 +116,6 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
         assert tokens(sample) == tokens(alone[0])
         assert sample.worker["drafts"] == sample.drafts
         assert sample.worker["draft_tokens"] == sample.draft_tokens
-        assert sample.drafted_per_position[0] == sample.drafts
-        assert sum(sample.drafted_per_position) == sample.draft_tokens
-        pairs = zip(sample.accepted_per_position, sample.drafted_per_position, strict=True)
-        assert all(accepted <= drafted for accepted, drafted in pairs)
         # Each load reads its prompts anew, and a batch changes no draft.
         assert sample.worker["catch_up_tokens"] == samples[0].worker["catch_up_tokens"]
         assert sample.drafts == samples[0].drafts
@@ -136,7 +131,6 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
     check_drafts(sample, LOOKAHEAD)
     assert tokens(sample) == tokens(alone[0])
     assert sample.worker == {}
-    assert sample.drafted_per_position == []
 
 
 @pytest.mark.engine
@@ -160,10 +154,7 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
         threading.Timer(2.0, kill, (core, signal.SIGKILL)).start()
         with pytest.raises(MeasurementError, match="the engine ended with exit code 1"):
             engine.run(endless)
-    deadline = time.monotonic() + 30
-    while list(resident.processes(engine.pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert list(resident.processes(engine.pid)) == []
 
 
 TEMPERATURE, TOP_P, LENGTH = 0.8, 0.5, 3

@@ -31,8 +31,9 @@ from vllm_hetero_spec.text.context import TextContext
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Cases of one hypothesis run: it remembers all it has tried, so a long run is many short ones.
-CHUNK = 400
+# Cases of one hypothesis run: it remembers all it has tried and tends to try the same pairs again,
+# so a long run is many short ones.
+CHUNK = 100
 # Target ids drafted ahead at each step.
 AHEAD = 24
 DOCUMENTED_FAILURES = {"unknown_id", "held_mismatch", "unencodable"}

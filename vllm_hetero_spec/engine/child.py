@@ -161,6 +161,10 @@ class EngineProcess:
             finally:  # also where the wait is interrupted
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
+            # Their memory is to be free for the next engine; what was killed takes a moment.
+            deadline = time.monotonic() + _GRACE
+            while any(resident.processes(self.pid)) and time.monotonic() < deadline:
+                time.sleep(_TICK / 2)
         return self._process.wait()
 
     @property
