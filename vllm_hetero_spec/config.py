@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("slem",)
+METHODS = ("slem", "tli", "push_forward", "union")
+VERIFICATIONS = ("token", "block")
 TRANSLATIONS = ("auto", "text", "identity")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 MAX_LOOKAHEAD = 64
@@ -52,6 +53,8 @@ class HeteroOptions:
             parallel group, "sharded" splits it over that group.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
+        verification: "token" accepts token by token, "block" the longest prefix that the draft as
+            a whole supports.
     """
 
     method: str
@@ -69,6 +72,7 @@ class HeteroOptions:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
     translation: str = "auto"
+    verification: str = "token"
 
 
 OWN_KEYS = tuple(f.name for f in fields(HeteroOptions))
@@ -141,7 +145,11 @@ def parse(
         given["max_model_len"] = _integer("max_model_len", given["max_model_len"], 2, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:
         given["kv_cache_memory_bytes"] = _bytes(given["kv_cache_memory_bytes"])
-    for key, choices in (("tensor_parallel", TENSOR_PARALLEL_MODES), ("translation", TRANSLATIONS)):
+    for key, choices in (
+        ("tensor_parallel", TENSOR_PARALLEL_MODES),
+        ("translation", TRANSLATIONS),
+        ("verification", VERIFICATIONS),
+    ):
         if given.get(key) is not None:
             _one_of(key, given[key], choices)
     for key in ("enforce_eager", "trust_remote_code"):

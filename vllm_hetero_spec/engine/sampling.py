@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled drafting for a pair of models: what drafter tokens propose, and who is drawn for."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.engine.requests import RequestState
+from vllm_hetero_spec.engine.tokenizers import Pair
+from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
+
+# vLLM takes lower temperatures for 0.
+_COLDEST = 1e-5
+# Keeps a request's draws apart from its verification, which is seeded with the seed itself.
+_DRAFT_STREAM = 0x5EED_D2AF
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampled drafting of one pair.
+
+    Attributes:
+        method: What the drafter's tokens propose first, and with what law.
+        spell: All target tokens that a drafter token proposes.
+    """
+
+    method: SampledMethod
+    spell: Callable[[int], Sequence[int]]
+
+
+def sampling_of(method: str, pair: Pair, width: int, device: torch.device) -> Sampling | None:
+    """How `method` samples its drafts; None for a method that is always greedy.
+
+    Args:
+        method: One of `METHODS`.
+        pair: The tokenizers and the bridge between them.
+        width: Columns of the target's logits.
+        device: Where the drafter runs.
+    """
+    if method == "slem":
+        return None
+    maps = None if pair.bridge.identity else _maps(pair)
+    if maps is None:
+        first = np.arange(pair.drafter.vocab_size)
+        first[first >= width] = -1
+        return _sampling(first, np.ones_like(first), width, device, lambda d: (d,))
+    if method == "push_forward":
+        lengths = np.diff(maps.kappa_ptr)
+        return _sampling(
+            maps.kappa_first, lengths, width, device, lambda d: maps.target_tokens(d).tolist()
+        )
+    twins = maps.d2t.tolist()
+    return _sampling(
+        maps.d2t,
+        np.ones_like(maps.d2t),
+        width,
+        device,
+        lambda d: twins[d : d + 1] if twins[d] >= 0 else (),
+        renormalise=method != "union",
+    )
+
+
+def _maps(pair: Pair) -> VocabularyMaps:
+    maps = build_maps(pair.target, pair.drafter, cache=default_cache())
+    return maps.with_ends(pair.bridge.special)
+
+
+def _sampling(
+    first: np.ndarray,
+    lengths: np.ndarray,
+    width: int,
+    device: torch.device,
+    spell: Callable[[int], Sequence[int]],
+    *,
+    renormalise: bool = True,
+) -> Sampling:
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return Sampling(
+        SampledMethod(TokenMap(tensor(first), width, renormalise), tensor(lengths)), spell
+    )
+
+
+def draw_of(request: Any, state: RequestState, device: torch.device, *, race: bool) -> Draw | None:
+    """How a request's next draft is drawn; None where it has to be greedy.
+
+    Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what is in
+    them), and drafts that begin inside a character, whose first bytes are given.
+    """
+    params = request.sampling_params
+    if params is None or params.temperature < _COLDEST or params.structured_outputs is not None:
+        return None
+    if state.context.held:
+        return None
+    if params.seed is not None and state.generator is None:
+        state.generator = torch.Generator(device).manual_seed(params.seed ^ _DRAFT_STREAM)
+    return Draw(
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        generator=state.generator,
+        clock=clock_of(request, state) if race else None,
+        place=len(request.output_token_ids),
+    )
+
+
+def clock_of(request: Any, state: RequestState) -> int:
+    """The seed of a request's races: its own, or one drawn when it is first asked for."""
+    if not state.clock:
+        seed = request.sampling_params.seed
+        state.clock = random.getrandbits(62) | 1 if seed is None else (seed << 1) | 1
+    return state.clock
