@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("slem", "tli", "push_forward", "union")
+METHODS = ("slem", "tli", "push_forward", "slrs", "union")
 VERIFICATIONS = ("token", "block")
 TRANSLATIONS = ("auto", "text", "identity")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hetero_spec.draft.rows import TokenMap, probabilities
+from vllm_hetero_spec.draft.slrs import Merging
 from vllm_hetero_spec.verify.noise import Noise, choose
 from vllm_hetero_spec.verify.race import race
 
@@ -43,10 +44,12 @@ class SampledMethod:
     Attributes:
         tokens: What a drafter token proposes first.
         lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
+        merging: Target tokens of two drafter tokens, for SLRS-2; None for other methods.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
+    merging: Merging | None = None
 
 
 class DrawBatch:
@@ -75,7 +78,7 @@ class DrawBatch:
         self._top_k = torch.tensor(top_k, device=device) if any(top_k) else None
         self._top_p = torch.tensor(top_p, device=device) if min(top_p) < 1 else None
         own = {i: draw.generator for i, draw in enumerate(draws) if draw.generator is not None}
-        self._noise = Noise(device, own, generator)
+        self.noise = Noise(device, own, generator)
         clocks = [draw.clock for draw in draws]
         self._clocks = None
         if clocks[0] is not None:  # all requests race or none does
@@ -98,6 +101,15 @@ class DrawBatch:
         substitutes: list[int] = self._tokens.substitute(self._laws[: self._used]).tolist()
         return substitutes
 
+    def rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
+        """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
+        return probabilities(
+            self._tokens.restrict(logits),
+            self._temperature[index],
+            None if self._top_k is None else self._top_k[index],
+            None if self._top_p is None else self._top_p[index],
+        ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
+
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw one token for each of the first m requests and keep its law.
 
@@ -108,19 +120,14 @@ class DrawBatch:
             int64 [m] drafter ids.
         """
         count = len(logits)
-        q = probabilities(
-            self._tokens.restrict(logits),
-            self._temperature[:count],
-            None if self._top_k is None else self._top_k[:count],
-            None if self._top_p is None else self._top_p[:count],
-        ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
+        q = self.rows(logits, slice(count))
         law = self._laws[self._used : self._used + count]
         self._used += count
         self._tokens.add_laws(q, law)
         if self._clocks is None:
-            return choose(q, self._noise.uniform([1] * count))
+            return choose(q, self.noise.uniform([1] * count))
         winners = race(law[:, :-1], self._clocks[:count], self._places[:count])
         among = self._tokens.first == winners[:, None]
-        chosen = choose(q[:, : among.shape[1]] * among, self._noise.uniform([1] * count))
+        chosen = choose(q[:, : among.shape[1]] * among, self.noise.uniform([1] * count))
         self._places[:count] += self._lengths[chosen]
         return chosen

@@ -169,6 +169,11 @@ class Rounds:
         The draft ends by count or with a draw that says so itself, never by how likely it was.
         """
         self._stats.drafter_tokens += len(row.drafted)
+        if row.path is not None and row.laws is not None:
+            job.proposal = row.path.proposal[: job.lookahead if row.finite else 0]
+            job.law = DraftLaw(row.laws, row.path.law_of[: job.lookahead])
+            self._settle(job, row)
+            return
         assert self._spell is not None
         law_of: list[int] = []
         for place, (drafted, law) in enumerate(zip(row.drafted, row.law_of, strict=False)):
@@ -225,7 +230,14 @@ class Rounds:
         if first and steps and job.draw is None and not self._bridge.identity:
             choose = partial(self._bridge.first_choice, state.context)
         return DraftRow(
-            state.sequence, pending, steps, job.penalty, state.prompt_length, choose, job.draw
+            state.sequence,
+            pending,
+            steps,
+            job.penalty,
+            state.prompt_length,
+            choose,
+            job.draw,
+            job.lookahead,
         )
 
     def _skip(self, job: Job, reason: str) -> None:

@@ -6,13 +6,14 @@ lengths are known on the host, and drafted ids are read once, at the end.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.slrs import Path, Slrs
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.picking import DraftRow, Picker, PickRules
 
@@ -26,6 +27,7 @@ class Drafter:
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
         sampling: What sampled drafts propose; None where all are greedy.
         seed: Of the drafter's own random stream.
+        ends: Ids after which a draft ends.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Drafter:
         vocab_size: int,
         sampling: SampledMethod | None = None,
         seed: int = 0,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
+        self._ends = ends
         self.model = model
         self.max_length: int = model.config.model_config.max_model_len
         self._rules = PickRules(
@@ -52,18 +56,65 @@ class Drafter:
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
         Rows with a `choose` cost one wait for the device after the first step.
         """
-        rows = sorted(rows, key=lambda row: -row.steps)
+        rows = sorted(rows, key=lambda row: (self._rules.takes_paths(row), -row.steps))
         table = self._block_table(rows)
-        picker = Picker(rows, self._rules, self.model.device)
         logits = self._catch_up(rows, table)
+        paths = sum(map(self._rules.takes_paths, rows))
+        if paths:
+            self._follow(rows[-paths:], table[-paths:], logits[-paths:])
+        rows = rows[: len(rows) - paths]
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
+        picker = Picker(rows, self._rules, self.model.device)
         self._timed(picker.pick, logits[:active])
         for batch in self._decode_batches(rows[:active], table[:active]):
             ids = picker.newest[: len(batch.positions)]
             self._timed(picker.pick, self.model.forward(ids, batch))
         picker.collect()
+
+    def _follow(self, rows: list[DraftRow], table: np.ndarray, logits: torch.Tensor) -> None:
+        """Draft rows by SLRS-2, each along a path of its own."""
+        sampling = self._rules.sampling
+        assert sampling is not None and sampling.merging is not None
+        draws = self._rules.draws(rows, laws=False)
+        base = np.array([len(row.sequence.kv_ids) for row in rows])
+        paths = [Path(row.steps, row.wanted) for row in rows]
+
+        def drawn_from(logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+            logits = logits[:, : self._rules.vocab_size]
+            logits.index_fill_(1, self._rules.banned, float("-inf"))
+            return draws.rows(logits, indices)
+
+        def feed(indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+            positions = base[indices] + [paths[index].fed for index in indices]
+            batch = self._single(table[indices], positions)
+            device_ids = torch.tensor(ids, device=self.model.device)
+            return drawn_from(self.model.forward(device_ids, batch), indices)
+
+        finite = logits.isfinite().any(-1).tolist()
+        slrs = Slrs(sampling.tokens, sampling.merging, self._ends, draws.noise)
+        laws = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
+        for row, path, sound in zip(rows, paths, finite, strict=True):
+            row.finite, row.path, row.laws = sound, path, laws
+            row.drafted = path.drafted
+            row.sequence.kv_ids.extend(path.drafted[: path.fed])
+
+    def _single(self, table: np.ndarray, positions: np.ndarray) -> ForwardBatch:
+        """One token for each line of the block table."""
+        size = self.model.block_size
+        blocks = np.take_along_axis(table, (positions // size)[:, None], axis=1)[:, 0]
+        lengths_cpu = torch.from_numpy((positions + 1).astype(np.int32))
+        starts_cpu = torch.arange(len(table) + 1, dtype=torch.int32)
+        return ForwardBatch(
+            positions=self._to_device(positions),
+            slots=self._to_device(blocks * size + positions % size),
+            starts=starts_cpu.to(self.model.device),
+            starts_cpu=starts_cpu,
+            lengths=lengths_cpu.to(self.model.device),
+            lengths_cpu=lengths_cpu,
+            block_table=self._to_device(table),
+        )
 
     def _timed(self, pick: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
         began = time.perf_counter()

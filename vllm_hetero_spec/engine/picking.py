@@ -11,6 +11,7 @@ import torch
 
 from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
+from vllm_hetero_spec.draft.slrs import Path
 from vllm_hetero_spec.engine.kv_pool import BlockTable
 
 # How many of the drafter's best ids the first token is chosen from.
@@ -42,11 +43,13 @@ class DraftRow:
         prompt_length: Leading ids of the context that are its prompt.
         choose: Picks the first token among the drafter's best candidates; its best where None.
         draw: How tokens are drawn; the drafter's best are taken where None.
+        wanted: Target tokens to propose; read where tokens are drawn.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
         laws: Filled by `run` for rows with `draw`: float32 [R, V_T], shared by all such rows.
         law_of: The row of `laws` of each drafted id.
         substitutes: What each drafted id proposes in the place of nothing.
+        path: Filled by `run` for rows of SLRS-2, with `laws`.
     """
 
     sequence: DraftSequence
@@ -56,11 +59,13 @@ class DraftRow:
     prompt_length: int = 0
     choose: Callable[[list[int]], int] | None = None
     draw: Draw | None = None
+    wanted: int = 0
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
     laws: torch.Tensor | None = None
     law_of: list[int] = field(default_factory=list)
     substitutes: list[int] = field(default_factory=list)
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,22 @@ class PickRules:
     banned: torch.Tensor
     sampling: SampledMethod | None
     generator: torch.Generator
+
+    def takes_paths(self, row: DraftRow) -> bool:
+        """Whether a row is drafted by SLRS-2, which knows neither races nor penalties."""
+        if self.sampling is None or self.sampling.merging is None or row.draw is None:
+            return False
+        return bool(row.steps) and row.draw.clock is None and row.penalty is None
+
+    def draws(self, rows: Sequence[DraftRow], *, laws: bool = True) -> DrawBatch:
+        """The draws of rows that are drawn; `laws` keeps room for as many as they have steps."""
+        assert self.sampling is not None
+        return DrawBatch(
+            [row.draw for row in rows if row.draw is not None],
+            [row.steps if laws else 0 for row in rows],
+            self.sampling,
+            self.generator,
+        )
 
 
 class Picker:
@@ -97,15 +118,7 @@ class Picker:
         drawn = [index for index, row in enumerate(rows) if row.draw is not None and row.steps]
         self._drawn = drawn
         self._index = torch.tensor(drawn, device=device)
-        self._draws: DrawBatch | None = None
-        if drawn:
-            assert rules.sampling is not None
-            self._draws = DrawBatch(
-                [draw for row in rows if (draw := row.draw) is not None and row.steps],
-                [rows[index].steps for index in drawn],
-                rules.sampling,
-                rules.generator,
-            )
+        self._draws = rules.draws([rows[index] for index in drawn]) if drawn else None
 
     @property
     def newest(self) -> torch.Tensor:

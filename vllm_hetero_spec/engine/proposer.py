@@ -114,6 +114,7 @@ class HeteroProposer:
             tokenizer.vocab_size,
             self._sampling.method if self._sampling else None,
             target.seed,
+            bridge.drafter_eos,
         )
         self._pool = KVPool(model.num_blocks, model.block_size)
         self._requests = Requests(bridge, self._pool, self.stats)

@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.rows import TokenMap
 from vllm_hetero_spec.engine.requests import RequestState
 from vllm_hetero_spec.engine.tokenizers import Pair
+from vllm_hetero_spec.text.merges import Merges
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
 
 # vLLM takes lower temperatures for 0.
@@ -50,11 +51,15 @@ def sampling_of(method: str, pair: Pair, width: int, device: torch.device) -> Sa
         first = np.arange(pair.drafter.vocab_size)
         first[first >= width] = -1
         return _sampling(first, np.ones_like(first), width, device, lambda d: (d,))
-    if method == "push_forward":
+    if method in ("push_forward", "slrs"):
         lengths = np.diff(maps.kappa_ptr)
-        return _sampling(
+        found = _sampling(
             maps.kappa_first, lengths, width, device, lambda d: maps.target_tokens(d).tolist()
         )
+        if method == "push_forward":
+            return found
+        merging = PairMerging(pair, maps, device)
+        return replace(found, method=replace(found.method, merging=merging))
     twins = maps.d2t.tolist()
     return _sampling(
         maps.d2t,
@@ -64,6 +69,25 @@ def sampling_of(method: str, pair: Pair, width: int, device: torch.device) -> Sa
         lambda d: twins[d : d + 1] if twins[d] >= 0 else (),
         renormalise=method != "union",
     )
+
+
+class PairMerging:
+    """Target tokens of two drafter tokens of a pair (`draft.slrs.Merging`)."""
+
+    def __init__(self, pair: Pair, maps: VocabularyMaps, device: torch.device) -> None:
+        self._target, self._drafter, self._maps = pair.target, pair.drafter, maps
+        self._merges = Merges(pair.target, pair.drafter, maps)
+        self.mergeable = torch.from_numpy(self._merges.mergeable().astype(np.float32)).to(device)
+
+    def among(self, d: int, e_ids: np.ndarray) -> np.ndarray:
+        return self._merges.among(d, e_ids)
+
+    def spell(self, d: int) -> Sequence[int]:
+        return self._maps.target_tokens(d).tolist()
+
+    def rest(self, d: int, e: int, merged: int) -> Sequence[int]:
+        joined = self._drafter.token_bytes[d] + self._drafter.token_bytes[e]
+        return self._target.encode_bytes(joined[len(self._target.token_bytes[merged]) :])
 
 
 def _maps(pair: Pair) -> VocabularyMaps:
