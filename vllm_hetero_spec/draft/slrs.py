@@ -127,11 +127,10 @@ class Slrs:
             )
             kept: dict[int, _Head] = {}
             for line, i in enumerate(heads):
-                rest = self._advance(
-                    paths[i], len(laws) + line, firsts[i], looks.get(i), seconds.get(i)
-                )
-                if rest is not None:
-                    kept[i] = rest
+                drawn = firsts[i], seconds.get(i)
+                head = self._advance(paths[i], len(laws) + line, drawn, looks.get(i))
+                if head is not None:
+                    kept[i] = head
             laws += psi.unbind()
             heads = kept | self._refed([i for i in heads if i not in kept], paths, feed)
             heads = {i: head for i, head in sorted(heads.items()) if self._goes_on(paths[i])}

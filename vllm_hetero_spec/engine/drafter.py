@@ -76,7 +76,8 @@ class Drafter:
     def _follow(self, rows: list[DraftRow], table: np.ndarray, logits: torch.Tensor) -> None:
         """Draft rows by SLRS-2, each along a path of its own."""
         sampling = self._rules.sampling
-        assert sampling is not None and sampling.merging is not None
+        assert sampling is not None
+        assert sampling.merging is not None
         draws = self._rules.draws(rows, laws=False)
         base = np.array([len(row.sequence.kv_ids) for row in rows])
         paths = [Path(row.steps, row.wanted) for row in rows]
