@@ -25,20 +25,18 @@ from vllm_hetero_spec.engine.kv_pool import KVPool
 from vllm_hetero_spec.engine.laws import DraftLaws
 from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookahead
 from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
-from vllm_hetero_spec.engine.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
 from vllm_hetero_spec.engine.sampling import draw_of, sampling_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.engine.tokenizers import load_pair
-from vllm_hetero_spec.verify.rules import block_rule, token_rule
+from vllm_hetero_spec.engine.verifier import Verifier
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
-RULES = {"token": token_rule, "block": block_rule}
 
 
 class HeteroProposer:
@@ -66,15 +64,9 @@ class HeteroProposer:
     def bind(self, runner: Any) -> None:
         """Called before the target's weights load: take our place in the model runner."""
         self._runner = runner
-        runner.rejection_sampler = HeteroRejectionSampler(
-            RULES[self.options.verification],
-            self._laws,
-            lambda: runner.input_batch.req_ids,
-            self.stats,
-            runner.sampler,
-            runner.speculative_config,
-            runner.device,
-        )
+        verifier = Verifier(self.options, runner, self._laws, self.stats)
+        verifier.install()
+        self._verifier = verifier
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
         runner.effective_drafter_max_model_len = (
@@ -178,7 +170,7 @@ class HeteroProposer:
         runner = self._runner
         salts = {new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs}
         self._requests.forget(runner.requests, salts)
-        self._laws.keep(runner.requests.keys())
+        self._verifier.keep(runner.requests.keys())
         drafts: list[list[int]] = [[] for _ in sampled]
         if self._rest:
             self._rest -= 1
@@ -210,7 +202,8 @@ class HeteroProposer:
         useful = useful_lookahead(request, length, runner.max_model_len, lookahead)
         draw = None
         if self._sampling is not None and useful:
-            draw = draw_of(request, state, runner.device, race=False)
+            clock = self._verifier.clock(batch.req_ids[index])
+            draw = draw_of(request, state, runner.device, clock)
         return Job(index, state, useful, penalty_of(request), draw)
 
     def _skip_all(self, sampled: list[list[int]], reason: str, detail: str = "") -> None:

@@ -19,6 +19,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.laws import DraftLaws
+from vllm_hetero_spec.engine.racing import Clocks
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import Noise
@@ -33,6 +34,7 @@ class HeteroRejectionSampler(RejectionSampler):
     Args:
         rule: Decides over the drafts of random requests.
         laws: Where the proposer leaves the laws of its drafts.
+        clocks: Of races, which the bonus token takes part in; None where there are none.
         req_ids: Gives the requests of the batch, in order.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
@@ -42,6 +44,7 @@ class HeteroRejectionSampler(RejectionSampler):
         self,
         rule: Rule,
         laws: DraftLaws,
+        clocks: Clocks | None,
         req_ids: Callable[[], Sequence[str]],
         stats: DraftStats,
         *args: Any,
@@ -49,6 +52,7 @@ class HeteroRejectionSampler(RejectionSampler):
         super().__init__(*args)
         self._rule = rule
         self._laws = laws
+        self._clocks = clocks
         self._req_ids = req_ids
         self._stats = stats
 
@@ -66,6 +70,8 @@ class HeteroRejectionSampler(RejectionSampler):
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
+        if self._clocks is not None:
+            self._clocks.drafted = metadata.num_draft_tokens
         bonus = self.sampler(
             logits=logits[metadata.bonus_logits_indices],
             sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1)
@@ -74,6 +80,8 @@ class HeteroRejectionSampler(RejectionSampler):
             predict_bonus_token=True,
             logprobs_mode_override="processed_logits" if processed else "raw_logits",
         )
+        if self._clocks is not None:
+            self._clocks.drafted = ()
         raw = logits[metadata.target_logits_indices].to(torch.float32)
         wants_raw = sampling_metadata.max_num_logprobs is not None and not processed
         target = self.apply_logits_processors(

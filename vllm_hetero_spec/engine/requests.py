@@ -28,7 +28,6 @@ class RequestState:
         retired: Why this request is not drafted any more, "" while it is.
         wait: Steps to let pass before asking the full pool again.
         generator: Its own stream of draws, where it has a seed.
-        clock: Seed of its races.
     """
 
     context: Context
@@ -40,7 +39,6 @@ class RequestState:
     retired: str = ""
     wait: int = 0
     generator: torch.Generator | None = None
-    clock: int = 0
 
     @property
     def pending(self) -> int:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled drafting for a pair of models: what drafter tokens propose, and who is drawn for."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,11 +111,19 @@ def _sampling(
     )
 
 
-def draw_of(request: Any, state: RequestState, device: torch.device, *, race: bool) -> Draw | None:
+def draw_of(
+    request: Any, state: RequestState, device: torch.device, clock: int | None
+) -> Draw | None:
     """How a request's next draft is drawn; None where it has to be greedy.
 
     Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what is in
     them), and drafts that begin inside a character, whose first bytes are given.
+
+    Args:
+        request: The model runner's state of the request.
+        state: Ours.
+        device: Where the drafter runs.
+        clock: Seed of the request's races, where tokens are raced for.
     """
     params = request.sampling_params
     if params is None or params.temperature < _COLDEST or params.structured_outputs is not None:
@@ -130,14 +137,6 @@ def draw_of(request: Any, state: RequestState, device: torch.device, *, race: bo
         top_k=max(0, params.top_k),
         top_p=params.top_p,
         generator=state.generator,
-        clock=clock_of(request, state) if race else None,
+        clock=clock,
         place=len(request.output_token_ids),
     )
-
-
-def clock_of(request: Any, state: RequestState) -> int:
-    """The seed of a request's races: its own, or one drawn when it is first asked for."""
-    if not state.clock:
-        seed = request.sampling_params.seed
-        state.clock = random.getrandbits(62) | 1 if seed is None else (seed << 1) | 1
-    return state.clock
