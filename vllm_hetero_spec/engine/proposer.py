@@ -27,7 +27,7 @@ from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookah
 from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
-from vllm_hetero_spec.engine.sampling import draw_of, sampling_of
+from vllm_hetero_spec.engine.sampling import DRAFT_STREAM, draw_of, sampling_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.engine.tokenizers import load_pair
@@ -105,7 +105,7 @@ class HeteroProposer:
             tokenizer.special_ids - bridge.drafter_eos,
             tokenizer.vocab_size,
             self._sampling.method if self._sampling else None,
-            target.seed,
+            target.seed ^ DRAFT_STREAM,
             bridge.drafter_eos,
         )
         self._pool = KVPool(model.num_blocks, model.block_size)

@@ -17,8 +17,9 @@ from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default
 
 # vLLM takes lower temperatures for 0.
 _COLDEST = 1e-5
-# Keeps a request's draws apart from its verification, which is seeded with the seed itself.
-_DRAFT_STREAM = 0x5EED_D2AF
+# Keeps draws apart from verification, which is seeded with the seed itself: the same numbers in
+# both would couple what is proposed to whether it is accepted.
+DRAFT_STREAM = 0x5EED_D2AF
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def draw_of(
     if state.context.held:
         return None
     if params.seed is not None and state.generator is None:
-        state.generator = torch.Generator(device).manual_seed(params.seed ^ _DRAFT_STREAM)
+        state.generator = torch.Generator(device).manual_seed(params.seed ^ DRAFT_STREAM)
     return Draw(
         temperature=params.temperature,
         top_k=max(0, params.top_k),
