@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("slem", "tli", "push_forward", "slrs", "union")
+METHODS = ("slem", "hetero", "slrs", "push_forward", "tli", "union")
 VERIFICATIONS = ("token", "block", "race", "fuzzy")
 DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.engine.choice import choose
 from vllm_hetero_spec.engine.requests import RequestState
 from vllm_hetero_spec.engine.tokenizers import Pair
 from vllm_hetero_spec.text.merges import Merges
@@ -35,18 +37,25 @@ class Sampling:
     spell: Callable[[int], Sequence[int]]
 
 
-def sampling_of(method: str, pair: Pair, width: int, device: torch.device) -> Sampling | None:
-    """How `method` samples its drafts; None for a method that is always greedy.
+def sampling_of(
+    options: HeteroOptions, pair: Pair, width: int, device: torch.device
+) -> Sampling | None:
+    """How drafts are sampled; None for a method that is always greedy.
 
     Args:
-        method: One of `METHODS`.
+        options: The user's; `method` decides, or is decided on here.
         pair: The tokenizers and the bridge between them.
         width: Columns of the target's logits.
         device: Where the drafter runs.
     """
-    if method == "slem":
+    if options.method == "slem":
         return None
     maps = None if pair.bridge.identity else _maps(pair)
+    method = options.method
+    if method == "hetero":
+        method = choose(pair, maps, reproducible=options.verification == "race").method
+        if method == "slem":
+            return None
     if maps is None:
         first = np.arange(pair.drafter.vocab_size)
         first[first >= width] = -1
