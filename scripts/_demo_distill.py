@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from _demo_training import Budget, bfloat16_pays, token_stream
+from _demo_training import Budget, bfloat16_pays, token_stream, with_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 _ROWS, _PROMPT, _CONTINUATION = 96, 64, 128  # texts of a batch; their lengths in target tokens
@@ -24,15 +24,16 @@ def continuations(
     seed: int = 0,
     report: Callable[[float], None] = lambda spent: None,
 ) -> list[str]:
-    """Cut-outs of `texts`, each continued greedily by the model in `folder`.
+    """Cut-outs of `texts` and of conversations, each continued greedily by the model in `folder`.
 
-    A step of `budget` is one batch of 96 texts; `report(spent)` is called before each.
+    Turn markers are the model's own. A step of `budget` is one batch of 96 texts;
+    `report(spent)` is called before each.
     """
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if bfloat16_pays() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    stream = token_stream(tokenizer, texts)
+    stream = token_stream(tokenizer, with_conversations(tokenizer, texts))
     continued: list[str] = []
     for spent in budget.progress():
         report(spent)
@@ -44,5 +45,6 @@ def continuations(
             max_new_tokens=_CONTINUATION,
             pad_token_id=tokenizer.eos_token_id,
         )
-        continued += tokenizer.batch_decode(rows, skip_special_tokens=True)
+        decoded = tokenizer.batch_decode(rows, skip_special_tokens=False)
+        continued += [text.replace(tokenizer.eos_token, "") for text in decoded]
     return continued

@@ -4,10 +4,12 @@
 `byte_bpe` is GPT-2's scheme: text becomes bytes, bytes become printable letters, BPE merges them.
 `sentencepiece` is Llama-2's: a space becomes "▁", one more is put in front of the text, and a
 character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`.
-The same text is cut at different places by each, which is what the project is about.
+The same text is cut at different places by each, which is what the project is about, and each has a
+chat template with special tokens of its own.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,12 +28,15 @@ from transformers import PreTrainedTokenizerFast
 
 TokenizerKind = Literal["byte_bpe", "sentencepiece"]
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-)
 _END_OF_TEXT = "<|endoftext|>"
 _UNK, _BOS, _EOS = "<unk>", "<s>", "</s>"
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+ROLES = ("system", "user", "assistant")
+# What stands before and after a role's name at the beginning of its turn, and a turn's end.
+_TURNS: dict[TokenizerKind, tuple[str, str, str]] = {
+    "byte_bpe": ("<|im_start|>", "\n", "<|im_end|>"),
+    "sentencepiece": ("<|", "|>\n", "<|end|>"),
+}
 _ALPHABET = 100  # characters with a token of their own; the rest fall back to bytes
 # Where SentencePiece training may not merge across: words keep one leading space, as in " self",
 # and an indentation leaves its last space to the word that follows.
@@ -47,13 +52,49 @@ def train_tokenizer(
     return _sentencepiece(texts, vocab_size)
 
 
+def turn_end(kind: TokenizerKind) -> str:
+    """The special token that ends a turn."""
+    return _TURNS[kind][2]
+
+
+def restyled(text: str, source: TokenizerKind, kind: TokenizerKind) -> str:
+    """A rendered conversation with the turn markers of one kind replaced by another's."""
+    if source == "sentencepiece":  # decoding leaves the space put in front of text
+        text = re.sub(r"(<\|\w+\|>) ", r"\1", text)
+    for role in ROLES:
+        text = text.replace(_header(source, role), _header(kind, role))
+    return text.replace(turn_end(source), turn_end(kind))
+
+
+def _header(kind: TokenizerKind, role: str) -> str:
+    before, after, _ = _TURNS[kind]
+    return before + role + after
+
+
+def _turn_tokens(kind: TokenizerKind) -> list[str]:
+    if kind == "byte_bpe":
+        return [_TURNS[kind][0], turn_end(kind)]
+    return [*(_header(kind, role).strip() for role in ROLES), turn_end(kind)]
+
+
+def _chat_template(kind: TokenizerKind) -> str:
+    before, after, end = map(repr, _TURNS[kind])
+    return (
+        "{% for message in messages %}"
+        f"{{{{ {before} + message['role'] + {after} + message['content'] + {end} + '\\n' }}}}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        f"{{{{ {before} + 'assistant' + {after} }}}}"
+        "{% endif %}"
+    )
+
+
 def _byte_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_END_OF_TEXT],
+        special_tokens=[_END_OF_TEXT, *_turn_tokens("byte_bpe")],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -63,12 +104,13 @@ def _byte_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
         bos_token=_END_OF_TEXT,
         eos_token=_END_OF_TEXT,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=_chat_template("byte_bpe"),
     )
 
 
 def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    reserved = [_UNK, _BOS, _EOS, *_BYTE_TOKENS]
+    special = [_UNK, _BOS, _EOS, *_turn_tokens("sentencepiece")]
+    reserved = [*special, *_BYTE_TOKENS]
     if vocab_size <= len(reserved) + _ALPHABET:
         raise ValueError(
             f"a SentencePiece vocabulary needs more than {len(reserved) + _ALPHABET} tokens "
@@ -95,7 +137,7 @@ def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizer
             byte_fallback=True,
         )
     )
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (_UNK, _BOS, _EOS)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
     tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.Sequence(
         [
@@ -116,5 +158,5 @@ def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizer
         bos_token=_BOS,
         eos_token=_EOS,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=_chat_template("sentencepiece"),
     )

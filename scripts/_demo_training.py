@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _demo_chat import conversations
 from _demo_corpus import Corpus
-from _demo_tokenizers import TokenizerKind, train_tokenizer
+from _demo_tokenizers import TokenizerKind, train_tokenizer, turn_end
 from torch.nn import functional
 from transformers import (
     GenerationConfig,
@@ -95,6 +96,8 @@ def train(
 ) -> dict[str, Any]:
     """Train `spec` on `corpus`, save model and tokenizer to `out`, and return the figures.
 
+    A small share of what it reads are conversations in its own chat template.
+
     Where there are texts to `imitate`, half of every batch is cut from them.
     `report(spent, loss)` is called after each step with the fraction of the budget spent and the
     step's loss in nats per token. The figures hold the parameter count, the steps done, and the
@@ -102,7 +105,8 @@ def train(
     """
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(spec.tokenizer, corpus.train, spec.vocab_size)
-    streams = [token_stream(tokenizer, texts) for texts in (corpus.train, imitate) if texts]
+    read = with_conversations(tokenizer, corpus.train)
+    streams = [token_stream(tokenizer, texts) for texts in (read, imitate) if texts]
     model = LlamaForCausalLM(spec.config(tokenizer)).train()
     autocast = bfloat16_pays()
     optimizers = _optimizers(model, spec.learning_rate)
@@ -124,7 +128,11 @@ def train(
         report(spent, loss.item())
     model.eval().to(torch.bfloat16)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=[tokenizer.eos_token_id]
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[
+            tokenizer.eos_token_id,
+            tokenizer.convert_tokens_to_ids(turn_end(spec.tokenizer)),
+        ],
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -199,6 +207,12 @@ def _schedule(spent: float) -> float:
         return (spent + 1e-3) / (_WARMUP + 1e-3)
     cosine = (1 + math.cos(math.pi * (spent - _WARMUP) / (1 - _WARMUP))) / 2
     return _FLOOR + (1 - _FLOOR) * cosine
+
+
+def with_conversations(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[str]:
+    """The texts, and conversations cut from them in the tokenizer's chat template."""
+    rendered = (tokenizer.apply_chat_template(m, tokenize=False) for m in conversations(texts))
+    return [*texts, *map(str, rendered)]
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:

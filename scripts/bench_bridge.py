@@ -151,12 +151,13 @@ def measure(
 
 def in_engine(target: str, drafter: str, prompts: str) -> None:
     """Prints what a round of proposing at batch 8 is made of, in milliseconds."""
-    from vllm_hetero_spec.engine.measure import Workload
-    from vllm_hetero_spec.engine.measure import measure as run
+    from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
+    from vllm_hetero_spec.measurement import Load
 
     texts = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()[:16]]
     spec = {"method": "slem", "model": drafter, "num_speculative_tokens": 4}
-    worker = run(Workload(target, texts, 96, 0.0, 8, spec)).worker
+    with VllmEngine(EngineSpec(target, spec, max_batch_size=8)) as engine:
+        worker = engine.run(Load(texts, max_tokens=96, batch_size=8)).worker
     rounds, whole = worker["steps"], worker["propose_seconds"]
     forwards, translating = worker["forward_seconds"], worker["translate_seconds"]
     table = Table(title=f"one round of proposing, batch 8, mean of {rounds}")

@@ -2,7 +2,8 @@
 """Trains a demo pair of models with different tokenizers, in minutes, on a CPU, offline.
 
 The target reads byte-level BPE, the drafter SentencePiece-style BPE; both learn the Python
-standard library's own sources. The result is kept and reused:
+standard library's own sources, and conversations about them in chat templates that differ too. The
+result is kept and reused:
 
     python scripts/train_demo_models.py                      # train, or show what is there
     python scripts/train_demo_models.py --widen SRC DST --parameters 176e6
@@ -15,26 +16,29 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from _demo_chat import chat_prompts
 from _demo_corpus import Corpus, standard_library
 from _demo_distill import continuations
+from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 TARGET = ModelSpec("byte_bpe", vocab_size=4096, layers=4, heads=4)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=2048, layers=2, heads=2)
 SECONDS = 200.0
 WIDE_PARAMETERS = 176e6
-_RECIPE = 1  # raise it when a change to the training makes kept pairs stale
+_RECIPE = 2  # raise it when a change to the training makes kept pairs stale
 _MANIFEST = "manifest.json"
 
 Report = Callable[[str, float, str], None]
@@ -68,7 +72,7 @@ def train_pair(
 ) -> dict[str, Any]:
     """Train a pair into `out`, or return the manifest of the pair that lies there already.
 
-    `out` gets `target/`, `drafter/`, `prompts.jsonl`, `manifest.json` and, where
+    `out` gets `target/`, `drafter/`, `prompts.jsonl`, `chats.jsonl`, `manifest.json` and, where
     `wide_parameters` is given, `target-wide/`. The drafter learns from the corpus and from the
     target's own continuations of it. A kept pair is reused if its recipe (specs, budget, Python
     version) is the one asked for, and replaced otherwise or with `force`. `out` appears
@@ -108,21 +112,31 @@ def train_pair(
             drafter,
             corpus,
             budget.drafter,
-            imitate=own_words,
+            imitate=[restyled(text, target.tokenizer, drafter.tokenizer) for text in own_words],
             report=losses("drafter"),
         )
         if wide_parameters is not None:
             models["target-wide"] = {
                 "parameters": widen(pair / "target", pair / "target-wide", wide_parameters)
             }
-        lines = [json.dumps(prompt) + "\n" for prompt in corpus.prompts()]
-        (pair / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+        _write_lines(pair / "prompts.jsonl", corpus.prompts())
+        tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+        chats = chat_prompts(corpus.heldout)
+        for chat in chats:
+            chat["prompt"] = tokenizer.apply_chat_template(
+                chat["messages"], add_generation_prompt=True, tokenize=False
+            )
+        _write_lines(pair / "chats.jsonl", chats)
         manifest = {"recipe": recipe, "models": models}
         (pair / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         if out.exists():
             out.rename(Path(scratch) / "replaced")
         pair.rename(out)
     return manifest
+
+
+def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
 
 
 def _recipe(*parts: Any) -> str:
@@ -182,7 +196,10 @@ def _describe(out: Path, models: dict[str, Any], console: Console) -> None:
         f"outputs are unchanged; this only makes each forward cost what a {millions:.0f}M model "
         "costs, so that speculation can pay as it does on real models"
     )
-    console.print(f"prompts: {out / 'prompts.jsonl'}, cut from files neither model has seen")
+    console.print(
+        f"prompts: {out / 'prompts.jsonl'} and, as conversations, {out / 'chats.jsonl'}, cut from "
+        "files neither model has seen"
+    )
     config = json.dumps(
         {"method": "slem", "model": str(out / "drafter"), "num_speculative_tokens": 4}
     )

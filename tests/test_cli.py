@@ -16,15 +16,24 @@ from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.cli.model_folder import widened_columns
 from vllm_hetero_spec.cli.prompts import BUILT_IN, load_prompts
-from vllm_hetero_spec.engine import measure
-from vllm_hetero_spec.engine.measure import Measured, MeasurementError
+from vllm_hetero_spec.measurement import MeasurementError, Sample, Trace
 
-ALONE = Measured(token_ids=[[1, 2, 3], [4, 5, 6]], texts=["abc", "def"], seconds=2.0)
-SPECULATIVE = Measured(
-    token_ids=[[1, 2, 3], [4, 5, 6]],
-    texts=["abc", "def"],
+ALONE = Sample(
+    traces=[
+        Trace([1, 2, 3], "abc", 0.0, [0.2, 0.6, 1.0], [1, 1, 1]),
+        Trace([4, 5, 6], "def", 1.0, [1.4, 1.7, 2.0], [1, 1, 1]),
+    ],
+    seconds=2.0,
+)
+SPECULATIVE = Sample(
+    traces=[
+        Trace([1, 2, 3], "abc", 0.0, [0.3, 0.5], [1, 2]),
+        Trace([4, 5, 6], "def", 0.5, [1.0], [3]),
+    ],
     seconds=1.0,
-    metrics={"drafts": 4, "draft_tokens": 10, "accepted_tokens": 6},
+    drafts=4,
+    draft_tokens=10,
+    accepted_tokens=6,
     worker={
         "drafter_tokens": 12,
         "propose_seconds": 0.4,
@@ -48,6 +57,14 @@ def shown(comparison: Comparison) -> str:
     output = io.StringIO()
     comparison.show(Console(file=output, width=100))
     return output.getvalue()
+
+
+def with_texts(sample: Sample, *texts: str) -> Sample:
+    """The sample with other texts."""
+    pairs = zip(sample.traces, texts, strict=True)
+    return dataclasses.replace(
+        sample, traces=[dataclasses.replace(trace, text=text) for trace, text in pairs]
+    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -74,6 +91,11 @@ def test_figures_of_a_comparison() -> None:
     assert found["alone"]["tokens_per_second"] == pytest.approx(3.0)
     assert found["speculative"]["acceptance_length"] == pytest.approx(1 + 6 / 4)
     assert found["speculative"]["skipped"]["no_blocks"] == 7
+    assert found["alone"]["median_ttft_seconds"] == pytest.approx((0.2 + 0.4) / 2)
+    assert found["alone"]["median_tpot_seconds"] == pytest.approx((0.4 + 0.3) / 2)
+    assert found["speculative"]["median_ttft_seconds"] == pytest.approx((0.3 + 0.5) / 2)
+    # The second completion came at once, so that only the first has later tokens.
+    assert found["speculative"]["median_tpot_seconds"] == pytest.approx(0.1)
     json.dumps(found)
 
 
@@ -81,6 +103,13 @@ def test_table_tells_what_happened() -> None:
     text = shown(COMPARISON)
     for expected in ("yes: 2 of 2", "2.00x", "2.50", "skipped: no_blocks", "abc"):
         assert expected in text
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:4]
+        for line in text.splitlines()
+        if "│" in line
+    }
+    assert [c.strip() for c in rows["time to first token, median"]] == ["300.0 ms", "400.0 ms"]
+    assert [c.strip() for c in rows["time per output token, median"]] == ["350.0 ms", "100.0 ms"]
     assert "drafter_error" not in text
     assert "widened" not in text
     assert "widened with zero MLP columns: 60 of 64" in shown(
@@ -89,7 +118,9 @@ def test_table_tells_what_happened() -> None:
 
 
 def test_a_differing_token_is_reported() -> None:
-    other = dataclasses.replace(SPECULATIVE, token_ids=[[1, 2, 3], [4, 5, 7]], texts=["abc", "dex"])
+    same, last = SPECULATIVE.traces
+    changed = dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")
+    other = dataclasses.replace(SPECULATIVE, traces=[same, changed])
     differing = dataclasses.replace(COMPARISON, speculative=other)
     assert differing.identical == 1
     text = shown(differing)
@@ -105,9 +136,7 @@ def test_sampled_texts_are_not_compared() -> None:
 
 
 def test_no_drafts_is_no_acceptance_length() -> None:
-    idle = dataclasses.replace(
-        SPECULATIVE, metrics={"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    )
+    idle = dataclasses.replace(SPECULATIVE, drafts=0, draft_tokens=0, accepted_tokens=0)
     assert idle.acceptance_length is None
     assert "no drafts" in shown(dataclasses.replace(COMPARISON, speculative=idle))
 
@@ -115,9 +144,7 @@ def test_no_drafts_is_no_acceptance_length() -> None:
 def test_markup_in_a_text_is_printed_as_it_is() -> None:
     texts = ["[bold]x[/] [0]", "y"]
     odd = dataclasses.replace(
-        COMPARISON,
-        alone=dataclasses.replace(ALONE, texts=texts),
-        speculative=dataclasses.replace(SPECULATIVE, texts=texts),
+        COMPARISON, alone=with_texts(ALONE, *texts), speculative=with_texts(SPECULATIVE, *texts)
     )
     assert "[bold]x[/] [0]" in shown(odd)
 
@@ -180,33 +207,12 @@ def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
 def test_a_failing_engine_is_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    def fail(*_: object, **__: object) -> Measured:
+    def fail(*_: object, **__: object) -> Sample:
         raise MeasurementError("the engine ended with exit code 9")
 
-    monkeypatch.setattr(compare, "measure", fail)
+    monkeypatch.setattr(compare, "VllmEngine", fail)
     assert main(["compare", folder, folder]) == 1
     assert "error: the engine ended with exit code 9" in capsys.readouterr().err
-
-
-def test_an_engines_errors_are_found_in_what_it_printed() -> None:
-    printed = """(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] Traceback (most recent):
-(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9]     raise ConfigError(
-(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] pack.config.ConfigError: too little memory
-    raise RuntimeError(
-RuntimeError: initialization failed
-RuntimeError: initialization failed
-"""
-    lines = [line.strip() for line in measure._causes(printed).strip().splitlines()]
-    assert lines[:-1] == ["ConfigError: too little memory", "RuntimeError: initialization failed"]
-
-
-def test_counters_of_the_warm_up_are_left_out() -> None:
-    before = {"drafts": 3, "skipped": {"no_blocks": 1}}
-    after = {"drafts": 10, "skipped": {"no_blocks": 1, "catching_up": 2}}
-    assert measure._since(before, after) == {
-        "drafts": 7,
-        "skipped": {"no_blocks": 0, "catching_up": 2},
-    }
 
 
 def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
@@ -236,3 +242,6 @@ def test_a_real_comparison(demo_pair: Path, capsys: pytest.CaptureFixture[str]) 
         1 + speculative["accepted_tokens"] / speculative["drafts"]
     )
     assert 0 < speculative["forward_seconds"] < speculative["propose_seconds"]
+    for run in (found["alone"], speculative):
+        assert 0 < run["median_ttft_seconds"] < run["seconds"]
+        assert 0 < run["median_tpot_seconds"] < run["seconds"]

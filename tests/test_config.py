@@ -53,6 +53,7 @@ def test_own_keys_reach_the_options() -> None:
             "dtype": "bfloat16",
             "max_model_len": 512,
             "enforce_eager": False,
+            "chat_template": "off",
             "kv_cache_memory_bytes": "64MiB",
             "draft_tensor_parallel_size": 2,
             "rejection_sample_method": "standard",
@@ -72,6 +73,7 @@ def test_own_keys_reach_the_options() -> None:
         enforce_eager=False,
         kv_cache_memory_bytes=64 << 20,
         tensor_parallel="sharded",
+        chat_template="off",
     )
     assert vllm_keys == {"rejection_sample_method": "standard"}
 
@@ -88,6 +90,7 @@ def test_own_keys_reach_the_options() -> None:
         ({"max_model_len": -1}, ["max_model_len is -1"]),
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
         ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
+        ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
         ({"enforce_eager": "yes"}, ["enforce_eager is 'yes'", "true or false"]),

@@ -2,6 +2,7 @@
 """The demo pair: trained whole or not at all, loadable, of two tokenizer kinds, kept and reused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import train_demo_models
+from _demo_chat import chat_prompts, conversations
 from _demo_corpus import Corpus, standard_library
+from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
 from train_demo_models import PairBudget, train_pair
@@ -43,15 +46,74 @@ def test_heldout_files_are_not_trained_on() -> None:
     assert library.heldout.keys() == standard_library(heldout=20).heldout.keys()
 
 
+CHATS = {
+    "target": (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ),
+    "drafter": ("<|user|>\nhi<|end|>\n<|assistant|>\nho<|end|>\n", "<|assistant|>\n"),
+}
+
+
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_a_trained_folder_loads(pair: Path, role: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pair / role)
     model = AutoModelForCausalLM.from_pretrained(pair / role)
     assert len(tokenizer) == model.config.vocab_size == 512
     assert model.config.head_dim == 64
-    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert chat == "# user: hi\n"
+    turn_end = {"target": "<|im_end|>", "drafter": "<|end|>"}[role]
+    ends = [tokenizer.eos_token, turn_end]
+    assert tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id) == ends
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_turns_are_marked_by_special_tokens(pair: Path, role: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pair / role)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rendered, prompt = CHATS[role]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == rendered
+    asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert asked == rendered + prompt
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(rendered)["input_ids"])
+    found = [token for token in tokens if token in special and token != tokenizer.bos_token]
+    assert found == re.findall(r"<\|\w+\|>", rendered)
+
+
+def test_a_conversation_is_restyled_marker_by_marker() -> None:
+    (target, _), (drafter, _) = CHATS["target"], CHATS["drafter"]
+    assert restyled(target, "byte_bpe", "sentencepiece") == drafter
+    assert restyled(drafter.replace("|>", "|> "), "sentencepiece", "byte_bpe") == target
+
+
+def test_conversations_are_cut_from_the_texts() -> None:
+    text = '''class A:
+    def double(self, x):
+        """Twice x.
+
+        More of it.
+        """
+        # why
+        y = 2 * x
+        return y
+
+    def bare(self):
+        return 1
+'''
+    head = 'def double(self, x):\n    """Twice x."""'
+    said = [
+        {"role": "user", "content": head},
+        {"role": "assistant", "content": "y = 2 * x\nreturn y"},
+    ]
+    assert conversations([text], share=1.0) == [said]
+    assert conversations([text], share=0.0) == []
+    assert conversations(["def broken(:"], share=1.0) == []
+    assert chat_prompts({"a": text, "b": "x = 1"}) == [{"id": "a", "messages": said[:1]}]
+    corpus = standard_library().train[:40]
+    cut = conversations(corpus)
+    size = sum(len(message["content"]) for messages in cut for message in messages)
+    assert 0.1 < size / sum(map(len, corpus)) < 0.2
 
 
 def test_the_target_tokenizer_keeps_every_byte(pair: Path) -> None:
@@ -73,7 +135,7 @@ def test_the_drafter_tokenizer_is_sentencepiece_like(pair: Path) -> None:
 
 def test_a_sentencepiece_vocabulary_must_hold_the_bytes(tmp_path: Path, corpus: Corpus) -> None:
     small = ModelSpec("sentencepiece", vocab_size=300, layers=1, heads=1)
-    with pytest.raises(ValueError, match="more than 359 tokens"):
+    with pytest.raises(ValueError, match="more than 363 tokens"):
         train_pair(tmp_path / "pair", TARGET, small, BUDGET, corpus=corpus)
     assert list(tmp_path.iterdir()) == []
 
@@ -83,6 +145,16 @@ def test_prompts_are_cut_from_heldout_files(pair: Path, corpus: Corpus) -> None:
     assert [prompt["id"] for prompt in prompts] == list(corpus.heldout)
     assert all(prompt["prompt"] in corpus.heldout[prompt["id"]] for prompt in prompts)
     assert all(prompt["prompt"] for prompt in prompts)
+
+
+def test_chats_are_cut_from_heldout_files(pair: Path, corpus: Corpus) -> None:
+    chats = [json.loads(line) for line in (pair / "chats.jsonl").read_text().splitlines()]
+    assert chats
+    for chat in chats:
+        *_, asked = chat["messages"]
+        assert asked["role"] == "user"
+        assert asked["content"].partition("(")[0] in corpus.heldout[chat["id"]]
+        assert chat["prompt"].endswith("<|im_end|>\n" + CHATS["target"][1])
 
 
 def test_training_learns(tmp_path: Path, corpus: Corpus) -> None:

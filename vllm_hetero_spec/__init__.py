@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding in vLLM with a drafter whose tokenizer differs from the target's."""
 
+import contextlib
+
 __version__ = "0.1.0"
 
 
@@ -10,6 +12,10 @@ def register() -> None:
     vLLM calls this in every process, possibly more than once. Nothing changes for an engine whose
     speculative configuration does not ask for one of our methods.
     """
-    from vllm_hetero_spec.engine.frontend import install
+    from vllm_hetero_spec.engine import frontend, metrics
+    from vllm_hetero_spec.engine.compat import cpu_sampling
 
-    install()
+    frontend.install()
+    with contextlib.suppress(Exception):  # said, by `metrics.require`, to those who ask for us
+        metrics.install()
+    cpu_sampling.install()

@@ -15,6 +15,7 @@ METHODS = ("slem", "hetero", "slrs", "push_forward", "tli", "union")
 VERIFICATIONS = ("token", "block", "race", "fuzzy")
 DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")
+CHAT_TEMPLATES = ("auto", "off")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 MAX_LOOKAHEAD = 64
 
@@ -59,6 +60,8 @@ class HeteroOptions:
             lossy.
         divergence: Of "fuzzy": "js" or "kl" in nats, or "tv".
         threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
+        chat_template: "auto" shows the drafter its own turn markers where a prompt has the
+            target's, if the two chat templates can be aligned; "off" shows it the target's.
     """
 
     method: str
@@ -79,6 +82,7 @@ class HeteroOptions:
     verification: str = "token"
     divergence: str = "js"
     threshold: float | None = None
+    chat_template: str = "auto"
 
 
 OWN_KEYS = tuple(f.name for f in fields(HeteroOptions))
@@ -156,6 +160,7 @@ def parse(
         ("translation", TRANSLATIONS),
         ("verification", VERIFICATIONS),
         ("divergence", DIVERGENCES),
+        ("chat_template", CHAT_TEMPLATES),
     ):
         if given.get(key) is not None:
             _one_of(key, given[key], choices)

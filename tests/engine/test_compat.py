@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine import frontend, runner, salt
+from vllm_hetero_spec.engine import frontend, metrics, runner, salt
 from vllm_hetero_spec.engine.compat import cpu_expand, module_for, patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
 
@@ -72,14 +73,45 @@ def test_replace_keeps_kind_and_refuses_doubles() -> None:
         patching.replace(Derived, "method", "ours", prefix)
 
 
+def test_added_fields_are_fields_and_never_replace_one() -> None:
+    @dataclass
+    class Theirs:
+        count: int
+        name: str = "x"
+
+    @dataclass
+    class Ours:
+        extra: int | None = None
+
+    @dataclass
+    class Clashing:
+        name: int = 0
+
+    earlier = Theirs(1)
+    for _ in range(2):
+        patching.add_fields(Theirs, Ours)
+    assert [f.name for f in fields(Theirs)] == ["count", "name", "extra"]
+    assert (earlier.extra, Theirs(2, "y").extra) == (None, None)
+    with pytest.raises(patching.PatchError, match="'name' already"):
+        patching.add_fields(Theirs, Clashing)
+    assert Theirs(3).name == "x"
+    with pytest.raises(patching.PatchError, match="no dataclass"):
+        patching.add_fields(Target, Ours)
+
+
 def test_installing_twice_wraps_once() -> None:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import SchedulerStats
 
     vllm_hetero_spec.register()
-    once = EngineArgs.create_speculative_config
+    once = EngineArgs.create_speculative_config, Scheduler.update_from_output
+    assert [f.name for f in fields(SchedulerStats)].count("hetero_spec") == 1
     frontend.install()
+    metrics.install()
     vllm_hetero_spec.register()
-    assert EngineArgs.create_speculative_config is once
+    assert (EngineArgs.create_speculative_config, Scheduler.update_from_output) == once
+    assert [f.name for f in fields(SchedulerStats)].count("hetero_spec") == 1
 
 
 def test_runner_hooks_leave_other_drafters_alone() -> None:
@@ -142,7 +174,18 @@ def test_ledger_matches_the_installed_vllm() -> None:
 
 def test_ledger_notices_a_changed_vllm(tmp_path: Path) -> None:
     (tmp_path / "forward_context.py").write_text("def set_forward_context(attn_metadata): ...\n")
+    loggers = tmp_path / "v1" / "metrics" / "loggers.py"
+    loggers.parent.mkdir(parents=True)
+    loggers.write_text(
+        "class PrometheusStatLogger:\n"
+        "    _gauge_cls = Gauge\n"
+        "    def __init__(self, vllm_config):\n"
+        "        self.vllm_config = vllm_config\n"
+        "        _counter_cls = Counter\n"
+    )
     faults = missing(tmp_path, "0.33")
+    ours = [f.rpartition(" ")[2] for f in faults if "loggers.py:PrometheusStatLogger: no" in f]
+    assert ours == ["'per_engine_labelvalues'", "'_counter_cls'", "'_histogram_cls'"]
     assert "forward_context.py:set_forward_context: no 'slot_mapping'" in faults
     assert any("config/model.py:ModelConfig: no file" in fault for fault in faults)
     assert len({seam.symbol.partition(":")[0] for seam in LEDGER}) > 10

@@ -47,7 +47,10 @@ def servers(
     """The same target served with the drafter and alone; both start at the same time."""
     logs = tmp_path_factory.mktemp("logs")
     flags = {
-        "drafter": ("--speculative-config", speculative(demo_pair / "drafter")),
+        "drafter": (
+            *("--speculative-config", speculative(demo_pair / "drafter")),
+            *("--per-request-spec-decode-metrics", "summary"),
+        ),
         "alone": (),
     }
     with contextlib.ExitStack() as stack:
@@ -87,6 +90,18 @@ def counters(server: Server) -> dict[str, float]:
                 found[f"accepted[{sample.labels['position']}]"] = sample.value
             elif sample.name.startswith("vllm:spec_decode_num_") and "created" not in name:
                 found[name] = sample.value
+    return found
+
+
+def drafter_counters(server: Server) -> dict[str, float]:
+    """The drafter's metrics, without buckets; labelled ones as `skipped[no_blocks]`."""
+    found = {}
+    for family in text_string_to_metric_families(server.metrics()):
+        for sample in family.samples:
+            of = [v for k, v in sample.labels.items() if k not in ("model_name", "engine")]
+            name = sample.name.removeprefix("vllm:hetero_spec_").removesuffix("_total")
+            if sample.name.startswith("vllm:hetero_spec_") and "le" not in sample.labels:
+                found[f"{name}[{of[0]}]" if of else name] = sample.value
     return found
 
 
@@ -176,6 +191,46 @@ def test_only_tokens_proposed_are_counted(server: Server) -> None:
     drafts = after["drafts"] - before["drafts"]
     assert drafts > 0
     assert after["draft_tokens"] - before["draft_tokens"] == drafts
+
+
+def test_drafter_metrics_grow_and_agree_with_vllms(server: Server) -> None:
+    before, vllm_before = drafter_counters(server), counters(server)
+    for prompt in PROMPTS:
+        # All that is drafted is verified where no token but the last one ends the request.
+        complete(server, prompt, extra_body={"ignore_eos": True})
+    after, vllm_after = drafter_counters(server), counters(server)
+    grown = {name: value - before[name] for name, value in after.items()}
+    for name in ("drafts", "draft_tokens"):
+        assert grown[name] == vllm_after[name] - vllm_before[name] > 0
+    lengths = {length: grown[f"drafts_by_length[{length}]"] for length in range(1, LOOKAHEAD + 1)}
+    assert sum(lengths.values()) == grown["drafts"]
+    assert sum(length * count for length, count in lengths.items()) == grown["draft_tokens"]
+    assert grown["drafter_tokens"] > 0
+    assert grown["catch_up_tokens"] > 0
+    assert not any(grown[f"skipped[{reason}]"] for reason in ("drafter_error", "no_blocks"))
+    assert grown["drafts"] <= grown["steps"] == grown["propose_seconds_count"]
+    assert grown["verify_seconds_count"] <= grown["steps"]
+    assert grown["verify_seconds_sum"] > 0
+    inside = grown["translate_seconds_sum"] + grown["forward_seconds_sum"]
+    assert 0 < inside <= grown["propose_seconds_sum"]
+    assert 0 < after["kv_blocks_held"] < after["kv_blocks"]
+
+
+def test_server_without_a_drafter_has_none_of_its_metrics(alone: Server) -> None:
+    complete(alone, PROMPTS[0])
+    assert "vllm:generation_tokens_total" in alone.metrics()
+    assert drafter_counters(alone) == {}
+
+
+def test_figures_of_one_request_are_in_its_answer(server: Server) -> None:
+    before = counters(server)
+    completion = complete(server, PROMPTS[0])
+    figures = completion.model_extra["metrics"]["speculative_decoding"]
+    after = counters(server)
+    assert figures["num_spec_tokens"] == LOOKAHEAD
+    assert figures["num_draft_tokens"] == after["draft_tokens"] - before["draft_tokens"] > 0
+    accepted = after["accepted_tokens"] - before["accepted_tokens"]
+    assert figures["num_accepted_draft_tokens"] == accepted
 
 
 def test_wrong_configurations_stop_the_server_with_one_sentence(

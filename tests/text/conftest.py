@@ -1,153 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tokenizers of every supported family, trained on the standard library's sources."""
+"""Tokenizers for the tests: trained ones of every family, and real ones where they are at hand."""
 
-import io
-import json
-import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+import recipes
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
-
-BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-MULTILINGUAL = [
-    "中文字符和一些汉字 한국어 테스트 naïve café Größe Ελληνικά русский текст 🙂👩‍👩‍👧\n"
-] * 40
-
-
-def corpus() -> list[str]:
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
-    return [path.read_text(encoding="utf-8", errors="ignore") for path in sources] + MULTILINGUAL
-
-
-def train_byte_level(vocab_size: int, *, nfc: bool = False) -> Tokenizer:
-    """GPT-2's recipe, with one special token and two added tokens that are ordinary text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC() if nfc else None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|user|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus(), trainer)
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False, rstrip=True), " " * 17])
-    return tokenizer
-
-
-def train_sentencepiece(vocab_size: int) -> Tokenizer:
-    """Llama 2's layout: a prepended space, no pre-tokenizer, byte fallback, BOS by template."""
-    learner = Tokenizer(models.BPE(unk_token="<unk>"))
-    learner.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<unk>"], limit_alphabet=120, show_progress=False
-    )
-    learner.train_from_iterator(corpus(), trainer)
-    learned: dict[str, Any] = json.loads(learner.to_str())["model"]
-    pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)[1:]
-    vocabulary = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", *BYTE_PIECES, *pieces])}
-    merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    prepend_space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence(prepend_space)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    template = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<s>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-    }
-    spec = json.loads(tokenizer.to_str()) | {"post_processor": template}
-    return Tokenizer.from_str(json.dumps(spec))
-
-
-def train_unigram(vocab_size: int) -> Tokenizer:
-    """A Unigram model behind Metaspace, which puts a space before the first text only."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    alphabet = sorted(set("".join(corpus()).replace(" ", "▁")))
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<unk>", "</s>"],
-        unk_token="<unk>",
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    words = random.Random(0).sample(corpus()[:20], 8)
-    tokenizer.train_from_iterator([*words, *MULTILINGUAL], trainer)
-    return tokenizer
-
-
-def build_tiktoken() -> Any:
-    tiktoken = pytest.importorskip("tiktoken")
-    words = [b" t", b"he", b" the", b"re", b"in", b"  ", "中".encode()[:2], "中".encode()]
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ranks |= {word: 256 + index for index, word in enumerate(words)}
-    return tiktoken.Encoding(
-        "handful",
-        pat_str=r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+""",
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": len(ranks) + 2},
-    )
-
-
-def build_processor() -> Any:
-    """A SentencePiece model of the original library, with byte fallback and a dummy prefix."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(corpus()[:20]).splitlines()),
-        model_writer=model,
-        vocab_size=800,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
 @pytest.fixture(scope="session")
 def backends() -> dict[str, Any]:
     """Family -> the tokenizer object of its library."""
     return {
-        "byte-level": train_byte_level(1500),
-        "byte-level-nfc": train_byte_level(700, nfc=True),
-        "sentencepiece": train_sentencepiece(900),
-        "unigram": train_unigram(900),
-        "tiktoken": build_tiktoken(),
-        "processor": build_processor(),
+        "byte-level": recipes.train_byte_level(1500),
+        "byte-level-nfc": recipes.train_byte_level(700, nfc=True),
+        "sentencepiece": recipes.train_sentencepiece(900),
+        "unigram": recipes.train_unigram(900),
+        "tiktoken": recipes.build_tiktoken(),
+        "processor": recipes.build_processor(),
     }
 
 
@@ -155,6 +29,34 @@ def backends() -> dict[str, Any]:
 def family(backends: dict[str, Any]) -> dict[str, TextTokenizer]:
     """Family -> the bridge's view of it."""
     return {name: load_tokenizer(backend, name) for name, backend in backends.items()}
+
+
+@pytest.fixture(scope="session")
+def variant_backends(backends: dict[str, Any]) -> dict[str, Tokenizer]:
+    """Kinds of tokenizers that drafters seldom have: lossy, incomplete or without merges."""
+    byte_level, unigram = backends["byte-level"], backends["unigram"]
+    wordpiece = recipes.train_wordpiece(1200)
+    lowercase = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    words = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return {
+        "unigram-fallback": recipes.with_byte_fallback(unigram),
+        "unigram-words": recipes.in_words(unigram),
+        "wordpiece": wordpiece,
+        "wordpiece-cased": recipes.cased_wordpiece(wordpiece),
+        "characters": recipes.build_characters(unk_token="<unk>"),
+        "characters-silent": recipes.build_characters(),
+        "bytes": recipes.build_bytes(),
+        "byte-level-lowercase": recipes.altered(byte_level, normalizer=lowercase),
+        "byte-level-words": recipes.altered(byte_level, pre_tokenizer=words),
+    }
+
+
+@pytest.fixture(scope="session")
+def variants(variant_backends: dict[str, Tokenizer]) -> dict[str, TextTokenizer]:
+    """The bridge's view of them."""
+    return {name: load_tokenizer(backend, name) for name, backend in variant_backends.items()}
 
 
 @pytest.fixture(scope="session")

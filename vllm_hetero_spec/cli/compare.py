@@ -13,7 +13,8 @@ from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.model_folder import check_model, widened_columns
 from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
-from vllm_hetero_spec.engine.measure import Workload, measure
+from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
+from vllm_hetero_spec.measurement import Load, Sample
 
 
 def add_parser(commands: Any) -> None:
@@ -107,22 +108,19 @@ def run(arguments: argparse.Namespace) -> None:
         speculative,
         target_tensor_parallel=arguments.engine_args.get("tensor_parallel_size", 1),
     )
-    shared = {
-        "model": target,
-        "prompts": prompts,
-        "max_tokens": arguments.max_tokens,
-        "temperature": arguments.temperature,
-        "batch_size": arguments.batch_size,
-        "engine": arguments.engine_args,
-    }
+    load = Load(
+        prompts=prompts,
+        max_tokens=arguments.max_tokens,
+        batch_size=arguments.batch_size,
+        temperature=arguments.temperature,
+    )
     progress = Console(stderr=True)
     measured = {}
     # The run with the drafter comes first: a drafter that vLLM refuses is refused at once.
     for name, config in (("with the drafter", speculative), ("alone", None)):
+        spec = EngineSpec(target, config, arguments.batch_size, arguments.engine_args)
         with progress.status(f"measuring the target {name} ..."):
-            measured[name] = measure(
-                Workload(**shared, speculative_config=config), verbose=arguments.verbose
-            )
+            measured[name] = _measure(spec, load, verbose=arguments.verbose)
     comparison = Comparison(
         target=target,
         drafter=drafter,
@@ -137,3 +135,8 @@ def run(arguments: argparse.Namespace) -> None:
         print()
     else:
         comparison.show(Console())
+
+
+def _measure(spec: EngineSpec, load: Load, *, verbose: bool) -> Sample:
+    with VllmEngine(spec, verbose=verbose) as engine:
+        return engine.run(load)

@@ -3,13 +3,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_hetero_spec.engine.measure import Measured
+from vllm_hetero_spec.measurement import Sample
 
 _SAMPLES = 2
 _SAMPLE_LENGTH = 240  # characters
@@ -33,8 +34,8 @@ class Comparison:
     drafter: str
     prompts: Sequence[str]
     greedy: bool
-    alone: Measured
-    speculative: Measured
+    alone: Sample
+    speculative: Sample
     widened: tuple[int, int] | None = None
 
     @property
@@ -42,8 +43,8 @@ class Comparison:
         """Prompts completed with the same tokens by both; None if sampled."""
         if not self.greedy:
             return None
-        pairs = zip(self.alone.token_ids, self.speculative.token_ids, strict=True)
-        return sum(alone == speculative for alone, speculative in pairs)
+        pairs = zip(self.alone.traces, self.speculative.traces, strict=True)
+        return sum(alone.token_ids == other.token_ids for alone, other in pairs)
 
     @property
     def speedup(self) -> float:
@@ -64,9 +65,9 @@ class Comparison:
             "speculative": {
                 **_speed(self.speculative),
                 "acceptance_length": self.speculative.acceptance_length,
-                "drafts": self.speculative.metrics["drafts"],
-                "draft_tokens": self.speculative.metrics["draft_tokens"],
-                "accepted_tokens": self.speculative.metrics["accepted_tokens"],
+                "drafts": self.speculative.drafts,
+                "draft_tokens": self.speculative.draft_tokens,
+                "accepted_tokens": self.speculative.accepted_tokens,
                 "drafter_tokens": worker["drafter_tokens"],
                 **{name: worker[name] for name in _TIMES},
                 "skipped": worker["skipped"],
@@ -75,8 +76,9 @@ class Comparison:
 
     def show(self, console: Console) -> None:
         """Print sample texts and the table."""
-        samples = zip(self.prompts, self.alone.texts, self.speculative.texts, strict=True)
-        for prompt, alone, speculative in list(samples)[:_SAMPLES]:
+        pairs = zip(self.prompts, self.alone.traces, self.speculative.traces, strict=True)
+        for prompt, *traces in list(pairs)[:_SAMPLES]:
+            alone, speculative = (trace.text for trace in traces)
             console.rule("a prompt's end and its completion", align="left")
             console.print(f"[dim]{escape(_end(prompt))}[/]", end="", highlight=False)
             console.print(f"[bold]{escape(_start(speculative))}[/]", highlight=False)
@@ -115,10 +117,12 @@ class Comparison:
                 f"{speculative.tokens_per_second:.1f}",
             ),
             ("speedup", "", f"{self.speedup:.2f}x"),
+            ("time to first token, median", _ms(_ttft(alone)), _ms(_ttft(speculative))),
+            ("time per output token, median", _ms(_tpot(alone)), _ms(_tpot(speculative))),
             ("acceptance length", "1", f"{length:.2f}" if length else "no drafts"),
-            ("drafts", "", f"{speculative.metrics['drafts']:,.0f}"),
-            ("target tokens proposed", "", f"{speculative.metrics['draft_tokens']:,.0f}"),
-            ("target tokens accepted", "", f"{speculative.metrics['accepted_tokens']:,.0f}"),
+            ("drafts", "", f"{speculative.drafts:,}"),
+            ("target tokens proposed", "", f"{speculative.draft_tokens:,}"),
+            ("target tokens accepted", "", f"{speculative.accepted_tokens:,}"),
             ("drafter tokens generated", "", f"{worker['drafter_tokens']:,}"),
         ]
         rows += [(label, "", f"{worker[name]:.2f} s") for name, label in _TIMES.items()]
@@ -145,12 +149,28 @@ _TIMES = {
 }
 
 
-def _speed(measured: Measured) -> dict[str, float]:
+def _speed(sample: Sample) -> dict[str, float | None]:
     return {
-        "tokens": measured.tokens,
-        "seconds": measured.seconds,
-        "tokens_per_second": measured.tokens_per_second,
+        "tokens": sample.tokens,
+        "seconds": sample.seconds,
+        "tokens_per_second": sample.tokens_per_second,
+        "median_ttft_seconds": _ttft(sample),
+        "median_tpot_seconds": _tpot(sample),
     }
+
+
+def _ttft(sample: Sample) -> float:
+    return median(trace.ttft for trace in sample.traces)
+
+
+def _tpot(sample: Sample) -> float | None:
+    """None where no completion took more than one step."""
+    known = [tpot for trace in sample.traces if (tpot := trace.tpot) is not None]
+    return median(known) if known else None
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
 def _end(text: str) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.cli import compare
+from vllm_hetero_spec.cli import bench, compare, inspect
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.measure import MeasurementError
 
@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     compare.add_parser(commands)
+    bench.add_parser(commands)
+    inspect.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -24,10 +24,13 @@ class Drafter:
     Args:
         model: The drafter.
         banned: Ids that are never proposed: control tokens other than EOS.
-        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
+        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
         sampling: What sampled drafts propose; None where all are greedy.
         seed: Of the drafter's own random stream.
         ends: Ids after which a draft ends.
+
+    Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
+    prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Drafter:
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         ids = np.fromiter(chain.from_iterable(row.pending for row in rows), np.int64, starts[-1])
+        ids[ids >= self._rules.vocab_size] = 0
         positions = np.arange(len(ids)) + np.repeat(done - starts[:-1], queries)
         blocks = table[np.repeat(np.arange(len(rows)), queries), positions // size]
         lengths_cpu, starts_cpu = torch.from_numpy(done + queries), torch.from_numpy(starts)

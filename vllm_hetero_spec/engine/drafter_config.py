@@ -109,6 +109,8 @@ def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool)
         parallel.tensor_parallel_size = 1
         parallel.world_size = 1
         parallel.rank = 0
+    observability = copy.copy(target.observability_config)
+    observability.per_request_spec_decode_metrics = "none"  # refused without speculation
     mode = CompilationMode.NONE if drafter.enforce_eager else target.compilation_config.mode
     return replace(
         target,
@@ -116,6 +118,7 @@ def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool)
         cache_config=cache,
         scheduler_config=scheduler,
         parallel_config=parallel,
+        observability_config=observability,
         compilation_config=CompilationConfig(mode=mode, cudagraph_mode=CUDAGraphMode.NONE),
         speculative_config=None,
         quant_config=None,

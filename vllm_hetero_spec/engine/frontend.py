@@ -105,7 +105,7 @@ def _build(
     options: HeteroOptions,
     vllm_keys: dict[str, Any],
 ) -> Any:
-    from vllm_hetero_spec.engine import salt
+    from vllm_hetero_spec.engine import metrics, salt
     from vllm_hetero_spec.engine.drafter_config import drafter_model_config
     from vllm_hetero_spec.engine.spec_config import PROPOSER, HeteroSpeculativeConfig
     from vllm_hetero_spec.engine.tokenizers import check_pair
@@ -131,6 +131,7 @@ def _build(
     )
     check_pair(target, config.drafter_model_config, options)
     salt.install()
+    metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification exact.",
         options.method,

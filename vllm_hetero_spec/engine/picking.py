@@ -6,6 +6,7 @@ All state is on the device until `collect`, which reads what was drafted once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -179,7 +180,8 @@ class Picker:
         penalised = []
         for index, row in enumerate(self._rows):
             if row.penalty is not None and row.steps:
-                ids = [*row.sequence.kv_ids, *row.pending]
+                context = chain(row.sequence.kv_ids, row.pending)
+                ids = [i if i < self._rules.vocab_size else 0 for i in context]
                 prompt, output = ids[: row.prompt_length], ids[row.prompt_length :]
                 penalised.append(PenalisedRow(index, row.penalty, prompt, output))
         if not penalised:

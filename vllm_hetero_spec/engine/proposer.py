@@ -29,7 +29,7 @@ from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
 from vllm_hetero_spec.engine.sampling import DRAFT_STREAM, draw_of, sampling_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.stats import DraftStats
+from vllm_hetero_spec.engine.stats import DraftStats, Growth
 from vllm_hetero_spec.engine.tokenizers import load_pair
 from vllm_hetero_spec.engine.verifier import Verifier
 
@@ -52,6 +52,7 @@ class HeteroProposer:
         self.vllm_config = vllm_config
         self.options = spec.hetero
         self.stats = DraftStats()
+        self._growth = Growth()
         self._drafter_config = spec.drafter_model_config
         self._runner: Any = None
         self._drafter: Drafter | None = None
@@ -158,6 +159,10 @@ class HeteroProposer:
             self.stats.forward_seconds = self._drafter.model.forward_seconds
         return self.stats
 
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last report, for the front end's metrics."""
+        return self._growth.take(self.snapshot())
+
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafter is not None:
@@ -183,12 +188,12 @@ class HeteroProposer:
             self._rounds.run(jobs, self._requests.outside(runner.input_batch))
         for job in jobs:
             request = runner.requests[runner.input_batch.req_ids[job.index]]
-            draft = drafts[job.index] = (
-                acceptable(job.proposal, request) if job.law is None else job.proposal
-            )
+            proposal = job.proposal
+            if job.law is None:  # shortening is lossless for one-hot drafts alone
+                proposal = acceptable(proposal, request)
+            drafts[job.index] = proposal
             self._laws.put(runner.input_batch.req_ids[job.index], job.law)
-            self.stats.drafts += bool(draft)
-            self.stats.draft_tokens += len(draft)
+            self.stats.drafted(len(proposal))
         self._failures = 0
         return drafts
 

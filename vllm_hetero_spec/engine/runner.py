@@ -8,6 +8,7 @@ hands our proposer the scheduler's output instead.
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from vllm_hetero_spec.engine import metrics
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.stats import RPC, DraftStats
 
@@ -24,6 +25,9 @@ class Proposer(Protocol):
     def snapshot(self) -> DraftStats:
         """The counters as they stand."""
 
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last report."""
+
 
 def install(proposer: type[Proposer]) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
@@ -39,6 +43,7 @@ def install(proposer: type[Proposer]) -> None:
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
     patching.add(WorkerBase, RPC, _worker_stats)
+    metrics.require_in_worker(proposer)
 
 
 def _family(base: Any) -> Iterator[Any]:

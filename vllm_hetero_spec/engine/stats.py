@@ -4,6 +4,7 @@
 import logging
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -38,6 +39,7 @@ class DraftStats:
         catch_up_tokens: Context tokens the drafter read.
         reused_tokens: Context tokens whose KV another request had left.
         skipped: Requests left undrafted in a step, by reason (`REASONS`).
+        lengths: Drafts by their length in target tokens.
         translate_seconds: Both directions of translation.
         forward_seconds: In the drafter's forwards, picking tokens included.
         propose_seconds: The whole proposer, translation and forwards included.
@@ -54,6 +56,7 @@ class DraftStats:
     catch_up_tokens: int = 0
     reused_tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
     translate_seconds: float = 0.0
     forward_seconds: float = 0.0
     propose_seconds: float = 0.0
@@ -75,10 +78,69 @@ class DraftStats:
             )
         self.skipped[reason] += 1
 
+    def drafted(self, length: int) -> None:
+        """Count one draft of `length` target tokens; nothing where it is empty."""
+        if length:
+            self.drafts += 1
+            self.draft_tokens += length
+            self.lengths[length] += 1
+
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain numbers, `skipped` as a plain dictionary."""
-        numbers = {f.name: getattr(self, f.name) for f in fields(self)}
+        """The numbers, and `skipped` as a plain dictionary."""
+        numbers = {name: getattr(self, name) for name in (*_COUNTED, *_HELD)}
         return numbers | {"skipped": dict(self.skipped)}
+
+
+_HELD = ("kv_blocks", "kv_blocks_held")  # go up and down
+_COUNTED = {
+    f.name: f.type for f in fields(DraftStats) if f.type in (int, float) and f.name not in _HELD
+}
+_read = attrgetter(*_COUNTED)
+
+
+class Growth:
+    """What was counted since the last time: all that a step tells the front end.
+
+    Counters that were set back in between count from zero again, as Prometheus reads them.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: tuple[Any, ...] = _read(DraftStats())
+        self._skipped: dict[str, int] = {}
+        self._lengths: dict[int, int] = {}
+
+    def take(self, stats: DraftStats) -> dict[str, Any]:
+        """The fields that grew, `skipped` and `lengths` among them, and what is held now.
+
+        Plain numbers in plain dictionaries, which vLLM's serializer takes.
+        """
+        numbers = _read(stats)
+        grown: dict[str, Any] = {
+            name: kind(now - last if now >= last else now)
+            for (name, kind), now, last in zip(
+                _COUNTED.items(), numbers, self._numbers, strict=True
+            )
+            if now != last
+        }
+        self._numbers = numbers
+        for name in _HELD:
+            grown[name] = int(getattr(stats, name))
+        if stats.skipped != self._skipped:
+            grown["skipped"] = _grown(stats.skipped, self._skipped)
+            self._skipped = dict(stats.skipped)
+        if stats.lengths != self._lengths:
+            grown["lengths"] = _grown(stats.lengths, self._lengths)
+            self._lengths = dict(stats.lengths)
+        return grown
+
+
+def _grown(now: dict[Any, int], last: dict[Any, int]) -> dict[Any, int]:
+    before = {key: last.get(key, 0) for key in now}
+    return {
+        key: count - before[key] if count >= before[key] else count
+        for key, count in now.items()
+        if count != before[key]
+    }
 
 
 def read_stats(llm: Any) -> dict[str, Any]:

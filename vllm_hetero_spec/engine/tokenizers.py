@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From vLLM's model configurations to the tokenizer bridge."""
 
+import logging
 from typing import Any, NamedTuple
 
 from vllm.config import ModelConfig
@@ -9,8 +10,11 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter_config import cap_length, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
+
+logger = logging.getLogger("vllm.hetero_spec")
 
 # Enough ordinary text and code to tell how many drafter tokens a target token takes.
 _CALIBRATION = (
@@ -36,17 +40,20 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
     Raises:
         ConfigError: A tokenizer is missing or cannot be bridged; the sentence says which.
     """
-    tokenizers = _load("target", target), _load("drafter", drafter)
+    target_tokenizer, target_chat = _load("target", target)
+    drafter_tokenizer, drafter_chat = _load("drafter", drafter)
     try:
         bridge = make_bridge(
-            *tokenizers,
+            target_tokenizer,
+            drafter_tokenizer,
             mode=options.translation,
             target_eos=_eos(target),
             drafter_eos=_eos(drafter),
+            chats=None if options.chat_template == "off" else (target_chat, drafter_chat),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Pair(*tokenizers, bridge)
+    return Pair(target_tokenizer, drafter_tokenizer, bridge)
 
 
 def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:
@@ -56,11 +63,12 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
         ConfigError: As `load_pair`.
     """
     pair = load_pair(target, drafter, options)
+    logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
     ratio = len(pair.drafter.encode(_CALIBRATION)) / len(pair.target.encode(_CALIBRATION))
     cap_length(drafter, options, target.max_model_len, ratio)
 
 
-def _load(role: str, config: ModelConfig) -> TextTokenizer:
+def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
     try:
         tokenizer = cached_tokenizer_from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
@@ -74,7 +82,7 @@ def _load(role: str, config: ModelConfig) -> TextTokenizer:
             f"the {role} has no tokenizer (skip_tokenizer_init); translation needs it."
         )
     try:
-        return load_tokenizer(tokenizer, name=str(config.tokenizer))
+        return load_tokenizer(tokenizer, name=str(config.tokenizer)), chat_of(tokenizer)
     except UnsupportedTokenizer as error:
         raise ConfigError(f"the {role}'s tokenizer cannot be bridged: {error}") from error
 

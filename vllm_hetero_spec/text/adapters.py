@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_hetero_spec.text.token_bytes import SPACE_MARK, sentencepiece_piece, single_byte_ids
+from vllm_hetero_spec.text.model_proto import NO_DUMMY_PREFIX, lossy_reason
+from vllm_hetero_spec.text.token_bytes import (
+    SPACE_MARK,
+    UTF8_BYTES,
+    sentencepiece_piece,
+    single_byte_ids,
+)
 from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, UnsupportedTokenizer
-
-# A ModelProto fragment {normalizer_spec {add_dummy_prefix: false}}: appended to a serialized model
-# it overrides that one field, because concatenated protobuf messages merge.
-_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 _MISTRAL_CORE = ("_model", "is_special", "id_to_piece")
 
@@ -52,6 +54,7 @@ def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
         special,
         encoding.encode_ordinary,
         kind=f"tiktoken {pattern}",
+        spell_word=encoding._encode_single_piece,
         eos_id=encoding.eot_token if "<|endoftext|>" in encoding.special_tokens_set else None,
     )
 
@@ -60,7 +63,7 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
     """A ``sentencepiece.SentencePieceProcessor``; a copy without dummy prefix encodes."""
     proto: bytes = model.serialized_model_proto()
     raw = type(model)()
-    raw.LoadFromSerializedProto(proto + _NO_DUMMY_PREFIX)
+    raw.LoadFromSerializedProto(proto + NO_DUMMY_PREFIX)
     if _pieces_text(raw, "a") != "a":
         raise UnsupportedTokenizer(
             f"{name}: this SentencePiece model puts a space before every text and cannot be asked "
@@ -77,7 +80,14 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
         for i in range(size)
     ]
     bos_id, eos_id = model.bos_id(), model.eos_id()
-    spelled = [(i, table[i]) for i in sorted(range(size), key=lambda i: (not model.is_byte(i), i))]
+    own = [i for i in range(size) if model.is_byte(i)]  # before characters that have the same byte
+    spelled = [(i, table[i]) for i in (*own, *range(size))]
+    reason = lossy_reason(proto)
+
+    def normalize(text: str) -> str:
+        normalized: str = raw.normalize(text) if reason else text
+        return normalized.replace(SPACE_MARK, " ")
+
     built = _assemble(
         name,
         table,
@@ -88,7 +98,14 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
         eos_id=eos_id if eos_id >= 0 else None,
         leading_space=LeadingSpace("always" if _pieces_text(model, "a") == " a" else "none"),
     )
-    return replace(built, byte_ids=single_byte_ids(spelled))
+    return replace(
+        built,
+        byte_ids=single_byte_ids(spelled),
+        raw_normalize=normalize,
+        lossy_reason=reason,
+        spells_all={table[i][0] for i in own} >= UTF8_BYTES,
+        unknown_id=model.unk_id(),
+    )
 
 
 def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
@@ -105,12 +122,16 @@ def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
     def encode(text: str) -> list[int]:
         return [token_id + offset for token_id in model.encode_ordinary(text)]
 
+    def spell_word(data: bytes) -> list[int]:
+        return [token_id + offset for token_id in model._encode_single_piece(data)]
+
     return _assemble(
         name,
         table,
         special,
         encode,
         kind=f"tekken {model._pat_str}",
+        spell_word=spell_word,
         bos_id=core.bos_id,
         adds_bos=True,
         eos_id=core.eos_id,
@@ -161,6 +182,7 @@ def _assemble(
     encode: Callable[[str], list[int]],
     *,
     kind: str,
+    spell_word: Callable[[bytes], list[int]] | None = None,
     bos_id: int | None = None,
     adds_bos: bool = False,
     eos_id: int | None = None,
@@ -178,6 +200,7 @@ def _assemble(
         fingerprint=_digest(kind, table, special),
         raw_encode=encode,
         raw_encode_batch=encode_batch,
+        spell_word=spell_word,
         bos_id=bos_id,
         adds_bos=adds_bos,
         eos_id=eos_id,

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
+from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext, TextContext
 from vllm_hetero_spec.text.drafts import DraftTranslator
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
@@ -23,6 +25,7 @@ class Bridge(Protocol):
     special: SpecialTokens
     drafter_eos: frozenset[int]  # ids on which drafting stops
     failures: Counter[str]  # why something could not be translated -> how often
+    chat: ChatTemplateBridge  # what becomes of turn markers in prompts
 
     def open(self) -> Context:
         """The context of a new request."""
@@ -57,6 +60,7 @@ class IdentityBridge:
         self.special = special
         self.drafter_eos = special.drafter_eos
         self.failures: Counter[str] = Counter()
+        self.chat = ChatTemplateBridge("both tokenizers are the same")
 
     def open(self) -> IdentityContext:
         return IdentityContext()
@@ -91,15 +95,20 @@ class TextBridge:
     identity = False
 
     def __init__(
-        self, target: TextTokenizer, drafter: TextTokenizer, special: SpecialTokens
+        self,
+        target: TextTokenizer,
+        drafter: TextTokenizer,
+        special: SpecialTokens,
+        chat: ChatTemplateBridge,
     ) -> None:
+        self.chat = chat
         self._target, self._drafter, self.special = target, drafter, special
         self.drafter_eos = special.drafter_eos
         self.failures: Counter[str] = Counter()
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
 
     def open(self) -> TextContext:
-        return TextContext(self._target, self._drafter, self.special, self.failures)
+        return TextContext(self._target, self._drafter, self.special, self.failures, self.chat)
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         texts = cast(Sequence[TextContext], contexts)
@@ -183,12 +192,14 @@ def make_bridge(
     mode: str = "auto",
     target_eos: Sequence[int] | None = None,
     drafter_eos: Sequence[int] | None = None,
+    chats: tuple[Chat | None, Chat | None] | None = None,
 ) -> Bridge:
     """The bridge of a pair.
 
     ``mode``: "auto" passes ids through where the two tokenizers are equal, "text" always
     translates, "identity" insists on equal tokenizers. The EOS lists are all ids that end a
-    generation, the preferred one first; None takes the tokenizer's own.
+    generation, the preferred one first; None takes the tokenizer's own. ``chats``: the chat
+    templates of target and drafter (None where one has none), None to leave turn markers alone.
 
     Raises ValueError for an unknown mode, and for "identity" with different tokenizers.
     """
@@ -203,4 +214,10 @@ def make_bridge(
     special = SpecialTokens(target, drafter, target_eos, drafter_eos)
     if equal and mode != "text":
         return IdentityBridge(special)
-    return TextBridge(target, drafter, special)
+    if equal:
+        chat = ChatTemplateBridge("both tokenizers are the same")
+    elif chats is None:
+        chat = ChatTemplateBridge("switched off")
+    else:
+        chat = align(target, drafter, *chats, special)
+    return TextBridge(target, drafter, special, chat)

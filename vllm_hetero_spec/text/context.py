@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from unicodedata import combining
 
+from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -94,9 +95,10 @@ class TextContext:
         drafter: TextTokenizer,
         special: SpecialTokens,
         failures: Counter[str],
+        chat: ChatTemplateBridge,
     ) -> None:
         self._target, self._drafter = target, drafter
-        self._special, self._failures = special, failures
+        self._special, self._failures, self._chat = special, failures, chat
         starts_with_bos = drafter.adds_bos and drafter.bos_id is not None
         self.ids: list[int] = [drafter.bos_id] if starts_with_bos else []  # type: ignore[list-item]
         self.target_ids: list[int] = []
@@ -151,9 +153,35 @@ class TextContext:
 
     def take(self, target_ids: Sequence[int]) -> int:
         """First half of append: the text is in tail, to be encoded and handed to settle()."""
-        control = self._special.target_control
         if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
             target_ids = [self._known(token_id) for token_id in target_ids]
+        if self._chat.active and target_ids and not self.target_ids:
+            return self._take_prompt(target_ids)
+        return self._take_plain(target_ids)
+
+    def _take_prompt(self, target_ids: Sequence[int]) -> int:
+        """The first ids of a context: turn markers in them are the drafter's own to the drafter.
+
+        A mark lies at their end, so that no rollback reads what comes later as part of a prompt.
+        """
+        pieces = self._chat.split(target_ids)
+        if pieces is None:
+            kept = self._take_plain(target_ids)
+        else:
+            kept = len(self.ids)
+            for piece in pieces:
+                if isinstance(piece, Marker):
+                    self._take_marker(piece)
+                elif isinstance(piece, bytes):
+                    self._take_bytes(piece)
+                else:
+                    self._take_control(piece)
+            self.target_ids.extend(target_ids)
+        self._marks.append(self._mark())
+        return kept
+
+    def _take_plain(self, target_ids: Sequence[int]) -> int:
+        control = self._special.target_control
         if control.isdisjoint(target_ids):
             self.target_ids.extend(target_ids)
             self._take_bytes(self._target.decode_bytes(target_ids))
@@ -174,16 +202,7 @@ class TextContext:
         if len(tail_ids) > TAIL_TOKENS:
             kept = min(kept, self._advance(tail_ids))
         if self._cut > self._marks[-1].cut:
-            self._marks.append(
-                _Mark(
-                    num_target=len(self.target_ids),
-                    cut=self._cut,
-                    tail=self._tail,
-                    held=self.held,
-                    strip_space=self._strip_space,
-                    add_space=self._add_space,
-                )
-            )
+            self._marks.append(self._mark())
         return kept
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
@@ -200,16 +219,28 @@ class TextContext:
         if len(ours) <= len(theirs) or not theirs.isspace():
             return tail_ids
         run = self._tail[len(self._tail.rstrip()) :]
-        if len(self._target.token_bytes[self._target.encode(run)[-1]]) <= len(theirs):
+        joined = self._target.encode(run)
+        if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
             return tail_ids
-        *followed, word = self._drafter.encode(self._tail + _WORD)
-        return followed if self._drafter.token_bytes[word] == _WORD.encode() else tail_ids
+        followed = self._drafter.encode(self._tail + _WORD)
+        ends_in_word = followed and self._drafter.token_bytes[followed[-1]] == _WORD.encode()
+        return followed[:-1] if ends_in_word else tail_ids
 
     def _known(self, token_id: int) -> int:
         if 0 <= token_id < self._target.vocab_size:
             return token_id
         self._failures["unknown_id"] += 1
         return UNKNOWN_ID
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            num_target=len(self.target_ids),
+            cut=self._cut,
+            tail=self._tail,
+            held=self.held,
+            strip_space=self._strip_space,
+            add_space=self._add_space,
+        )
 
     def _restore(self, mark: _Mark) -> None:
         self._cut, self._tail, self.held = mark.cut, mark.tail, mark.held
@@ -224,6 +255,9 @@ class TextContext:
         data = self.held + data
         text, used = utf_8_decode(data, "surrogateescape", False)
         self.held = data[used:]
+        self._take_text(text)
+
+    def _take_text(self, text: str) -> None:
         if text and self._add_space:
             self._add_space = False
             if not (self._drafter.leading_space.unless_present and text[0] == " "):
@@ -238,14 +272,32 @@ class TextContext:
         if isinstance(mapped, bytes):
             self._take_bytes(mapped)
         else:
-            self._tail += self.held.decode("utf-8", "surrogateescape")
-            self.held = b""
-            kept = self._replace_tail(self._drafter.encode_batch([self._tail])[0])
-            self.ids.append(mapped)
-            self._cut, self._tail = len(self.ids), ""
-            self._add_space = self._drafter.leading_space.applies(first=False)
+            kept = self._take_special(mapped)
         self._strip_space = self._target.leading_space.applies(first=False)
         return kept
+
+    def _take_special(self, drafter_id: int) -> int:
+        """A special token of the drafter ends the tail."""
+        self._take_text(self.held.decode("utf-8", "surrogateescape"))
+        self.held = b""
+        kept = self._replace_tail(self._drafter.encode_batch([self._tail])[0])
+        self.ids.append(drafter_id)
+        self._cut, self._tail = len(self.ids), ""
+        self._add_space = self._drafter.leading_space.applies(first=False)
+        return kept
+
+    def _take_marker(self, marker: Marker) -> None:
+        """A turn marker of the target, in the drafter's words."""
+        self._strip_space = False
+        for atom in marker.atoms:
+            if isinstance(atom, bytes):
+                self._take_bytes(atom)
+            elif [atom] == self.ids and atom == self._drafter.bos_id and not self._tail:
+                self._add_space = self._drafter.leading_space.applies(first=False)
+            else:
+                self._take_special(atom)
+        self._strip_space = marker.target_space
+        self._add_space |= marker.drafter_space
 
     def _replace_tail(self, tail_ids: Sequence[int]) -> int:
         kept = self._cut + _common_prefix(self.ids[self._cut :], tail_ids)
@@ -273,8 +325,9 @@ class TextContext:
         """Position before the last SPACELESS_KEEP tokens, 0 where ids and text disagree there."""
         for keep in range(SPACELESS_KEEP, SPACELESS_KEEP + 4):
             left = self._drafter.decode_bytes(tail_ids[:-keep]).decode("utf-8", "surrogateescape")
-            if self._tail.startswith(left):
-                return len(left)
+            if left != self._tail and self._tail.startswith(left):
+                # Marks still to come may move before a mark: it stays with its character.
+                return 0 if combining(self._tail[len(left)]) else len(left)
         return 0
 
     def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
@@ -286,16 +339,27 @@ class TextContext:
         return True
 
     def _force_cut(self) -> int:
-        at = self._last_word()
-        if at <= 0:
-            at = len(self._tail) // 2
-            while at > 1 and combining(self._tail[at]):
-                at -= 1
+        at = self._parting()
         left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
         kept = self._replace_tail([*left, *right])
         self._cut += len(left)
         self._tail = self._tail[at:]
         return kept
+
+    def _parting(self) -> int:
+        """The last word, else the middle, or the next place before it that normalisation parts at.
+
+        There may be none, in a run of combining marks as long as the tail: it is cut all the same.
+        """
+        tail, normalize = self._tail, self._drafter.normalize
+        first = self._last_word()
+        if first <= 0:
+            first = len(tail) // 2
+        whole = normalize(tail)
+        for at in range(first, 0, -1):
+            if not combining(tail[at]) and normalize(tail[:at]) + normalize(tail[at:]) == whole:
+                return at
+        return first
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -63,7 +63,10 @@ class DraftTranslator:
         return next((c for c in candidates if self._continues(context, c)), candidates[0])
 
     def _continues(self, context: TextContext, drafter_id: int) -> bool:
-        data = self._drafter.token_bytes[drafter_id]
+        table = self._drafter.token_bytes
+        if not 0 <= drafter_id < len(table):
+            return False  # rows of an embedding that no token has
+        data = table[drafter_id]
         if context.held:
             return data.startswith(context.held) or context.held.startswith(data)
         last = context.target_ids[-1] if context.target_ids else -1
@@ -159,8 +162,7 @@ class DraftTranslator:
         if drafter_space and data:
             data = data.removeprefix(b" ")
         if target_space and data:
-            spaced = self._target.leading_space.unless_present and data.startswith(b" ")
-            data = data if spaced else b" " + data
+            data = b" " + data
         return data
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:

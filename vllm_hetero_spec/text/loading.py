@@ -6,6 +6,15 @@ from typing import Any
 from vllm_hetero_spec.text import adapters, fast_adapter
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
+# Text on which every tokenizer is checked; half of the ordinary one it must be able to spell.
+_ORDINARY = "The cats' 12 dogs: it is what we have"
+_PROBES = (
+    _ORDINARY,
+    "def f(x):\n\treturn  x+1  # don't",
+    "Déjà vu, ÉCOLE naïve Ж 中文字符 한국어 🙂",
+    "##a @@b </s> <unk> <0x0A> [UNK]",
+)
+
 
 def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
     """The bridge's view of a tokenizer object.
@@ -28,8 +37,45 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
         (adapters.is_slow_wrapper, adapters.from_slow_wrapper),
     ):
         if accepts(tokenizer):
-            return build(tokenizer, label)
+            try:
+                built = build(tokenizer, label)
+                _check_spelling(built)
+                return built
+            except UnsupportedTokenizer:
+                raise
+            except Exception as error:  # the libraries raise bare ones about their files
+                raise UnsupportedTokenizer(
+                    f"{label}: reading its tokens failed ({' '.join(str(error).split())[:200]}); "
+                    "check that its tokenizer files are whole and belong to this model."
+                ) from error
     raise UnsupportedTokenizer(
         f"{label}: a {type(tokenizer).__name__} is not a tokenizer whose bytes can be read; use a "
         "model with a tokenizer.json, a tekken.json, a SentencePiece model or a tiktoken encoding."
     )
+
+
+def _check_spelling(built: TextTokenizer) -> None:
+    """Encode some text: the bytes must be those of its normalisation, but for what is counted."""
+    for text in _PROBES:
+        expected, before = built.normalize(text).encode(), built.dropped_bytes
+        spelled = built.decode_bytes(built.encode(text))
+        dropped = built.dropped_bytes - before
+        rest = iter(expected)
+        exact = len(spelled) + dropped == len(expected) and all(byte in rest for byte in spelled)
+        if not exact or (text == _ORDINARY and _has_marks(expected)):
+            raise UnsupportedTokenizer(
+                f"{built.name}: its tokens do not spell the text they encode: {text!r} becomes "
+                f"{spelled.decode('utf-8', 'replace')!r}; use a model whose tokenizer and decoder "
+                "belong together."
+            )
+        if text == _ORDINARY and 2 * dropped > len(expected):
+            raise UnsupportedTokenizer(
+                f"{built.name}: its vocabulary cannot spell ordinary text: {dropped} of the "
+                f"{len(expected)} bytes of {text!r} are lost; use a model whose tokenizer can."
+            )
+    built.dropped_bytes = 0
+
+
+def _has_marks(normalized: bytes) -> bool:
+    """Whether ordinary text has got characters of a display alphabet, which no decoder undoes."""
+    return not set(normalized.lower()) <= set(_ORDINARY.lower().encode())

@@ -2,15 +2,28 @@
 """The exact byte string of every token, by the rule of the tokenizer's own decoder.
 
 A vocabulary stores its tokens in a display alphabet: byte-level BPE maps each byte to a printable
-character, SentencePiece writes a space as U+2581 and a raw byte as ``<0x0A>``. Which of the two
-applies is decided by the decoder section of the tokenizer's JSON, because that is what turns the
-target's ids into the text a user reads.
+character, SentencePiece writes a space as U+2581 and a raw byte as ``<0x0A>``, WordPiece marks the
+pieces that do not start a word. What applies is decided by the decoder section of the tokenizer's
+JSON, because that is what turns the target's ids into the text a user reads.
 """
 
+import re
+from codecs import charmap_build, charmap_encode
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 SPACE_MARK = "\u2581"
+UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}  # those that occur in UTF-8
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+# Before these a WordPiece decoder that cleans up leaves no space. It also joins contractions, which
+# it tells by several characters, so that they are only safe where no piece starts with one.
+_PUNCTUATION = (".", "?", "!", ",")
+_CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
+
+
+class UnknownDecoder(ValueError):
+    """A decoder that does not say, token by token, which bytes it writes."""
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -19,6 +32,11 @@ def byte_alphabet() -> dict[str, int]:
     shifted = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(shifted)}
+
+
+# The alphabet by byte, and as the codec that makes bytes of a piece.
+BYTE_CHARACTERS = "".join(sorted(byte_alphabet(), key=byte_alphabet().__getitem__))
+_BYTE_CODEC = charmap_build(BYTE_CHARACTERS)
 
 
 def component_types(section: Mapping[str, Any] | None) -> list[str]:
@@ -36,29 +54,119 @@ def components(section: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     return [part for item in inner for part in components(item)]
 
 
-def byte_level_piece(piece: str, alphabet: Mapping[str, int]) -> bytes:
+@dataclass(frozen=True)
+class PieceRule:
+    """How a decoder writes a piece of its vocabulary that is not the first of a text.
+
+    byte_level: characters are bytes, in the alphabet of byte-level BPE.
+    byte_fallback: ``<0xNN>`` is one byte.
+    replaced: strings that are written as others, in order.
+    continuing: WordPiece: the mark of pieces that go on with a word; all others follow a space.
+    cleanup: WordPiece: no space before ``. ? ! ,``.
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    replaced: tuple[tuple[str, str], ...] = ()
+    continuing: str | None = None
+    cleanup: bool = False
+
+    def piece(self, piece: str) -> bytes:
+        """Bytes of a piece."""
+        if self.byte_level:
+            return byte_level_piece(piece)
+        if self.byte_fallback and (byte := fallback_byte(piece)) is not None:
+            return bytes([byte])
+        if self.continuing is not None and piece.startswith(self.continuing):
+            return piece[len(self.continuing) :].encode()
+        return self.word(piece)
+
+    def word(self, word: str) -> bytes:
+        """Bytes of what a pre-tokenizer hands to the model."""
+        if self.byte_level:
+            return byte_level_piece(word)
+        for old, new in self.replaced:
+            word = word.replace(old, new)
+        if self.continuing is not None and not (self.cleanup and word.startswith(_PUNCTUATION)):
+            word = " " + word
+        return word.encode()
+
+    def keeps(self, old: str, new: str) -> bool:
+        """Whether decoding undoes a normaliser's replacement of ``old`` by ``new``."""
+        return self.word(new) == old.encode()
+
+
+def decoder_rule(
+    decoder: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None
+) -> PieceRule:
+    """The rule of a tokenizer, from these sections of its JSON.
+
+    A byte-level pre-tokenizer without a decoder counts as byte-level. Raises UnknownDecoder.
+    """
+    parts = components(decoder)
+    if decoder is None and "ByteLevel" in component_types(pre_tokenizer):
+        return PieceRule(byte_level=True)
+    types = [part["type"] for part in parts]
+    if set(types) <= {"ByteLevel", "Fuse"} and "ByteLevel" in types:
+        return PieceRule(byte_level=True)
+    if types == ["WordPiece"]:
+        return PieceRule(continuing=parts[0]["prefix"], cleanup=parts[0]["cleanup"])
+    if not types:
+        raise UnknownDecoder("it has no decoder")
+    return _joined_rule(parts)
+
+
+def _joined_rule(parts: list[dict[str, Any]]) -> PieceRule:
+    """SentencePiece's decoders: pieces are rewritten one by one and joined without anything."""
+    replaced: list[tuple[str, str]] = []
+    fused = fallback = False
+    for part in parts:
+        kind = part["type"]
+        if kind == "Replace" and "String" in part["pattern"]:
+            old = part["pattern"]["String"]
+            if fused and len(old) != 1:
+                raise UnknownDecoder(f"its decoder replaces {old!r} across tokens")
+            replaced.append((old, part["content"]))
+        elif kind == "Metaspace":
+            replaced.append((part["replacement"], " "))
+        elif kind == "ByteFallback" and not fused:
+            fallback = True
+        elif kind == "Fuse":
+            fused = True
+        elif kind != "Strip" or not fused:  # after Fuse only the ends of a whole text are stripped
+            raise UnknownDecoder(f"its decoder has {_article(kind)} step")
+    return PieceRule(byte_fallback=fallback, replaced=tuple(replaced))
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+
+
+def unsafe_contractions(rule: PieceRule, pieces: Iterable[str]) -> list[str]:
+    """Pieces whose space a WordPiece decoder drops or not by what follows them."""
+    if not rule.cleanup:
+        return []
+    return [piece for piece in pieces if piece.startswith(_CONTRACTIONS)]
+
+
+def byte_level_piece(piece: str) -> bytes:
     """Bytes of a piece of byte-level BPE; text outside the alphabet stands for itself."""
     try:
-        return bytes([alphabet[char] for char in piece])
-    except KeyError:
-        return piece.encode("utf-8", "surrogatepass")
+        return charmap_encode(piece, "strict", _BYTE_CODEC)[0]
+    except UnicodeEncodeError:
+        return piece.encode()
 
 
 def sentencepiece_piece(piece: str, *, byte_fallback: bool) -> bytes:
-    """Bytes of a SentencePiece piece; ``<0xNN>`` is one byte only where the model has fallback."""
+    """Bytes of a SentencePiece piece; ``<0xNN>`` is one byte only where it is of that type."""
     if byte_fallback and (byte := fallback_byte(piece)) is not None:
         return bytes([byte])
-    return piece.replace(SPACE_MARK, " ").encode("utf-8", "surrogatepass")
+    return piece.replace(SPACE_MARK, " ").encode()
 
 
 def fallback_byte(piece: str) -> int | None:
     """The byte a ``<0xNN>`` piece spells, or None for any other piece."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return int(piece[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    return int(piece[3:5], 16) if _FALLBACK.fullmatch(piece) else None
 
 
 def single_byte_ids(pairs: Iterable[tuple[int, bytes]]) -> tuple[int, ...]:

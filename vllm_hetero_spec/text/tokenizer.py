@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tokenizer as the bridge sees it: token ids and the exact bytes they stand for."""
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 SpaceScope = Literal["none", "first", "always"]
 
 # Undecodable bytes travel through Python strings as lone surrogates (PEP 383, "surrogateescape").
 _ESCAPED = re.compile("[\ud800-\udfff]+")
+# The word that undecodable bytes are part of, as far as one can tell without their characters.
+_ESCAPED_WORD = re.compile(
+    " ?[A-Za-z\u0080-\ud7ff\ue000-\U0010ffff]{0,32}[\ud800-\udfff][A-Za-z\u0080-\U0010ffff]*"
+)
 _CROSSING = re.compile(r"(?<=\S) ")
 
 
@@ -32,13 +37,20 @@ class LeadingSpace:
         return self.scope == "always" or (self.scope == "first" and first)
 
 
+def unchanged(text: str) -> str:
+    """The normalisation of a tokenizer that has none."""
+    return text
+
+
 @dataclass(eq=False, repr=False)
 class TextTokenizer:
     """Token ids and exact bytes of one tokenizer, with an encoder that adds nothing of its own.
 
     ``encode`` is raw: no BOS or EOS, no dummy prefix, and text that merely looks like a special
-    token stays text. Lone surrogates U+DC80..U+DCFF in the text stand for undecodable bytes and are
-    spelled by ``byte_ids``; bytes no token spells are dropped and counted in ``dropped_bytes``.
+    token stays text. The bytes of its ids are those of ``normalize(text)``, but for what the
+    vocabulary cannot spell. Such text is the unknown token where there is one, and gone where there
+    is none; lone surrogates U+DC80..U+DCFF stand for undecodable bytes, and those without a token
+    are gone. What is not in the bytes of the ids is counted in ``dropped_bytes``, every time.
     """
 
     name: str
@@ -49,6 +61,11 @@ class TextTokenizer:
     fingerprint: str
     raw_encode: Callable[[str], list[int]]
     raw_encode_batch: Callable[[Sequence[str]], list[list[int]]]
+    raw_normalize: Callable[[str], str] = unchanged
+    lossy_reason: str = ""  # what normalisation takes from text; empty where nothing
+    spell_word: Callable[[bytes], list[int]] | None = None  # ids of any bytes, taken as one word
+    spells_all: bool = True  # no text has unknown or missing tokens
+    unknown_id: int | None = None  # stands for what cannot be spelled; special
     bos_id: int | None = None
     adds_bos: bool = False
     eos_id: int | None = None
@@ -57,7 +74,8 @@ class TextTokenizer:
 
     def __post_init__(self) -> None:
         self.special_id_of = {text: token_id for token_id, text in self.special_text.items()}
-        self.crossing_reach = max(map(_bytes_past_crossing, self.token_bytes), default=0)
+        spaced = [data for data in self.token_bytes if data.rfind(b" ") > 0]
+        self.crossing_reach = max(map(_bytes_past_crossing, spaced), default=0)
 
     def __repr__(self) -> str:
         return f"TextTokenizer({self.name!r}, {self.vocab_size} ids)"
@@ -72,47 +90,120 @@ class TextTokenizer:
         """Whether the tokenizer itself puts a space before the first text."""
         return self.leading_space.scope != "none"
 
+    @property
+    def lossless(self) -> bool:
+        """Whether normalisation keeps all text, up to canonical Unicode composition.
+
+        SentencePiece's mark U+2581 always becomes a space; that counts as keeping.
+        """
+        return not self.lossy_reason
+
+    def normalize(self, text: str) -> str:
+        """Text as the tokenizer writes it: what the bytes of ``encode(text)`` are."""
+        normalized, position = "", 0
+        for match in _ESCAPED.finditer(text):
+            normalized += self.raw_normalize(text[position : match.start()]) + match.group()
+            position = match.end()
+        return normalized + self.raw_normalize(text[position:])
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; see the class for what raw means."""
-        return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
+        if _ESCAPED.search(text):
+            return self._encode_escaped(text)
+        ids = self.raw_encode(text)
+        if not self.spells_all:
+            self._count_dropped(text, ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
         if _ESCAPED.search("".join(texts)):
-            return [self._encode_escaped(text) for text in texts]
-        return self.raw_encode_batch(texts)
+            return [self.encode(text) for text in texts]
+        encoded = self.raw_encode_batch(texts)
+        if not self.spells_all:
+            for text, ids in zip(texts, encoded, strict=True):
+                self._count_dropped(text, ids)
+        return encoded
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of any bytes: valid UTF-8 by ``encode``, the rest byte by byte."""
+        """Token ids of any bytes: those of their text, and undecodable bytes as ``spell_word``."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Concatenated bytes of ``ids``; special tokens contribute nothing."""
         return b"".join([self.token_bytes[token_id] for token_id in ids])
 
+    def limited_to(self, rows: int) -> "TextTokenizer":
+        """This tokenizer without the ids that a model with ``rows`` embedding rows does not have.
+
+        Models often lack the rows of special tokens that were added to the tokenizer later: those
+        tokens are gone. Raises UnsupportedTokenizer where a token that text may have has no row.
+        """
+        if self.vocab_size <= rows:
+            return self
+        in_text = [
+            i
+            for i in range(rows, self.vocab_size)
+            if self.token_bytes[i] or (i == self.unknown_id and not self.spells_all)
+        ]
+        if in_text:
+            raise UnsupportedTokenizer(
+                f"{self.name}: {len(in_text)} of its text tokens have no row in the model's "
+                f"embedding (ids from {in_text[0]}, where the model has {rows} rows); name the "
+                "tokenizer that belongs to the model."
+            )
+
+        def kept(token_id: int | None) -> int | None:
+            return token_id if token_id is not None and token_id < rows else None
+
+        return replace(
+            self,
+            token_bytes=self.token_bytes[:rows],
+            special_text={i: text for i, text in self.special_text.items() if i < rows},
+            special_ids=frozenset(i for i in self.special_ids if i < rows),
+            fingerprint=hashlib.sha256(f"{self.fingerprint} {rows}".encode()).hexdigest(),
+            unknown_id=kept(self.unknown_id),
+            bos_id=kept(self.bos_id),
+            adds_bos=self.adds_bos and kept(self.bos_id) is not None,
+            eos_id=kept(self.eos_id),
+        )
+
     def _encode_escaped(self, text: str) -> list[int]:
+        words = _ESCAPED if self.spell_word is None else _ESCAPED_WORD
         ids: list[int] = []
         position = 0
-        for match in _ESCAPED.finditer(text):
-            ids += self.raw_encode(text[position : match.start()])
-            spelled = [_byte_of(char) for char in match.group()]
-            known = [self.byte_ids[byte] for byte in spelled if byte is not None]
-            kept = [token_id for token_id in known if token_id >= 0]
-            self.dropped_bytes += len(spelled) - len(kept)
-            ids += kept
+        for match in words.finditer(text):
+            if position < match.start():
+                ids += self.encode(text[position : match.start()])
+            ids += self._spell(self.normalize(match.group()))
             position = match.end()
-        return ids + self.raw_encode(text[position:])
+        return ids + self.encode(text[position:]) if position < len(text) else ids
+
+    def _spell(self, escaped: str) -> list[int]:
+        data = b"".join(map(_bytes_of, escaped))
+        if self.spell_word is not None:
+            ids = self.spell_word(data)
+        else:
+            ids = [self.byte_ids[byte] for byte in data if self.byte_ids[byte] >= 0]
+        # A surrogate that is no escaped byte is no text in any encoding: one byte of loss.
+        strays = sum(not _bytes_of(char) for char in escaped)
+        self.dropped_bytes += len(data) - len(self.decode_bytes(ids)) + strays
+        return ids
+
+    def _count_dropped(self, text: str, ids: Sequence[int]) -> None:
+        """Count what ``ids`` lack; without unknown tokens nothing but their length tells."""
+        if self.unknown_id is None or self.unknown_id in ids:
+            expected = len(self.raw_normalize(text).encode())
+            self.dropped_bytes += expected - len(self.decode_bytes(ids))
 
 
-def _byte_of(surrogate: str) -> int | None:
-    byte = ord(surrogate) - 0xDC00
-    return byte if 0x80 <= byte <= 0xFF else None
+def _bytes_of(char: str) -> bytes:
+    """UTF-8 of a character, the byte that a surrogate stands for, b"" for any other surrogate."""
+    return char.encode("utf-8", "surrogateescape") if not "\ud800" <= char < "\udc80" else b""
 
 
 def _bytes_past_crossing(data: bytes) -> int:
     """How far a token reaches past the first place where a space follows something else."""
-    if b" " not in data[1:]:
-        return 0
     text = data.decode("utf-8", "replace")
     crossing = _CROSSING.search(text)
     return len(text[crossing.start() :].encode()) if crossing else 0

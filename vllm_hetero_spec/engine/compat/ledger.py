@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UPSTREAM = "vLLM takes third-party drafters with their own configuration"
+_METRICS = "vLLM takes metrics from proposers"
+_NO_METRICS = "no vllm:hetero_spec_* metrics, said once in the log"
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Seam:
 
     Attributes:
         symbol: "path/in/vllm.py:Name" or "path/in/vllm.py:Class.member".
-        how: "wrap", "replace", "subclass", "call", "build" or "read".
+        how: "wrap", "replace", "extend", "subclass", "call", "build" or "read".
         why: What we need it for.
         symptom: What a user sees when it changes under us.
         remove: When the entry can go.
@@ -108,6 +110,14 @@ LEDGER = (
         "the target's KV cache manager would see the drafter's layers",
         "never",
         "mode cudagraph_mode static_forward_context",
+    ),
+    Seam(
+        "config/observability.py:ObservabilityConfig",
+        "read",
+        "figures per request are the target's alone",
+        "the worker does not start with --per-request-spec-decode-metrics",
+        "never",
+        "per_request_spec_decode_metrics",
     ),
     Seam(
         "tokenizers/registry.py:cached_tokenizer_from_config",
@@ -251,7 +261,102 @@ LEDGER = (
         "replace",
         "collective_rpc('hetero_spec_stats') answers with our counters",
         "read_stats fails",
-        "vLLM takes metrics from proposers",
+        _METRICS,
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner.sample_tokens",
+        "wrap",
+        "the step's output carries what the drafter counted to the scheduler",
+        _NO_METRICS,
+        _METRICS,
+        "self",
+    ),
+    Seam(
+        "v1/outputs.py:EMPTY_MODEL_RUNNER_OUTPUT",
+        "read",
+        "an output shared by all steps must not carry one step's counts",
+        _NO_METRICS,
+        _METRICS,
+    ),
+    Seam(
+        "v1/core/sched/scheduler.py:Scheduler.update_from_output",
+        "wrap",
+        "what the drafter counted goes on in the step's statistics",
+        _NO_METRICS,
+        _METRICS,
+        "self scheduler_output model_runner_output",
+    ),
+    Seam(
+        "v1/engine/__init__.py:EngineCoreOutputs",
+        "read",
+        "as above",
+        _NO_METRICS,
+        _METRICS,
+        "scheduler_stats",
+    ),
+    Seam(
+        "v1/metrics/stats.py:SchedulerStats",
+        "extend",
+        "a field for what the drafter counted",
+        _NO_METRICS,
+        _METRICS,
+        "spec_decoding_stats",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:PrometheusStatLogger.__init__",
+        "wrap",
+        "our metrics are registered beside vLLM's, and cleared away with them",
+        _NO_METRICS,
+        _METRICS,
+        "self vllm_config",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:PrometheusStatLogger.record",
+        "wrap",
+        "our metrics grow with every step",
+        _NO_METRICS,
+        _METRICS,
+        "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:PrometheusStatLogger",
+        "read",
+        "classes and label values of vLLM's own metrics",
+        _NO_METRICS,
+        _METRICS,
+        "vllm_config per_engine_labelvalues _counter_cls _gauge_cls _histogram_cls",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:LoggingStatLogger.__init__",
+        "wrap",
+        "a line about the drafter beside vLLM's about speculation",
+        "no 'Drafter metrics' in the log",
+        _METRICS,
+        "self vllm_config",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:LoggingStatLogger.record",
+        "wrap",
+        "as above",
+        "no 'Drafter metrics' in the log",
+        _METRICS,
+        "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:LoggingStatLogger.log",
+        "wrap",
+        "as above",
+        "no 'Drafter metrics' in the log",
+        _METRICS,
+        "self",
+    ),
+    Seam(
+        "v1/metrics/loggers.py:LoggingStatLogger",
+        "read",
+        "as above",
+        "no 'Drafter metrics' in the log",
+        _METRICS,
+        "vllm_config engine_is_idle",
     ),
     Seam(
         "v1/core/kv_cache_utils.py:get_kv_cache_configs",
@@ -335,7 +440,13 @@ def _names_of(node: ast.AST) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = node.args
         return {a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}
-    names = set()
+    names = {
+        target.id
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.Assign)
+        for target in child.targets
+        if isinstance(target, ast.Name)
+    }
     for child in ast.walk(node):
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
             names.add(child.target.id)

@@ -7,6 +7,7 @@ where the same patch stands already, because vLLM runs plugins several times and
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 _MARK = "__vllm_hetero_spec_patch__"
@@ -57,6 +58,25 @@ def add(owner: Any, name: str, value: Any) -> None:
     if name in vars(owner) and vars(owner)[name] is not value:
         raise PatchError(f"{_label(owner)}.{name} exists already")
     setattr(owner, name, value)
+
+
+def add_fields(owner: Any, template: Any) -> None:
+    """Give dataclass `owner` the fields of dataclass `template`, each with a plain default.
+
+    They are fields to serializers, and attributes with their default on every instance; the
+    constructor does not take them.
+
+    Raises:
+        PatchError: `owner` is no dataclass, or has such a field of its own.
+    """
+    if "__dataclass_fields__" not in vars(owner):
+        raise PatchError(f"{_label(owner)} is no dataclass")
+    for added in fields(template):
+        standing = owner.__dataclass_fields__.setdefault(added.name, added)
+        if standing is not added:
+            raise PatchError(f"{_label(owner)} has a field {added.name!r} already")
+        owner.__annotations__[added.name] = added.type
+        setattr(owner, added.name, added.default)
 
 
 def _label(owner: Any) -> str:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose speeds and counters are known, so that every figure can be checked by hand."""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_hetero_spec.bench.plan import EngineId, Measurement
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.measurement import Load, Sample, Trace
+
+# A suite file with nothing wrong.
+GOOD = """\
+targets:
+  - model: org/big
+    drafters: [org/small]
+datasets:
+  code: {builtin: mixed, count: 2}
+"""
+PROMPTS = ("one", "two")
+SUITE = Suite(
+    name="fake",
+    targets=(
+        Target(
+            name="big",
+            model="org/big",
+            drafters=(Drafter("small", "org/small"),),
+            datasets=("code",),
+        ),
+    ),
+    methods=("slem",),
+    peers=("alone",),
+    prompts={"big": {"code": PROMPTS}},
+    batch_sizes=(1,),
+    temperatures=(0.0,),
+    lookaheads=(4,),
+    max_tokens=8,
+    repeats=3,
+    ignore_eos=False,
+    seed=0,
+    top_p=1.0,
+    engines_at_once=None,
+)
+HEADER: dict[str, Any] = {
+    "started": "2025-01-01 00:00:00 +0000",
+    "digest": SUITE.digest,
+    "suite": SUITE.described(),
+    "engines_at_once": 8,
+    "gpu": False,
+    "widened": {},
+    "provenance": {
+        "versions": {"vllm": "0.32.0", "torch": None},
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_gib": 8.0, "gpus": []},
+        "source": {},
+    },
+}
+
+
+def suite(**changes: Any) -> Suite:
+    """The suite above with changes."""
+    return dataclasses.replace(SUITE, **changes)
+
+
+def trace(token_ids: list[int], seconds: float = 1.0) -> Trace:
+    """A request sent at 0 whose tokens arrive one by one, evenly until `seconds`."""
+    count = len(token_ids)
+    times = [seconds * (i + 1) / count for i in range(count)]
+    return Trace(token_ids, "text", 0.0, times, [1] * count)
+
+
+def sample(token_ids: list[list[int]], seconds: float, **counters: Any) -> Sample:
+    """A run that took some time."""
+    return Sample([trace(ids, seconds) for ids in token_ids], seconds, **counters)
+
+
+@dataclass
+class Fakes:
+    """Starts engines that answer from tables and write down what happened.
+
+    Attributes:
+        seconds: Of each engine's runs, by method; the last one goes on for ever.
+        outputs: Token ids of a prompt, by method; `[1, 2, 3, 4]` where not given.
+        refuse: What starting a method raises.
+        fail: What running a method raises at its nth run, counted from 0.
+        log: "start", "run" and "close" with the engine's method.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    refuse: dict[str, BaseException] = field(default_factory=dict)
+    fail: dict[tuple[str, int], BaseException] = field(default_factory=dict)
+    log: list[tuple[str, str]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    runs: dict[str, int] = field(default_factory=dict)
+
+    def start(self, engine: EngineId, **_: Any) -> "FakeEngine":
+        self.log.append(("start", engine.method))
+        if error := self.refuse.get(engine.method):
+            raise error
+        return FakeEngine(engine, self)
+
+    def order(self, event: str = "run") -> list[str]:
+        """Methods of the events of a kind."""
+        return [method for kind, method in self.log if kind == event]
+
+    @property
+    def up(self) -> list[str]:
+        """Engines that were started, not refused, and not closed."""
+        started = [m for m in self.order("start") if m not in self.refuse]
+        for method in self.order("close"):
+            started.remove(method)
+        return started
+
+
+@dataclass
+class FakeEngine:
+    """One of them."""
+
+    engine: EngineId
+    fakes: Fakes
+
+    def run(self, load: Load) -> Sample:
+        method = self.engine.method
+        number = self.fakes.runs.get(method, 0)
+        self.fakes.runs[method] = number + 1
+        if error := self.fakes.fail.get((method, number)):
+            raise error
+        self.fakes.log.append(("run", method))
+        self.fakes.loads.append(load)
+        seconds = self.fakes.seconds.get(method, [1.0])
+        ids = self.fakes.outputs.get(method, [1, 2, 3, 4])
+        drafted: dict[str, Any] = {}
+        if self.engine.drafter is not None:
+            drafted = {
+                "drafts": 4,
+                "draft_tokens": 10,
+                "accepted_tokens": 6,
+                "accepted_per_position": [3, 2, 1],
+                "worker": {
+                    "drafter_tokens": 12,
+                    "translate_seconds": 0.25,
+                    "forward_seconds": 0.5,
+                    "propose_seconds": 1.0,
+                    "verify_seconds": 0.125,
+                    "skipped": {"no_blocks": 2, "no_text": 0},
+                },
+            }
+        return sample(
+            [ids] * len(load.prompts),
+            seconds[min(number, len(seconds) - 1)],
+            peak_memory_bytes=3 << 20,
+            **drafted,
+        )
+
+    def close(self) -> None:
+        self.fakes.log.append(("close", self.engine.method))
+
+
+class Silent:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.planned: list[Measurement] = []
+        self.failures: list[tuple[str, str]] = []
+
+    def begin(self, runs: Collection[Measurement]) -> None:
+        self.planned = list(runs)
+
+    def starting(self, engine: EngineId) -> None: ...
+
+    def started(self, engine: EngineId, seconds: float) -> None: ...
+
+    def measuring(self, run: Measurement) -> None: ...
+
+    def measured(self, run: Measurement, sample: Sample, seconds: float) -> None: ...
+
+    def failed(self, run: Measurement, sentence: str) -> None:
+        self.failures.append((str(run.cell), sentence))

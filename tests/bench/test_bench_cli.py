@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec bench` from the command line: on fakes, and once on real engines."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bench_fakes import GOOD, Fakes
+
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.plan import EngineId
+from vllm_hetero_spec.bench.results import read_results
+from vllm_hetero_spec.bench.rows import rows_of
+from vllm_hetero_spec.bench.suite import Drafter, Target
+from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.cli import bench
+from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.measurement import MeasurementError
+
+Write = Callable[[str], Path]
+SUITE = "peers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """Engines that answer at once, and no plots."""
+    found = Fakes()
+    monkeypatch.setattr(engines, "start", found.start)
+    monkeypatch.setattr(bench, "check_matplotlib", _no_matplotlib)
+    return found
+
+
+def _no_matplotlib() -> None:
+    raise ConfigError("drawing plots needs matplotlib: `pip install matplotlib`.")
+
+
+def run(file: Path, *options: str) -> int:
+    return main(["bench", str(file), "--out", str(file.parent / "out"), *options])
+
+
+def test_a_suite_is_measured_and_reported(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(SUITE)
+    assert run(file) == 0
+    printed = capsys.readouterr()
+    assert "no plots: drawing plots needs matplotlib" in printed.err
+    assert "[4/4] big/slem/small/k4/code/b1/t0" not in printed.out
+    assert "[1/4] big/alone/code/b1/t0, round 1: 8.0 tok/s; about" in printed.err
+    assert "| code | big | slem | small | 4 | 0 | 1 |" in printed.out
+    assert fakes.order("start") == ["alone", "slem"]
+    out = file.parent / "out"
+    assert {path.name for path in out.iterdir()} == {
+        "results.jsonl",
+        "results.md",
+        "summary.json",
+    }
+    header = read_results(out).header
+    assert header["suite"]["targets"][0]["model"] == "org/big"
+    assert header["provenance"]["machine"]["cores"] >= 1
+    assert header["engines_at_once"] == 4
+
+
+def test_results_go_into_a_folder_of_the_suites_name(
+    write: Write, fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", str(write("name: mine\n" + SUITE))]) == 0
+    assert (tmp_path / "bench-results" / "mine" / "results.md").is_file()
+
+
+def test_an_interrupted_suite_is_gone_on_with(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(SUITE)
+    fakes.fail[("slem", 1)] = KeyboardInterrupt()
+    assert run(file, "--only", "t0") == 130
+    assert fakes.up == []
+    told = capsys.readouterr().err
+    assert "interrupted: 2 runs are recorded, 2 are left; go on with" in told
+    assert f"vllm-hetero-spec bench {file} --out {file.parent / 'out'} --only t0" in told
+    fakes.log.clear()
+    assert run(file) == 0
+    assert sorted(fakes.order()) == ["alone", "slem"]
+    contents = read_results(file.parent / "out")
+    assert len(contents.samples) == 4
+    assert len(contents.resumed) == 1
+    fakes.log.clear()
+    assert run(file) == 0
+    assert fakes.log == []
+
+
+def test_a_polite_kill_is_an_interruption(
+    write: Write, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(engines, "start", lambda _, **__: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(write(SUITE)) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_suite_needs_another_folder(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write(SUITE)) == 0
+    changed = write(SUITE + "max_tokens: 9\n")
+    capsys.readouterr()
+    assert run(changed) == 2
+    assert "another version of this suite" in capsys.readouterr().err
+    assert run(changed, "--fresh") == 0
+    assert (changed.parent / "out" / "results.jsonl.bak").is_file()
+
+
+def test_failed_cells_end_with_an_error(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(SUITE)
+    fakes.refuse["slem"] = MeasurementError("no memory")
+    assert run(file) == 1
+    assert "error: 1 cells failed; " in capsys.readouterr().err
+    assert "no memory" in (file.parent / "out" / "results.md").read_text()
+
+
+def test_waves_are_those_of_the_first_session(write: Write, fakes: Fakes) -> None:
+    file = write(SUITE.replace("engines_at_once: 4\n", ""))
+    assert run(file) == 0  # two at once, as sizes of models on a hub are not known
+    path = file.parent / "out" / "results.jsonl"
+    assert read_results(path.parent).header["engines_at_once"] == 2
+    path.write_text(
+        path.read_text().replace('"engines_at_once": 2, "gpu"', '"engines_at_once": 1, "gpu"')
+    )
+    assert run(file) == 0
+    assert {recorded.run.wave for recorded in read_results(path.parent).samples} == {0, 1}
+
+
+def test_a_report_needs_no_suite(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(SUITE)
+    run(file)
+    before = (file.parent / "out" / "results.md").read_text()
+    (file.parent / "out" / "results.md").unlink()
+    fakes.log.clear()
+    capsys.readouterr()
+    assert main(["bench", "--report", str(file.parent / "out")]) == 0
+    assert (file.parent / "out" / "results.md").read_text() == before
+    assert "| code | big | slem |" in capsys.readouterr().out
+    assert fakes.log == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "give a suite to run, or --report DIR"),
+        (["suite.yaml", "--report", "x"], "give a suite to run, or --report DIR"),
+        (["absent.yaml"], "cannot read the suite absent.yaml"),
+        (["--report", "absent"], "cannot read absent/results.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    fakes: Fakes, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert sentence in error
+
+
+def test_vllm_configurations() -> None:
+    drafter = Drafter("small", "org/small", {"translation": "text"})
+
+    def config(method: str) -> dict[str, object] | None:
+        return engines.vllm_config(EngineId("big", method, "small", 3), drafter)
+
+    shared = {"model": "org/small", "num_speculative_tokens": 3}
+    for method in METHODS:
+        assert config(method) == {"method": method, "translation": "text", **shared}
+    assert config("draft_model") == {"method": "draft_model", **shared}
+    assert config("vllm_tli") == config("draft_model") | {"use_heterogeneous_vocab": True}
+    assert engines.vllm_config(EngineId("big", "alone"), None) is None
+
+
+def test_only_stock_methods_that_sample_are_repaired() -> None:
+    for method in ("vllm_tli", "draft_model"):
+        assert engines.repairs_sampling(method, (0.0, 0.5))
+        assert not engines.repairs_sampling(method, (0.0,))
+    for method in ("alone", "hf_assisted", "hf_alone", *METHODS):
+        assert not engines.repairs_sampling(method, (1.0,))
+
+
+def test_as_many_engines_as_memory_holds(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"big": 3 << 30, "small": 1 << 30}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"dtype": "float32"}')
+        with (tmp_path / name / "model.safetensors").open("wb") as weights:
+            weights.truncate(size)
+    text = GOOD.replace("org/big", "./big").replace("org/small", "./small")
+    suite = read_suite(write(text))
+    monkeypatch.setattr(engines, "on_gpu", lambda: False)
+    # Each takes 3 + 1 + 2 GiB of 80 % of what is free.
+    for free, expected in ((30, 4), (16, 2), (4, 1)):
+        monkeypatch.setattr(engines, "available_memory_bytes", lambda free=free: free << 30)
+        assert engines.at_once_for(suite) == expected
+    (tmp_path / "big" / "config.json").write_text('{"dtype": "bfloat16"}')
+    monkeypatch.setattr(engines, "available_memory_bytes", lambda: 30 << 30)
+    assert engines.at_once_for(suite) == 2  # 6 + 1 + 2 GiB as float32
+    monkeypatch.setattr(engines, "on_gpu", lambda: True)
+    assert engines.at_once_for(suite) == 2
+    assert engines.at_once_for(read_suite(write("engines_at_once: 7\n" + text))) == 7
+
+
+def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "on_gpu", lambda: True)
+    assert engines.device_share(2) == {"gpu_memory_utilization": 0.45}
+    assert engines.device_share(1) == {}
+    monkeypatch.setattr(engines, "on_gpu", lambda: False)
+    assert engines.device_share(2) == {}
+
+
+def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
+    def differ(drafter: str) -> str | None:
+        target = Target("t", str(demo_pair / "target"), (), ())
+        return bench._vocabularies_differ(target, Drafter("d", str(demo_pair / drafter)))
+
+    assert differ("target-wide") is None
+    assert differ("drafter") == "target and drafter have different vocabularies"
+
+
+@pytest.mark.engine
+def test_a_real_suite(demo_pair: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_SPEC_DEMO", str(demo_pair))
+    file = write("""\
+targets:
+  - model: demo:target
+    drafters: [demo:drafter]
+peers: [alone]
+datasets:
+  code: {file: demo:prompts.jsonl, count: 2, max_prompt_chars: 300}
+max_tokens: 16
+repeats: 1
+""")
+    assert run(file) == 0
+    out = file.parent / "out"
+    alone, slem = rows_of(read_results(out))
+    assert slem.identical == (2, 2)
+    assert slem.figures.tokens == alone.figures.tokens <= 2 * 16
+    assert slem.figures.drafts > 0
+    assert slem.figures.acceptance_length == pytest.approx(
+        1 + slem.figures.accepted_tokens / slem.figures.drafts
+    )
+    assert slem.figures.ttft.median > 0
+    assert slem.figures.peak_memory_bytes > 1 << 20
+    summary = json.loads((out / "summary.json").read_text())
+    assert [row["method"] for row in summary["rows"]] == ["alone", "slem"]

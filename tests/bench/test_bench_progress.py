@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told while a benchmark runs, and what it says of the machine."""
+
+import io
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from bench_fakes import sample
+from rich.console import Console
+
+from vllm_hetero_spec.bench import provenance
+from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.bench.progress import Reporter, TimeLeft, _duration
+
+
+def cell(method: str, batch_size: int = 1) -> Cell:
+    return Cell(EngineId("t", method), "code", batch_size, 0.0)
+
+
+def runs(*cells: Cell) -> list[Measurement]:
+    return [Measurement(each, 0, 0) for each in cells]
+
+
+def test_time_left_is_that_of_like_runs() -> None:
+    estimate = TimeLeft()
+    assert estimate.seconds(runs(cell("alone")), starts=1) is None
+    estimate.ran(cell("alone"), 4.0)
+    estimate.ran(cell("slem"), 2.0)
+    estimate.ran(cell("slem", 8), 10.0)
+    estimate.started(30.0)
+    assert estimate.seconds(runs(cell("alone")), starts=0) == 4.0
+    assert estimate.seconds(runs(cell("other")), starts=0) == 3.0  # same load
+    assert estimate.seconds(runs(cell("alone", 8)), starts=2) == 10.0 + 60.0
+    elsewhere = Cell(EngineId("t", "alone"), "text", 1, 1.0)
+    assert estimate.seconds(runs(elsewhere), starts=0) == 3.0  # same batch size
+    assert estimate.seconds(runs(cell("alone", 2)), starts=0) == pytest.approx(16 / 3)
+    estimate.ran(cell("alone"), 6.0)
+    assert estimate.seconds(runs(cell("alone"), cell("alone")), starts=0) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s"), (29, "29 s"), (100, "2 min"), (5000, "1 h 23 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_told(terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=120, no_color=True)
+    first, second, third = runs(cell("alone"), cell("slem"), cell("alone", 8))
+    with Reporter(console) as reporter:
+        reporter.begin([first, second, third])
+        reporter.starting(first.cell.engine)
+        reporter.started(first.cell.engine, 1.0)
+        for run in (first, second):
+            reporter.measuring(run)
+        reporter.measured(first, sample([[1, 2]], 0.5, drafts=2, accepted_tokens=1), 120.0)
+        reporter.failed(second, "the engine\n  died")
+        reporter.measured(third, sample([[1, 2]], 0.5), 1.0)
+    lines = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", output.getvalue())
+    assert "starting t/alone" in lines
+    assert "[1/3] t/alone/code/b1/t0, round 1: 4.0 tok/s, acceptance length 1.50" in lines
+    assert "[2/3] t/slem/code/b1/t0, round 1: failed: the engine died" in lines
+    # On a terminal the bar says how much is left, at its next refresh.
+    assert ("; about 4 min left" in lines) != terminal
+
+
+def test_provenance_tells_versions_machine_and_sources() -> None:
+    found = provenance.provenance()
+    assert {"vllm_hetero_spec", "vllm", "torch", "transformers", "python"} <= set(found["versions"])
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["memory_gib"] > 0
+    assert found["machine"]["cpu"]
+    assert 0 < provenance.available_memory_bytes() <= provenance.memory_bytes()
+
+
+def test_sources_outside_of_a_checkout_have_no_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where a package is installed below somebody else's repository.
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    package = tmp_path / "site" / "bench"
+    package.mkdir(parents=True)
+    (package.parent / "config.py").write_text("")
+    monkeypatch.setattr(provenance, "_HERE", package)
+    assert provenance.source() == {}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
+    found = provenance.source()
+    assert re.fullmatch(r"[0-9a-f]{40}", found["revision"])
+    assert found["dirty"] is False
+    (package.parent / "config.py").write_text("changed")
+    assert provenance.source()["dirty"] is True

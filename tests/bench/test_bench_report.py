@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of fake engines whose figures are known."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from bench_fakes import HEADER, SUITE, Fakes, Silent, suite
+from rich.console import Console
+
+from vllm_hetero_spec.bench.optional import optional
+from vllm_hetero_spec.bench.plan import make_plan
+from vllm_hetero_spec.bench.plots import write_plots
+from vllm_hetero_spec.bench.report import markdown, notes, print_speed, write_report
+from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.rows import Row, rows_of
+from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measurement import MeasurementError
+
+# 8 tokens per run, so 4, 2 and 8 tokens per second alone, 8 with the method.
+SECONDS = {"alone": [2.0, 4.0, 1.0], "slem": [1.0]}
+
+
+def measured(folder: Path, fakes: Fakes, asked: Suite = SUITE) -> Contents:
+    """What a run of a suite on fakes leaves."""
+    results = Results(folder, HEADER | {"digest": asked.digest, "suite": asked.described()})
+    plan = make_plan(asked, 8, lambda target, drafter: "they differ")
+    run_plan(plan, asked, results, fakes.start, Silent())
+    results.close()
+    return results.contents
+
+
+def row_of(rows: list[Row], method: str) -> Row:
+    (found,) = (row for row in rows if row.cell.engine.method == method)
+    return found
+
+
+def table_lines(text: str, title: str) -> list[str]:
+    """The lines of a table, head and rule left out."""
+    section = text.split(f"## {title}\n\n")[1]
+    return section.split("\n\n")[0].splitlines()[2:]
+
+
+def test_rows_are_paired_by_round(tmp_path: Path) -> None:
+    rows = rows_of(measured(tmp_path, Fakes(SECONDS)))
+    assert [row.cell.engine.method for row in rows] == ["alone", "slem"]
+    found = row_of(rows, "slem").speedup
+    assert (found.median, found.low, found.high) == pytest.approx((2.0, 1.0, 4.0))
+    alone = row_of(rows, "alone")
+    assert (alone.speedup, alone.identical, alone.speedup_over_hf) == (None, None, None)
+
+
+def test_a_reference_measured_again_counts_once(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(SECONDS))
+    again = dataclasses.replace(contents.samples[0], session=1)
+    assert again.run.cell.engine.method == "alone"
+    contents.samples.append(again)
+    alone = row_of(rows_of(contents), "alone")
+    assert (alone.figures.requests, alone.figures.tokens_per_second.rounds) == (6, 3)
+
+
+def test_the_row_of_a_method_in_the_table_of_speeds(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(SECONDS))
+    text = markdown(contents, rows_of(contents))
+    assert table_lines(text, "Speed") == [
+        "| code | big | alone | - | - | 0 | 1 | 500.0 | 500.0 | 4.0 | - | - | - | - |",
+        "| code | big | slem | small | 4 | 0 | 1 | 250.0 | 250.0 | 8.0 | 2.00x (1.00-4.00) | - "
+        "| 2.50 | 2 of 2 |",
+    ]
+
+
+def test_the_other_tables(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(SECONDS))
+    text = markdown(contents, rows_of(contents))
+    assert table_lines(text, "Speculation") == [
+        "| code | big | slem | small | 4 | 0 | 1 | 12 | 36 | 30 | 18 | 0.75 0.50 0.25 "
+        "| 0.75 | 1.50 | 3.00 | 0.38 | no_blocks 6 |",
+    ]
+    latency = table_lines(text, "Latency")[1]
+    assert latency.endswith(
+        "| 250.0 / 250.0 / 250.0 | 250.0 / 250.0 / 250.0 | 250.0 / 250.0 / 250.0 | 24 | 3 |"
+    )
+
+
+def test_hugging_face_is_compared_with_both_references(tmp_path: Path) -> None:
+    seconds = {"alone": [1.0], "hf_alone": [4.0], "hf_assisted": [2.0]}
+    outputs = {"hf_alone": [9, 9, 9, 9], "hf_assisted": [9, 9, 9, 9]}
+    asked = suite(peers=("hf_assisted",))
+    rows = rows_of(measured(tmp_path, Fakes(seconds, outputs), asked))
+    order = [row.cell.engine.method for row in rows]
+    assert order == ["alone", "slem", "hf_alone", "hf_assisted"]
+    assisted = row_of(rows, "hf_assisted")
+    assert assisted.speedup.median == pytest.approx(0.5)
+    assert assisted.speedup_over_hf.median == pytest.approx(2.0)
+    assert assisted.identical == (2, 2)  # as hf_alone, not as alone
+    alone = row_of(rows, "hf_alone")
+    assert alone.speedup.median == pytest.approx(0.25)
+    assert (alone.identical, alone.speedup_over_hf) == (None, None)
+
+
+def test_differing_output_is_counted(tmp_path: Path) -> None:
+    rows = rows_of(measured(tmp_path, Fakes(outputs={"slem": [1, 2, 3, 5]})))
+    assert row_of(rows, "slem").identical == (0, 2)
+
+
+def test_sampled_output_is_not_compared(tmp_path: Path) -> None:
+    rows = rows_of(measured(tmp_path, Fakes(), suite(temperatures=(1.0,))))
+    assert row_of(rows, "slem").identical is None
+
+
+def test_without_a_reference_there_is_no_speedup(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(refuse={"alone": MeasurementError("no memory")}))
+    (row,) = rows_of(contents)
+    assert (row.speedup, row.identical) == (None, None)
+    assert "## Failed\n\n- no memory: `big/alone/code/b1/t0`\n" in markdown(contents, [row])
+
+
+def test_failures_and_what_is_not_measured_are_told(tmp_path: Path) -> None:
+    asked = suite(peers=("draft_model",), temperatures=(0.0, 1.0))
+    fakes = Fakes(refuse={"slem": ConfigError("no such\n  drafter")})
+    contents = measured(tmp_path, fakes, asked)
+    text = markdown(contents, rows_of(contents))
+    assert (
+        "## Failed\n\n- no such drafter: `big/slem/small/k4/code/b1/t0`, "
+        "`big/slem/small/k4/code/b1/t1`\n" in text
+    )
+    assert "## Not measured\n\n- they differ: `big/draft_model/small/k4/code/b1/t0`," in text
+    assert "## Speculation" not in text
+
+
+def test_the_summary_has_every_figure(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(SECONDS))
+    write_report(tmp_path, contents)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    found = summary["rows"][1]
+    assert found["name"] == "big/slem/small/k4/code/b1/t0"
+    assert (found["method"], found["lookahead"], found["batch_size"]) == ("slem", 4, 1)
+    assert found["speedup"]["median"] == pytest.approx(2.0)
+    assert found["figures"]["acceptance_per_position"] == [0.75, 0.5, 0.25]
+    assert found["figures"]["peak_memory_bytes"] == 3 << 20
+
+
+def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
+    asked = suite(peers=("alone", "vllm_tli"), temperatures=(0.0, 1.0))
+    contents = measured(tmp_path / "a", Fakes(), asked)
+    (note,) = notes(contents)
+    assert note.startswith("vllm_tli: on CPUs vLLM expands sampling parameters")
+    assert note in markdown(contents, rows_of(contents))
+    assert notes(dataclasses.replace(contents, header=contents.header | {"gpu": True})) == []
+    greedy = measured(tmp_path / "b", Fakes(), suite(peers=("alone", "vllm_tli")))
+    assert notes(greedy) == []
+
+
+def test_widened_targets_and_single_engines_are_told(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes())
+    contents.header |= {"widened": {"big": [60, 64]}, "engines_at_once": 1}
+    widened, alone = notes(contents)
+    assert widened.startswith("big is a model widened with zero MLP columns: 60 of 64 add nothing")
+    assert "One engine was up at a time" in alone
+
+
+def test_changes_between_sessions_are_told(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes())
+    contents.resumed.append({"started": "later", "provenance": HEADER["provenance"]})
+    text = markdown(contents, rows_of(contents))
+    assert "gone on with later" in text
+    assert "changed between sessions" not in text
+    contents.resumed.append({"started": "now", "provenance": {"versions": {}}})
+    assert "changed between sessions" in markdown(contents, rows_of(contents))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_is_printed(tmp_path: Path, terminal: bool) -> None:
+    contents = measured(tmp_path, Fakes(SECONDS))
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=250, no_color=True)
+    print_speed(contents, rows_of(contents), console)
+    assert "2.00x (1.00-4.00)" in output.getvalue()
+    assert ("| --- |" in output.getvalue()) != terminal
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    asked = suite(batch_sizes=(1, 2), temperatures=(0.0, 1.0), peers=("alone", "hf_assisted"))
+    rows = rows_of(measured(tmp_path, Fakes(SECONDS), asked))
+    written = write_plots(tmp_path, rows)
+    assert sorted(path.name for path in written) == [
+        "acceptance-by-position-big.png",
+        "speedup-by-batch-big.png",
+        "users-and-throughput-big.png",
+    ]
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_pictures_with_figures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    contents = measured(tmp_path, Fakes(refuse={"slem": MeasurementError("no memory")}))
+    written = write_plots(tmp_path, rows_of(contents))
+    assert [path.name for path in written] == ["users-and-throughput-big.png"]
+
+
+def test_a_library_that_is_not_installed_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="drawing needs absent_library: `pip install absent_li"):
+        optional("absent_library.part", "drawing")

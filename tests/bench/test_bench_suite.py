@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suite files: what they may say, and the line of each mistake."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from bench_fakes import GOOD
+
+from vllm_hetero_spec.bench import datasets, suite_file
+from vllm_hetero_spec.bench.methods import KINDS, PEERS
+from vllm_hetero_spec.bench.suite import Drafter, Suite, speculative_config
+from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.config import METHODS, ConfigError
+
+Write = Callable[[str], Path]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bench"
+
+
+def refused(file: Path) -> tuple[int, str]:
+    """The line and the sentence with which a suite is refused."""
+    with pytest.raises(ConfigError) as found:
+        read_suite(file)
+    place, _, sentence = str(found.value).partition(": ")
+    name, _, line = place.rpartition(":")
+    assert name == str(file)
+    assert "\n" not in sentence
+    return int(line), sentence
+
+
+def test_defaults(write: Write) -> None:
+    suite = read_suite(write(GOOD))
+    assert (suite.name, suite.methods, suite.peers) == ("suite", METHODS, tuple(PEERS))
+    assert suite.targets[0].name == "big"
+    assert suite.targets[0].drafters == (Drafter("small", "org/small"),)
+    assert (suite.batch_sizes, suite.temperatures, suite.lookaheads) == ((1,), (0.0,), (4,))
+    assert (suite.repeats, suite.seed, suite.top_p, suite.ignore_eos) == (3, 0, 1.0, False)
+    assert suite.engines_at_once is None
+    assert len(suite.prompts["big"]["code"]) == 2
+
+
+def test_everything_that_may_be_said(write: Write) -> None:
+    suite = read_suite(
+        write("""\
+name: all
+targets:
+  - model: org/big
+    name: tall
+    drafters:
+      - {model: org/small, name: one, speculative: {kv_cache_memory_bytes: 64MiB}}
+      - org/tiny
+    datasets: [file]
+    engine: {dtype: float16}
+  - {model: org/other, drafters: [org/small]}
+methods: [slem]
+peers: [alone, vllm_tli]
+datasets:
+  file: {file: prompts.jsonl}
+  built: {builtin: mixed, max_prompt_chars: 10}
+batch_sizes: [2, 1]
+temperatures: [1, 0.5]
+num_speculative_tokens: [3, 5]
+max_tokens: 7
+repeats: 2
+ignore_eos: true
+seed: null
+top_p: 0.9
+engine: {dtype: bfloat16, max_model_len: 100}
+engines_at_once: 2
+""")
+    )
+    tall, other = suite.targets
+    assert (tall.name, tall.datasets, other.datasets) == ("tall", ("file",), ("file", "built"))
+    assert tall.engine == {"dtype": "float16", "max_model_len": 100}
+    assert other.engine == {"dtype": "bfloat16", "max_model_len": 100}
+    assert [drafter.name for drafter in tall.drafters] == ["one", "tiny"]
+    assert speculative_config("slem", tall.drafters[0], 3) == {
+        "method": "slem",
+        "model": "org/small",
+        "num_speculative_tokens": 3,
+        "kv_cache_memory_bytes": "64MiB",
+    }
+    assert suite.prompts["tall"] == {"file": ("a", "b")}
+    assert {len(text) for text in suite.prompts["other"]["built"]} == {10}
+    assert (suite.batch_sizes, suite.temperatures) == ((2, 1), (1.0, 0.5))
+    assert (suite.seed, suite.engines_at_once, suite.ignore_eos) == (None, 2, True)
+
+
+def test_every_method_has_a_kind() -> None:
+    assert set(METHODS) <= set(KINDS)
+    assert not set(METHODS) & set(PEERS)
+
+
+def test_the_digest_is_of_what_is_measured(write: Write) -> None:
+    plain = read_suite(write(GOOD)).digest
+    assert read_suite(write("# a comment\n" + GOOD)).digest == plain
+    assert read_suite(write(GOOD + "repeats: 4\n")).digest != plain
+    by_file = GOOD.replace("{builtin: mixed, count: 2}", "{file: prompts.jsonl}")
+    before = read_suite(write(by_file)).digest
+    (write(by_file).parent / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    assert read_suite(write(by_file)).digest != before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "sentence"),
+    [
+        ("datasets:", "dataset:", 4, "unknown key 'dataset' in the suite (did you mean"),
+        ("drafters:", "drafter:", 3, "unknown key 'drafter' in targets[0] (did you mean"),
+        ("targets:", "methods: [slam]\ntargets:", 1, "methods[0] is 'slam' (did you mean 'slem'?)"),
+        ("targets:", "peers: [alone, hf]\ntargets:", 1, "peers[1] is 'hf'; supported: alone, "),
+        ("targets:", "\n\npeers: [alone, alone]\ntargets:", 3, "peers[1] repeats 'alone'"),
+        ("targets:", "batch_sizes: [1, 0]\ntargets:", 1, "batch_sizes[1] is 0; it must be a whole"),
+        ("targets:", "batch_sizes: [1.5]\ntargets:", 1, "batch_sizes[0] is 1.5"),
+        ("targets:", "batch_sizes: []\ntargets:", 1, "batch_sizes is []; it must be a list"),
+        ("targets:", "batch_sizes: 4\ntargets:", 1, "batch_sizes is 4; it must be a list"),
+        ("targets:", "batch_sizes: [2, 3]\ntargets:", 1, "batch size 3 needs as many prompts"),
+        ("targets:", "temperatures: [-1]\ntargets:", 1, "temperatures[0] is -1; it must be a num"),
+        ("targets:", "temperatures: [.nan]\ntargets:", 1, "temperatures[0] is nan"),
+        ("targets:", "temperatures: [true]\ntargets:", 1, "temperatures[0] is True"),
+        ("targets:", "temperatures: [1, 1.0]\ntargets:", 1, "temperatures[1] repeats 1.0"),
+        ("targets:", "num_speculative_tokens: [400]\ntargets:", 1, "number from 1 to 64"),
+        ("targets:", "max_tokens: 0\ntargets:", 1, "max_tokens is 0"),
+        ("targets:", "repeats: many\ntargets:", 1, "repeats is 'many'"),
+        ("targets:", "seed: -1\ntargets:", 1, "seed is -1"),
+        ("targets:", "top_p: 2\ntargets:", 1, "top_p is 2"),
+        ("targets:", "ignore_eos: 1\ntargets:", 1, "ignore_eos is 1; it must be true or false"),
+        ("targets:", "engines_at_once: al\ntargets:", 1, "must be auto or a number"),
+        ("targets:", "engines_at_once: 0\ntargets:", 1, "engines_at_once is 0"),
+        ("targets:", "engine: [a]\ntargets:", 1, "engine is ['a']; it must be a mapping"),
+        ("targets:", "engine:\n  model: x\ntargets:", 2, "the benchmark's own to set"),
+        ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a text"),
+        ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice in the suite"),
+        ("org/big", "./absent", 2, "the target folder "),
+        ("org/big", "demo:target", 2, "make the demo pair with `python scripts/train_demo_mod"),
+        ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
+        ("[org/small]", "[]", 3, "targets[0].drafters is []"),
+        ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),
+        ("[org/small]", "[{name: x}]", 3, "targets[0].drafters[0] has no model"),
+        (
+            "[org/small]",
+            "\n      - org/tiny\n      - {model: org/small, speculative: {translatoin: text}}",
+            5,
+            "unknown key 'translatoin' in the speculative configuration (did you mean",
+        ),
+        ("[org/small]", "[org/small]\n    datasets: [cod]", 4, "datasets[0] is 'cod' (did you me"),
+        ("[org/small]", "[org/small]\n  - {model: a/big, drafters: [a/b]}", 4, "repeats 'big'"),
+        ("    drafters: [org/small]\n", "", 2, "targets[0] has no drafters"),
+        ("{builtin: mixed, count: 2}", "{}", 5, "needs one of file, builtin, hf; found none"),
+        ("builtin: mixed", "builtin: mixed, file: x", 5, "found file and builtin"),
+        ("mixed", "mxed", 5, "datasets.code.builtin is 'mxed' (did you mean 'mixed'?)"),
+        ("count: 2", "count: 0", 5, "datasets.code.count is 0"),
+        ("count: 2", "count: 99", 5, "has 8 prompts, 99 are asked"),
+        ("count: 2", "split: test", 5, "datasets.code.split goes with hf, not with builtin"),
+        ("count: 2", "prompt: '{text}'", 5, "a row has no 'text'; it has: prompt"),
+        ("count: 2", "prompt: 'text'", 5, "names no column; write one in braces"),
+        ("count: 2", "prompt: '{text'", 5, "datasets.code.prompt is no template"),
+        ("count: 2", "where: {kind: 1}", 5, "a row has no 'kind'"),
+        ("count: 2", "max_prompt_chars: -1", 5, "datasets.code.max_prompt_chars is -1"),
+        ("count: 2", "chat_template: 1", 5, "datasets.code.chat_template is 1"),
+        ("{builtin: mixed, count: 2}", "{file: absent.jsonl}", 5, "absent.jsonl does not exist"),
+        ("{builtin: mixed, count: 2}", "{hf: org/data}", 5, "needs a split, as `split: test`"),
+        ("{builtin: mixed, count: 2}", "prompts", 5, "datasets.code is 'prompts'; it must be a ma"),
+        ("datasets:\n  code: {builtin: mixed, count: 2}\n", "", 1, "the suite has no datasets"),
+        ("datasets:\n  code: {builtin: mixed, count: 2}\n", "datasets: {}", 4, "datasets is empty"),
+        ("datasets:", "seed: [1\ndatasets:", 5, "not YAML"),
+        (GOOD, "", 1, "the suite is empty"),
+        (GOOD, "- a", 1, "the suite is ['a']; it must be a mapping"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    line: int,
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("HETERO_SPEC_DEMO", str(tmp_path / "no-demo"))
+    assert old in GOOD
+    found_line, found = refused(write(GOOD.replace(old, new, 1)))
+    assert sentence in found
+    assert found_line == line
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "  "}\n', "prompt 2 of datasets.code is empty"),
+        ('{"prompt": "a"}\n[1]\n', "line 2 is no JSON object"),
+        ("nonsense\n", "line 1 is no JSON object"),
+        ('{"prompt": 3}\n', "'prompt' of a row is 3, which is no text"),
+        ('{"promt": "a"}\n', "has no 'prompt' (did you mean 'promt'?); it has: promt"),
+        ("\n", "datasets.code has no prompts"),
+    ],
+)
+def test_mistakes_in_prompts_are_told(write: Write, lines: str, sentence: str) -> None:
+    file = write(GOOD.replace("{builtin: mixed, count: 2}", "{file: prompts.jsonl}"))
+    (file.parent / "prompts.jsonl").write_text(lines)
+    line, found = refused(file)
+    assert line == 5
+    assert sentence in found
+
+
+def test_an_absent_suite_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the suite"):
+        read_suite(tmp_path / "absent.yaml")
+
+
+def prompts_of(suite: Suite) -> tuple[str, ...]:
+    return suite.prompts["big"]["code"]
+
+
+def test_templates_columns_and_filters(write: Write) -> None:
+    dataset = (
+        "{file: prompts.jsonl, prompt: 'Say {turns[0]}!', where: {kind: [a, b]}, "
+        "max_prompt_chars: 5}"
+    )
+    file = write(GOOD.replace("{builtin: mixed, count: 2}", dataset))
+    (file.parent / "prompts.jsonl").write_text(
+        '{"turns": ["{braces} stay"], "kind": "a"}\n'
+        '{"turns": ["no"], "kind": "c"}\n'
+        '{"turns": ["more than five"], "kind": "b"}\n'
+    )
+    assert prompts_of(read_suite(file)) == ("Say {brac!", "Say more !")
+
+
+def test_chat_templates_are_the_targets(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        chat_template = "some"
+        bos_token, bos_token_id = "<s>", 1
+
+        def __call__(self, text: str) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[1])
+
+        def apply_chat_template(self, turns: list[dict[str, str]], **how: bool) -> str:
+            assert how == {"tokenize": False, "add_generation_prompt": True}
+            (turn,) = turns
+            return f"<s>[{turn['role']}] {turn['content']} [reply]"
+
+    monkeypatch.setattr(datasets, "tokenizer_of", lambda model, engine: Tokenizer())
+    dataset = "{file: prompts.jsonl, chat_template: true}"
+    file = write(GOOD.replace("{builtin: mixed, count: 2}", dataset))
+    # vLLM puts the <s> there itself.
+    assert prompts_of(read_suite(file)) == ("[user] a [reply]", "[user] b [reply]")
+    monkeypatch.setattr(Tokenizer, "chat_template", None)
+    line, sentence = refused(file)
+    assert (line, sentence) == (5, "datasets.code.chat_template: org/big has no chat template.")
+
+
+HF = "{hf: org/data, config: small, split: test, prompt: '{text}', count: 2}"
+
+
+def test_hugging_face_rows_are_streamed(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*names: str, **options: object) -> object:
+        asked.append((names, options))
+        return iter([{"text": "a"}, {"text": "b"}, {"text": "c"}])
+
+    library = SimpleNamespace(
+        load_dataset=load_dataset, config=SimpleNamespace(HF_DATASETS_OFFLINE=False)
+    )
+    monkeypatch.setattr(importlib, "import_module", lambda name: library)
+    suite = read_suite(write(GOOD.replace("{builtin: mixed, count: 2}", HF)))
+    assert prompts_of(suite) == ("a", "b")
+    assert asked == [(("org/data", "small"), {"split": "test", "streaming": True})]
+
+    def fail(*names: str, **options: object) -> object:
+        raise RuntimeError("Dataset scripts are not supported\nmore")
+
+    library.load_dataset = fail
+    line, sentence = refused(write(GOOD.replace("{builtin: mixed, count: 2}", HF)))
+    assert line == 5
+    assert sentence == "cannot load the dataset org/data: Dataset scripts are not supported"
+
+
+def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    line, sentence = refused(write(GOOD.replace("{builtin: mixed, count: 2}", HF)))
+    assert (line, sentence) == (
+        5,
+        "the dataset org/data needs datasets: `pip install datasets`.",
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "paper", "spec_bench"])
+def test_examples_are_suites(
+    name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "demo":  # its prompts are elsewhere
+        monkeypatch.setattr(suite_file, "load_dataset", lambda entry: ["a prompt"] * 64)
+        monkeypatch.setattr(suite_file, "in_chat_template", lambda entry, texts, *_: list(texts))
+        monkeypatch.setattr(datasets, "_datasets_library", lambda entry: None)
+    file = EXAMPLES / f"{name}.yaml"
+    text = file.read_text()
+    if name == "spec_bench":
+        (tmp_path / "question.jsonl").write_text("{}\n")
+        file = tmp_path / file.name
+        file.write_text(text)
+    suite = read_suite(file)
+    assert suite.name == name.replace("_", "-")
+    assert all(target.drafters for target in suite.targets)
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    assert suite.methods == METHODS

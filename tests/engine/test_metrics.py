@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's counters on their way into vLLM's metrics, station by station; no engine runs."""
+
+import json
+import logging
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import BASE, slem
+from prometheus_client import REGISTRY
+
+import vllm_hetero_spec
+from vllm_hetero_spec.engine import metrics
+from vllm_hetero_spec.engine.metric_sinks import COUNTERS, GAUGES, LABELLED, PREFIX, SECONDS
+from vllm_hetero_spec.engine.stats import REASONS, DraftStats, Growth
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+# ---- what a step's growth is -------------------------------------------------------------------
+
+
+def test_growth_is_what_came_since_the_last_time() -> None:
+    stats, growing = DraftStats(), Growth()
+    assert growing.take(stats) == {"kv_blocks": 0, "kv_blocks_held": 0}
+    for length in (4, 2, 4, 0):
+        stats.drafted(length)
+    stats.skip("catching_up")
+    stats.forward_seconds += 0.5
+    stats.kv_blocks, stats.kv_blocks_held = 9, 4
+    held = {"kv_blocks": 9, "kv_blocks_held": 4}
+    first = {"drafts": 3, "draft_tokens": 10, "forward_seconds": 0.5}
+    first |= {"lengths": {4: 2, 2: 1}, "skipped": {"catching_up": 1}}
+    assert growing.take(stats) == first | held
+    assert growing.take(stats) == held
+    stats.drafted(2)
+    stats.skip("catching_up")
+    stats.skip("nothing_proposed")
+    assert growing.take(stats) == {
+        "drafts": 1,
+        "draft_tokens": 2,
+        "lengths": {2: 1},
+        "skipped": {"catching_up": 1, "nothing_proposed": 1},
+        **held,
+    }
+
+
+def test_counters_that_were_set_back_count_from_zero() -> None:
+    stats, growing = DraftStats(reused_tokens=7, skipped=Counter(catching_up=8)), Growth()
+    growing.take(stats)
+    stats.reused_tokens = 3
+    stats.skipped = Counter(catching_up=2, no_text=1)
+    grown = growing.take(stats)
+    assert grown["reused_tokens"] == 3
+    assert grown["skipped"] == {"catching_up": 2, "no_text": 1}
+
+
+def test_everything_counted_is_exported() -> None:
+    """A new field of DraftStats needs a description in `metric_sinks`."""
+    fields = DraftStats().__dataclass_fields__
+    assert set(fields) == {*COUNTERS, *SECONDS, *GAUGES, *LABELLED}
+
+
+# ---- on the way ---------------------------------------------------------------------------------
+
+
+def test_vllms_own_serializer_carries_the_growth() -> None:
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    vllm_hetero_spec.register()
+    vllm_hetero_spec.register()
+    stats, growing = DraftStats(), Growth()
+    stats.catch_up_tokens += np.int64(3)  # what vLLM's serializer refuses
+    stats.verify_seconds += np.float32(0.25)
+    stats.drafted(4)
+    stats.skip("no_text")
+    grown = growing.take(stats)
+
+    def sent(stats: Any) -> Any:
+        wire = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+        return MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats
+
+    carrying = SchedulerStats(num_running_reqs=2)
+    carrying.hetero_spec = grown
+    assert sent(carrying).hetero_spec == grown
+    assert sent(carrying).num_running_reqs == 2
+    assert sent(SchedulerStats()).hetero_spec is None
+    assert SchedulerStats().hetero_spec is None
+
+
+def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+    class Ours:
+        reports = 0
+
+        def report(self) -> dict[str, int]:
+            self.reports += 1
+            return {"steps": self.reports}
+
+    drafter = Ours()
+    wrap = metrics.wrap_sample(Ours, EMPTY_MODEL_RUNNER_OUTPUT)
+    fresh = wrap(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
+    empty = wrap(lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
+    runner = SimpleNamespace(drafter=drafter)
+    output = pickle.loads(pickle.dumps(fresh(runner, None)))
+    assert output.hetero_spec == {"steps": 1}
+    assert empty(runner, None) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "hetero_spec")
+    assert drafter.reports == 1  # what was counted waits for an output of its own
+    assert not hasattr(fresh(SimpleNamespace(drafter=object()), None), "hetero_spec")
+    assert not hasattr(fresh(SimpleNamespace(), None), "hetero_spec")
+
+
+def test_scheduler_hands_the_growth_to_one_front_end_only() -> None:
+    def update(*statistics: Any) -> dict[int, Any]:
+        outputs = {i: SimpleNamespace(scheduler_stats=stats) for i, stats in enumerate(statistics)}
+        wrapped = metrics._wrap_update(lambda self, scheduled, output: outputs)
+        return wrapped(None, None, SimpleNamespace(hetero_spec={"steps": 1}))
+
+    outputs = update(None, SimpleNamespace(), SimpleNamespace())
+    carrying = [hasattr(o.scheduler_stats, "hetero_spec") for o in outputs.values()]
+    assert carrying == [False, True, False]
+    assert update() == {}
+    assert update(None)[0].scheduler_stats is None  # statistics are off
+
+
+# ---- where it ends ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(demo_pair: Path) -> Iterator[Any]:
+    """Builds vLLM's stat loggers for a speculative configuration, without an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    vllm_hetero_spec.register()
+    limits = {k: v for k, v in BASE.items() if k != "disable_log_stats"}
+
+    def build(logger: Any, spec: dict | None, *args: Any) -> Any:
+        made = EngineArgs(str(demo_pair / "target"), **limits, speculative_config=spec)
+        return logger(made.create_engine_config(), *args)
+
+    yield build
+    unregister_vllm_metrics()
+
+
+def _samples() -> dict[str, float]:
+    return {
+        f"{s.name}{[v for k, v in sorted(s.labels.items()) if k not in ('model_name', 'le')]}": (
+            s.value
+        )
+        for metric in REGISTRY.collect()
+        for s in metric.samples
+        if s.name.startswith("vllm:")
+    }
+
+
+def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Path) -> None:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    sink = registered(PrometheusStatLogger, slem(demo_pair / "drafter", lookahead=3), [0, 1])
+    for index, steps in ((0, 1), (1, 5)):
+        stats = SchedulerStats()
+        stats.hetero_spec = {"steps": steps, "skipped": {"no_text": 2 * steps}, "lengths": {3: 1}}
+        sink.record(stats, None, engine_idx=index)
+        sink.record(SchedulerStats(), None, engine_idx=index)  # another drafter's, or a step before
+        sink.record(None, None, engine_idx=index)
+    found = _samples()
+    assert found[f"{PREFIX}steps_total['0']"] == 1
+    assert found[f"{PREFIX}steps_total['1']"] == 5
+    assert found[f"{PREFIX}skipped_total['1', 'no_text']"] == 10
+    assert found[f"{PREFIX}drafts_by_length_total['0', '3']"] == 1
+    # Zero from the start, so that a rate shows the first of its kind.
+    shown = {name for name in found if name.startswith(f"{PREFIX}skipped_total['0'")}
+    assert shown == {f"{PREFIX}skipped_total['0', '{reason}']" for reason in REASONS}
+
+
+def test_other_drafters_have_none_of_ours(registered: Any) -> None:
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    for spec in (None, ngram):
+        registered(PrometheusStatLogger, spec, [0])
+        assert not [name for name in _samples() if name.startswith(PREFIX)]
+        assert registered(LoggingStatLogger, spec).hetero_spec is None
+
+
+def test_a_line_beside_vllms_own(registered: Any, demo_pair: Path, caplog: Any) -> None:
+    from vllm.v1.metrics.loggers import LoggingStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    caplog.set_level(logging.INFO, "vllm.hetero_spec")
+    sink = registered(LoggingStatLogger, slem(demo_pair / "drafter"))
+    sink.num_prompt_tokens = 1  # not idle
+    stats = SchedulerStats()
+    stats.hetero_spec = {"steps": 2, "drafts": 4, "draft_tokens": 10, "drafter_tokens": 25}
+    stats.hetero_spec |= {"translate_seconds": 0.004, "skipped": {"no_blocks": 3}}
+    stats.hetero_spec |= {"kv_blocks": 8, "kv_blocks_held": 2}
+    sink.record(stats, None)
+    sink.log()
+    sink.log()
+    lines = [m for m in caplog.messages if m.startswith("Drafter metrics")]
+    assert len(lines) == 1  # the second time nothing had happened
+    for figure in ("Drafts: 4", "2.50 tokens", "target token: 2.50", "2.00 ms/step", "25.0%"):
+        assert figure in lines[0]
+    assert lines[0].endswith("Undrafted: no_blocks 3")
+
+
+def test_a_fault_ends_the_metrics_and_nothing_else(
+    registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    monkeypatch.setattr(metrics, "_observe", metrics.harmless(metrics._observe.__wrapped__))
+    sink = registered(PrometheusStatLogger, slem(demo_pair / "drafter"), [0])
+    stats = SchedulerStats(num_running_reqs=3)
+    stats.hetero_spec = {"unheard_of": 1}
+    for _ in range(3):
+        sink.record(stats, None)
+    assert len([m for m in caplog.messages if "unheard_of" in m and "not affected" in m]) == 1
+    assert _samples()["vllm:num_requests_running['0']"] == 3
+
+
+def test_a_vllm_that_lacks_a_piece_still_starts(
+    registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(metrics, "require", metrics.harmless(metrics.install))
+    monkeypatch.delattr(Scheduler, "update_from_output")
+    vllm_hetero_spec.register()
+    assert not caplog.messages  # nobody asked for us
+    for _ in range(2):
+        registered(lambda config: config, slem(demo_pair / "drafter"))
+    said = [m for m in caplog.messages if "update_from_output" in m]
+    assert len(said) == 1
+    assert "requests are not affected" in said[0]
+
+
+# ---- the dashboard ------------------------------------------------------------------------------
+
+
+def test_dashboard_asks_for_metrics_that_exist(registered: Any, demo_pair: Path) -> None:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    board = json.loads((REPO / "examples" / "grafana" / "hetero_spec.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [v["definition"] for v in board["templating"]["list"] if "definition" in v]
+    asked = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
+    registered(PrometheusStatLogger, slem(demo_pair / "drafter"), [0])
+    existing = {sample.partition("[")[0] for sample in _samples()}
+    assert asked - existing == set()
+    ours = {name.removeprefix(PREFIX) for name in asked if name.startswith(PREFIX)}
+    assert {"skipped_total", "drafter_tokens_total", "kv_blocks_held"} <= ours
+    assert len(board["panels"]) == len({panel["id"] for panel in board["panels"]})

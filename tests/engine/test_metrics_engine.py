@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's counters in the metrics of real engines: all of them, once, in any process.
+
+Run as a program, `test_metrics_engine.py DEMO ANSWER`, it writes what was counted and exported.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import generate, greedy
+
+from vllm_hetero_spec.engine.metric_sinks import COUNTERS, GAUGES, LABELLED, PREFIX, SECONDS
+from vllm_hetero_spec.engine.stats import read_stats
+
+pytestmark = pytest.mark.engine
+
+LABELS = {suffix: label for suffix, label, _ in LABELLED.values()}
+
+
+def exported(llm: Any) -> dict[str, Any]:
+    """Our metrics of an engine: numbers, and what is labelled as a dictionary."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix(PREFIX)
+        if name == metric.name:
+            continue
+        value = metric.sum if hasattr(metric, "sum") else metric.value
+        if label := LABELS.get(name):
+            found.setdefault(name, {})[metric.labels[label]] = value
+        else:
+            found[name] = value
+    return found
+
+
+def growth(before: Any, after: Any) -> Any:
+    if isinstance(after, dict):
+        return {key: growth(before.get(key, 0), after[key]) for key in after}
+    return after - (before or 0)
+
+
+def run(llm: Any, prompts: list[str], **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Serves a batch; what it made grow in the worker and in the front end's metrics."""
+    worker, front = read_stats(llm), exported(llm)
+    generate(llm, prompts, greedy(**params))
+    counted, shown = growth(worker, read_stats(llm)), growth(front, exported(llm))
+    for name in GAUGES:
+        counted[name], shown[name] = read_stats(llm)[name], exported(llm)[name]
+    return counted, shown
+
+
+def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:
+    """The front end's metrics are exactly what the worker counted."""
+    by_length = {int(length): count for length, count in shown["drafts_by_length"].items()}
+    assert sum(by_length.values()) == counted["drafts"]
+    assert sum(length * count for length, count in by_length.items()) == counted["draft_tokens"]
+    assert {k: v for k, v in shown["skipped"].items() if v} == {
+        k: v for k, v in counted["skipped"].items() if v
+    }
+    for name in (*COUNTERS, *GAUGES):
+        assert shown[name] == counted[name], name
+    for name in SECONDS:
+        assert shown[name] == pytest.approx(counted[name], abs=1e-9), name
+
+
+@pytest.fixture(scope="module")
+def limited(demo_pair: Path) -> Iterator[Any]:
+    """An engine whose drafter has few blocks and a short context; it counts per request as well."""
+    spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=6 << 18, max_model_len=200)
+    changes = {"per_request_spec_decode_metrics": "detailed"}
+    with engine(demo_pair / "target", spec, **changes) as llm:
+        yield llm
+
+
+def test_metrics_are_exactly_what_the_worker_counted(limited: Any, code_prompts: list) -> None:
+    long, short = code_prompts[:8], [text[:300] for text in code_prompts[:16]]
+    reasons: Counter[str] = Counter()
+    for prompts in (long, short, short):
+        counted, shown = run(limited, prompts)
+        agree(counted, shown)
+        reasons.update(shown["skipped"])
+    assert reasons["drafter_length"] > 0
+    assert reasons["no_blocks"] > 0
+    shown = exported(limited)
+    assert shown["drafts"] > 0
+    assert 0 < shown["kv_blocks"] < 12
+    assert shown["translate_seconds"] + shown["forward_seconds"] <= shown["propose_seconds"]
+    assert shown["verify_seconds"] > 0
+
+
+def test_a_step_counted_twice_is_noticed(
+    limited: Any, code_prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = proposer_of(limited)
+    real = proposer.report
+    kept: list[dict[str, Any]] = []
+
+    def again() -> dict[str, Any]:
+        kept.append(real())
+        return copy.deepcopy(kept[-2] if len(kept) == 3 else kept[-1])
+
+    monkeypatch.setattr(proposer, "report", again)
+    counted, shown = run(limited, [text[:300] for text in code_prompts[:4]])
+    assert len(kept) > 3
+    with pytest.raises(AssertionError):
+        agree(counted, shown)
+
+
+def test_figures_of_one_request(limited: Any, code_prompts: list) -> None:
+    """vLLM's own, per request: they add up to its counters."""
+    before = metrics_of(limited)
+    outputs = limited.generate([t[:300] for t in code_prompts[:4]], greedy(), use_tqdm=False)
+    after = metrics_of(limited)
+    found = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
+    for name, key in (
+        ("num_drafts", "num_spec_steps"),
+        ("num_draft_tokens", "num_draft_tokens"),
+        ("num_accepted_tokens", "num_accepted_draft_tokens"),
+    ):
+        assert sum(one[key] for one in found) == after[name] - before[name]
+    for output, one in zip(outputs, found, strict=True):
+        assert sum(one["per_step_drafted"]) == one["num_draft_tokens"]
+        assert one["num_accepted_draft_tokens"] < len(output.outputs[0].token_ids)
+    assert any(one["mean_acceptance_length"] > 1 for one in found)
+
+
+def test_counts_reach_the_front_end_from_other_processes(demo_pair: Path, tmp_path: Path) -> None:
+    answer = tmp_path / "answer.json"
+    several = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(demo_pair), str(answer)],
+        env=several,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (in_process, counted, shown), other = json.loads(answer.read_text())
+    assert not in_process
+    assert counted["drafts"] > 0
+    agree(counted, shown)
+    assert other == {}
+
+
+def _main(demo: Path, answer: Path) -> None:
+    prompts = [json.loads(line)["prompt"] for line in (demo / "prompts.jsonl").open()][:4]
+    # First an engine of another kind, in the same front end: ours must not come too late after it.
+    with engine(demo / "target") as llm:
+        generate(llm, prompts, greedy())
+        other = exported(llm)
+    with engine(demo / "target", slem(demo / "drafter")) as llm:
+        found = hasattr(llm.llm_engine.engine_core, "engine_core"), *run(llm, prompts)
+    answer.write_text(json.dumps([found, other]))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

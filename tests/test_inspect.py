@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec inspect`: figures of tiny pairs counted by hand, real pairs, wrong input."""
+
+import base64
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from vllm_hetero_spec.cli import plots
+from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.cli.tokenizer_source import open_tokenizer
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.text.token_bytes import byte_alphabet
+
+END = "<|endoftext|>"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] }}"
+    + END
+    + "\n"
+    "{% endfor %}{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def bpe(merges: str, special: Sequence[str] = (END,), *, nfc: bool = False) -> Tokenizer:
+    """Byte-level BPE that merges across words; "he l" merges the pieces "he" and "l"."""
+    pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
+    pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
+    tokenizer.normalizer = normalizers.NFC() if nfc else None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    return tokenizer
+
+
+def save(
+    folder: Path,
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any] = {"eos_token": END},
+    **files: Any,
+) -> str:
+    """A model folder without a model; `files` are further JSON files by name."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """The folders of a target that knows "hello" and of a drafter that knows "he" and "lo"."""
+    target = bpe("h e,l l,he ll,hell o", (END, "<|user|>", "<|pad|>"))
+    drafter = bpe("h e,l o", (END, "<|user|>", "<s>"))
+    roles = {"eos_token": "<|user|>", "pad_token": "<|pad|>"}
+    return [
+        save(tmp_path / "target", target, roles, generation_config={"eos_token_id": [260, 261]}),
+        save(tmp_path / "drafter", drafter, {"bos_token": "<s>", "eos_token": END}),
+    ]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A tokenizer.json."""
+    file = tmp_path / "tiny.json"
+    bpe("h e").save(str(file))
+    return str(file)
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The findings; nothing else is printed."""
+    assert main(["inspect", *arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    found: dict[str, Any] = json.loads(printed.out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence with which a command line is refused."""
+    assert main(["inspect", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def write(file: Path, text: str) -> str:
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_figures_of_a_text_counted_by_hand(
+    capsys: pytest.CaptureFixture[str], pair: list[str], tmp_path: Path
+) -> None:
+    """hello| |hello|\\n in the target is he|l|lo| |he|l|lo|\\n in the drafter."""
+    text = write(tmp_path / "text.txt", "hello hello\n")
+    found = inspect(capsys, *pair, "--text", text)
+    assert found["text"] == {"source": text, "documents": 1, "lines": 1, "bytes": 12}
+    assert (found["target"]["tokens"], found["drafter"]["tokens"]) == (4, 8)
+    assert found["target"]["tokens_per_byte"] == pytest.approx(4 / 12)
+    assert found["pair"] == {
+        "omega_t": 0.5,  # the space and the newline
+        "omega_k": 0.5,  # no drafter token begins with "hello"
+        "target_straddle": 0.5,
+        "drafter_straddle": 0.0,
+        "drafter_tokens_per_target_token": 2.0,
+    }
+
+
+def test_boundaries_that_cross(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """hel|lo against he|llo: one of two tokens straddles on either side."""
+    target = save(tmp_path / "target", bpe("h e,he l,l o"))
+    drafter = save(tmp_path / "drafter", bpe("h e,l o,l lo"))
+    text = write(tmp_path / "text.jsonl", '{"prompt": "hello"}\n{"prompt": "hello"}\n')
+    found = inspect(capsys, target, drafter, "--text", text)
+    assert found["text"]["documents"] == 2
+    assert found["pair"]["target_straddle"] == found["pair"]["drafter_straddle"] == 0.5
+    # "lo" of the target is a drafter token, and "llo" is l|lo for the target, "he" is he.
+    assert (found["pair"]["omega_t"], found["pair"]["omega_k"]) == (0.5, 0.5)
+
+
+def test_vocabularies_and_roles(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    found = inspect(capsys, *pair)
+    target, drafter = found["target"], found["drafter"]
+    assert target["name"] == pair[0]
+    assert target["vocabulary"] == {
+        "get_vocab": 263,
+        "ids": 263,
+        "text": 260,
+        "special": 3,
+        "holes": 0,
+        "duplicates": 0,
+        "not_utf8": 128,
+    }
+    assert target["roles"] == {
+        "bos": None,
+        "eos": {"id": 261, "content": "<|user|>"},
+        "unk": None,
+        "pad": {"id": 262, "content": "<|pad|>"},
+    }
+    assert (target["eos_ids"], drafter["eos_ids"]) == ([260, 261], None)
+    assert drafter["roles"]["bos"] == {"id": 260, "content": "<s>"}
+    # 256 bytes and "he", and of the special tokens the first two.
+    shared = found["intersection"]
+    assert (shared["get_vocab"], shared["space_normalised"], shared["true_bytes"]) == (259,) * 3
+    assert shared["text_bytes"] == 257
+    assert shared["lengths"]["shared"][:3] == [256, 1, 0]
+    assert shared["lengths"]["target"][:6] == [256, 2, 0, 1, 1, 0]
+
+
+def test_control_tokens_for_the_drafter(
+    capsys: pytest.CaptureFixture[str], pair: list[str]
+) -> None:
+    """The target ends with <|endoftext|> or <|user|>, the drafter with the first only."""
+    bridge = inspect(capsys, *pair)["bridge"]
+    assert bridge["kind"] == "text"
+    assert [
+        (token["content"], token["becomes"], token["drafter_id"], token["text"])
+        for token in bridge["control_tokens"]
+    ] == [
+        (END, "special", 258, ""),
+        ("<|user|>", "special", 258, ""),
+        ("<|pad|>", "text", None, "<|pad|>"),
+    ]
+
+
+def test_equal_tokenizers_pass_ids(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    found = inspect(capsys, pair[0], pair[0])
+    assert found["bridge"]["kind"] == "identity"
+    assert found["pair"]["omega_t"] == 1.0
+    assert found["pair"]["target_straddle"] == 0.0
+
+
+def test_rewriting_and_missing_characters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", "▁", *"Thecats'12dog"])}
+    partial = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    partial.normalizer = normalizers.Replace(" ", "▁")
+    partial.decoder = decoders.Replace("▁", " ")
+    drafter = save(tmp_path / "drafter", partial, {"unk_token": "<unk>"})
+    target = save(tmp_path / "target", bpe("", nfc=True))
+    text = write(tmp_path / "text.txt", "the cat\nthe ox\n\no\u0308 dots\n")
+    found = inspect(capsys, target, drafter, "--text", text)
+    assert found["text"]["lines"] == 3
+    assert found["target"]["normalizers"] == ["NFC"]
+    assert found["target"]["changed_lines"] == 1
+    assert found["target"]["unspelled"]["characters"] == 0
+    assert found["drafter"]["normalizers"] == []
+    assert found["drafter"]["unspelled"] == {
+        "characters": 6,
+        "distinct": 3,
+        "examples": ["\n", "x", "\u0308"],
+    }
+    best = found["methods"]["temperature_1"][0]
+    assert (best["method"], best["reason"][:6]) == ("tli", "100.0%")
+
+
+def test_methods_say_what_this_version_runs(
+    capsys: pytest.CaptureFixture[str], pair: list[str]
+) -> None:
+    methods = inspect(capsys, *pair)["methods"]
+    assert [choice["method"] for choice in methods["temperature_0"]] == ["slem"]
+    for choice in chain(*methods.values()):
+        assert choice["available"] == (choice["method"] in METHODS)
+        assert choice["reason"]
+    # 258 drafter tokens: target tokens take many of them.
+    assert methods["temperature_1"][0]["method"] == "slrs"
+
+
+def test_chat_templates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    special = (END, "<|user|>", "<|im_start|>", "<|im_end|>")
+    chat = {"eos_token": END, "chat_template": CHATML}
+    target = save(tmp_path / "target", bpe("h e", special), chat)
+    other = save(tmp_path / "other", bpe("l o", special), chat | {"chat_template": HEADERS})
+    plain = save(tmp_path / "plain", bpe("l o", special))
+    assert inspect(capsys, target, other)["bridge"]["chat_template"] == {
+        "active": True,
+        "reason": "",
+    }
+    off = inspect(capsys, target, plain)["bridge"]["chat_template"]
+    assert not off["active"]
+    assert "no chat template" in off["reason"]
+
+
+def test_ways_to_spell_target_tokens(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    """256 bytes have one way each, "he" two, "ll" one, "hell" two and "hello" four."""
+    assert inspect(capsys, *pair)["segmentations"] is None
+    ways = inspect(capsys, *pair, "--segmentations")["segmentations"]
+    assert (ways["tokens"], ways["without"], ways["max"]) == (260, 0, 4)
+    assert ways["hardest"] == "hello"
+    assert ways["mean"] == pytest.approx((256 + 2 + 1 + 2 + 4) / 260)
+
+
+def test_a_table_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "44")
+    assert main(["inspect", *pair, "--segmentations"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = printed.out.splitlines()
+    assert lines[:2] == [f"target   {pair[0]}", f"drafter  {pair[1]}"]
+    assert max(map(len, lines[2:])) <= 44
+    for expected in ("omega_T", "<|pad|> (262)", "not in this", "slem", "has no chat template"):
+        assert expected in " ".join(printed.out.split())
+
+
+def test_a_plot(capsys: pytest.CaptureFixture[str], pair: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "shared.PNG"
+    assert inspect(capsys, *pair, "--plot", str(picture))["bridge"]["kind"] == "text"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = [str(tmp_path / "missing"), str(tmp_path / "missing")]
+    if importlib.util.find_spec("matplotlib"):
+        assert ".png" in refused(capsys, *nothing, "--plot", str(tmp_path / "plot.pdf"))
+        assert "no/such" in refused(capsys, *nothing, "--plot", str(tmp_path / "no/such/a.png"))
+        (tmp_path / "folder.png").mkdir()
+        assert "written" in refused(capsys, *nothing, "--plot", str(tmp_path / "folder.png"))
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert "pip install matplotlib" in refused(capsys, *nothing, "--plot", "a.png")
+
+
+@pytest.mark.parametrize("content", ["", " \n\n\t\n", None, b"caf\xe9"])
+def test_a_text_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str | bytes | None
+) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert str(text) in refused(capsys, tiny, tiny, "--text", str(text))
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "b"}', '{"prompt": 1}', '{"prompt": "\\ud800"}'])
+def test_prompts_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, line: str
+) -> None:
+    text = write(tmp_path / "text.jsonl", f'{{"prompt": "a"}}\n{line}\n')
+    assert text in refused(capsys, tiny, tiny, "--text", text)
+
+
+def test_no_such_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty" / "config.json", "{}")
+    assert "the target folder" in refused(capsys, str(tmp_path / "empty"), tiny)
+    assert "does not exist" in refused(capsys, tiny, str(tmp_path / "missing"))
+    assert "does not exist" in refused(capsys, tiny, "missing.json")
+    assert "no tokenizer file" in refused(capsys, write(tmp_path / "notes.txt", "a"), tiny)
+    # Names are looked up in the cache only: HF_HUB_OFFLINE is set.
+    assert "drafter's tokenizer organisation/name" in refused(capsys, tiny, "organisation/name")
+
+
+@pytest.mark.parametrize("content", ['{"model": ', "{}", "[]", '{"version": "1.0"}'])
+def test_a_corrupt_tokenizer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str
+) -> None:
+    file = write(tmp_path / "tokenizer.json", content)
+    assert "target's tokenizer" in refused(capsys, file, tiny)
+    assert "drafter's tokenizer" in refused(capsys, tiny, str(tmp_path))
+
+
+def test_a_tokenizer_without_exact_bytes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str
+) -> None:
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.CTC()
+    words.save(str(tmp_path / "words.json"))
+    assert "cannot be bridged" in refused(capsys, str(tmp_path / "words.json"), tiny)
+
+
+def test_tekken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+    pytest.importorskip("mistral_common")
+    words = [bytes([byte]) for byte in range(256)] + [b"he", b"hello"]
+    content = {
+        "config": {
+            "pattern": r"\p{L}+|\P{L}",
+            "num_vocab_tokens": len(words),
+            "default_vocab_size": len(words) + 20,
+            "default_num_special_tokens": 20,
+            "version": "v3",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
+            for rank, word in enumerate(words)
+        ],
+    }
+    write(tmp_path / "tekken.json", json.dumps(content))
+    write(tmp_path / "generation_config.json", '{"eos_token_id": 2}')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "tiny.json").rename(tmp_path / "other" / "tiny.json")
+    drafter = str(tmp_path / "other" / "tiny.json")
+    found = inspect(capsys, str(tmp_path), drafter)
+    target = found["target"]
+    assert target["vocabulary"]["ids"] == 278
+    assert target["vocabulary"]["text"] == 258
+    assert target["roles"]["bos"] == {"id": 1, "content": "<s>"}
+    assert (target["adds_bos"], target["eos_ids"]) == (True, [2])
+    # A BOS that is added and kept changes every document, and no line's text.
+    assert target["changed_documents_with_special_tokens"] == found["text"]["documents"]
+    assert target["changed_lines"] == 0
+    assert found["intersection"]["text_bytes"] == 257
+    file = inspect(capsys, str(tmp_path / "tekken.json"), drafter)["target"]
+    assert file["vocabulary"] == target["vocabulary"]
+
+
+def test_sentencepiece_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "the dog sat on the cat"] * 20),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=290,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    file = str(tmp_path / "tokenizer.model")
+    model = sentencepiece.SentencePieceProcessor(model_file=file)
+    target = inspect(capsys, file, tiny)["target"]
+    size = model.get_piece_size()
+    assert target["vocabulary"]["ids"] == size
+    assert target["vocabulary"]["text"] == size - sum(
+        model.is_control(i) or model.is_unknown(i) for i in range(size)
+    )
+    assert target["roles"]["eos"] == {"id": model.eos_id(), "content": "</s>"}
+    assert (target["leading_space"], target["changed_lines"]) == ("always", 0)
+
+
+@pytest.mark.parametrize("kind", ["files", "names"])
+def test_no_model_library_is_imported(pair: list[str], tmp_path: Path, kind: str) -> None:
+    """vLLM never is; torch only through transformers, which opens folders and names."""
+    names = [f"{folder}/tokenizer.json" for folder in pair]
+    heavy = ["vllm", "torch", "transformers"]
+    if kind == "names":
+        names = ["organisation/target", "organisation/drafter"]
+        heavy = ["vllm"]
+        for name, folder in zip(names, pair, strict=True):
+            cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+            shutil.copytree(folder, cached / "snapshots" / "0123abc")
+            (cached / "refs").mkdir()
+            (cached / "refs" / "main").write_text("0123abc")
+            config = {"model_type": "llama", "eos_token_id": 258}
+            (cached / "snapshots" / "0123abc" / "config.json").write_text(json.dumps(config))
+    program = (
+        "import sys; from vllm_hetero_spec.cli.main import main; main(sys.argv[1:]); "
+        f"print(*({{*sys.modules}} & {{*{heavy}}}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", *names, "--json"],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.strip() == ""
+    found = json.loads(done.stdout)
+    assert found["target"]["name"] == names[0]
+    if kind == "names":
+        # The target has a generation configuration, which goes before its model's.
+        assert (found["target"]["eos_ids"], found["drafter"]["eos_ids"]) == ([260, 261], [258])
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", "--help"])
+    assert stopped.value.code == 0
+    assert "--segmentations" in capsys.readouterr().out
+
+
+def test_a_real_pair(capsys: pytest.CaptureFixture[str], shared: Path) -> None:
+    """Llama 3.1 joins three digits to a token, Qwen2 does not; nothing else differs as much."""
+    names = [str(shared / "tokenizers" / name) for name in ("llama-3.1", "qwen2")]
+    if not all(Path(name).is_dir() for name in names):
+        pytest.skip("needs the tokenizers of Llama 3.1 and Qwen2")
+    found = inspect(capsys, *names)
+    intersection = found["intersection"]
+    assert {intersection[key] for key in ("get_vocab", "space_normalised", "true_bytes")} == {
+        109_566
+    }
+    assert found["target"]["roles"]["eos"] == {"id": 128009, "content": "<|eot_id|>"}
+    assert found["target"]["changed_lines"] == 0
+    assert found["drafter"]["normalizers"] == ["NFC"]
+    assert found["drafter"]["changed_lines"] == 1
+    assert 0.9 < found["pair"]["omega_t"] <= found["pair"]["omega_k"] < 1
+    assert found["pair"]["target_straddle"] > found["pair"]["drafter_straddle"]
+    (bos,) = (t for t in found["bridge"]["control_tokens"] if t["content"] == "<|begin_of_text|>")
+    assert bos["becomes"] == "nothing"
+
+
+# Sizes by get_vocab(), and whether the tokenizer adds a BOS.
+REAL = {
+    "llama-3.1": (128_256, True),
+    "qwen2": (151_646, False),
+    "mistral-v3-32768": (32_768, True),
+    "phi-3-medium-128k-instruct": (32_011, False),
+    "phi-4": (100_352, False),
+    "deepseek-r1-distill-qwen": (151_665, False),
+    "codellama": (32_016, True),
+    "starcoder": (49_152, False),
+    "llama-2": (32_000, True),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_tokenizers_alone(shared: Path, name: str) -> None:
+    """decode(encode(text)) of news articles gives them back unless a BOS was added."""
+    file = shared / "tokenizers" / name / "tokenizer.json"
+    news = shared / "data" / "prompts" / "news_articles_cnndm_80.jsonl"
+    if not (file.is_file() and news.is_file()):
+        pytest.skip(f"needs {file} and {news}")
+    articles = [json.loads(line)["prompt"] for line in news.read_text().splitlines()]
+    opened = open_tokenizer(str(file), "target")
+    size, adds_bos = REAL[name]
+    assert len(opened.strings) == size
+    assert {opened.round_trip(article) == article for article in articles} == {not adds_bos}
+    spelled = opened.text.encode_batch(articles)
+    for article, ids in zip(articles, spelled, strict=True):
+        assert opened.text.decode_bytes(ids) == article.encode()

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers that change, lose or refuse text: what they spell is known, what they lose counted."""
+
+import io
+import json
+import random
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from recipes import altered, build_characters
+from test_text_tables import TEXTS, encoded
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
+from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.model_proto import lossy_reason
+from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, UnsupportedTokenizer
+
+VARIANTS = (
+    *("unigram-fallback", "unigram-words", "wordpiece", "wordpiece-cased", "characters"),
+    *("characters-silent", "bytes", "byte-level-lowercase", "byte-level-words"),
+)
+SEPARATORS = "keeps at most a space of what separates words"
+LOSSY = {
+    "unigram-words": ["applies NFKC", "replaces ' {2,}' by ' '", SEPARATORS],
+    "wordpiece": [
+        "removes control characters",
+        "lowercases",
+        "strips accents",
+        "puts spaces around Chinese characters",
+        SEPARATORS,
+    ],
+    "wordpiece-cased": [SEPARATORS],
+    "byte-level-lowercase": ["applies NFKC", "lowercases"],
+    "byte-level-words": [SEPARATORS],
+}
+
+
+def spaced(words: list[str]) -> str:
+    return "".join(" " + word for word in words)
+
+
+def bert(text: str) -> str:
+    """BERT's published cleaning, lowercasing and splitting, for Latin text and Chinese."""
+    kept = "".join(
+        " " if c.isspace() else c
+        for c in text
+        if c in "\t\n\r" or unicodedata.category(c)[0] != "C"
+    )
+    apart = "".join(f" {c} " if "\u4e00" <= c <= "\u9fff" else c for c in kept)
+    bare = "".join(
+        c for c in unicodedata.normalize("NFD", apart) if unicodedata.category(c) != "Mn"
+    )
+    bare = "".join(c.lower() for c in bare)
+    words = "".join(
+        f" {c} " if unicodedata.category(c)[0] == "P" or c in "$+<=>^`|~" else c for c in bare
+    ).split()
+    return "".join(word if word in ".?!," else " " + word for word in words)
+
+
+# What each tokenizer's documentation says it makes of text.
+DOCUMENTED: dict[str, Callable[[str], str]] = {
+    "unigram-fallback": lambda text: text.replace("▁", " "),
+    "unigram-words": lambda text: spaced(unicodedata.normalize("NFKC", text).split()),
+    "wordpiece": bert,
+    "wordpiece-cased": lambda text: spaced(text.replace("#", " # ").split()),
+    "characters": str,
+    "characters-silent": str,
+    "bytes": str,
+    "byte-level-lowercase": lambda text: "".join(
+        c.lower() for c in unicodedata.normalize("NFKC", text)
+    ),
+    "byte-level-words": lambda text: "".join(text.split()),
+}
+
+
+def assert_lawful(tokenizer: TextTokenizer, text: str) -> None:
+    """The bytes are those of the normalised text, but for what is counted."""
+    spelled, dropped = encoded(tokenizer, text)
+    whole = tokenizer.normalize(text).encode("utf-8", "surrogateescape")
+    rest = iter(whole)
+    assert len(spelled) + dropped == len(whole)
+    assert all(byte in rest for byte in spelled)
+    assert not (dropped and tokenizer.spells_all)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_normalisation_is_the_documented_one(variants: dict[str, TextTokenizer], name: str) -> None:
+    for text in TEXTS:
+        if "<think>" in text:
+            continue  # an added token of some of them, see below
+        if name == "unigram-words":
+            text = text.replace("▁", " ")  # their mark is a word of its own, not white space
+        assert variants[name].normalize(text) == DOCUMENTED[name](text)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bytes_are_those_of_the_normalised_text(
+    variants: dict[str, TextTokenizer], name: str
+) -> None:
+    tokenizer = variants[name]
+    for text in TEXTS:
+        assert_lawful(tokenizer, text)
+    assert tokenizer.lossless == (name not in LOSSY)
+    batch = [text for text in TEXTS for _ in range(30)]  # enough for threads
+    before = tokenizer.dropped_bytes
+    single = [tokenizer.encode(text) for text in batch]
+    dropped = tokenizer.dropped_bytes - before
+    assert tokenizer.encode_batch(batch) == single
+    assert tokenizer.dropped_bytes == before + 2 * dropped
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    parts=st.lists(
+        st.text(max_size=5)
+        | st.binary(max_size=4).map(lambda data: data.decode("utf-8", "surrogateescape"))
+        | st.sampled_from(
+            [
+                "<0x0A>",
+                "##a",
+                "#",
+                " ",
+                "[UNK]",
+                "<unk>",
+                "<|user|>",
+                "<think>",
+                "\u0338",
+                "▁",
+                "'s",
+            ]
+        ),
+        max_size=6,
+    )
+)
+def test_any_text_is_spelled_or_counted(
+    variants: dict[str, TextTokenizer], name: str, parts: list[str]
+) -> None:
+    text = "".join(parts)
+    assert_lawful(variants[name], "".join(c for c in text if not "\ud800" <= c < "\udc80"))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_lost_is_named(variants: dict[str, TextTokenizer], name: str) -> None:
+    assert variants[name].lossy_reason == ", ".join(LOSSY[name])
+
+
+def test_ids_are_the_librarys_own(
+    variants: dict[str, TextTokenizer], variant_backends: dict[str, Tokenizer]
+) -> None:
+    text = "Return the  first value, or None; naïve x_1 = [0] 中文"
+    for name, tokenizer in variants.items():
+        own = variant_backends[name].encode(text, add_special_tokens=False).ids
+        space = " " if tokenizer.dummy_prefix else ""
+        assert tokenizer.encode(space + text) == own
+
+
+def test_text_that_looks_like_a_mark_stays_text(variants: dict[str, TextTokenizer]) -> None:
+    fallback, cased = variants["unigram-fallback"], variants["wordpiece-cased"]
+    first = fallback.byte_ids["☃".encode()[0]]
+    assert first in fallback.encode("☃")
+    assert first not in fallback.encode("<0xE2>")
+    (going_on,) = [i for i, data in enumerate(cased.token_bytes) if data == b"ing"]
+    assert going_on not in cased.encode("##ing")
+    assert cased.special_id_of["[SEP]"] not in cased.encode("a [SEP] b")
+
+
+def test_added_tokens_stay_whole(backends: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer(backends["byte-level-nfc"])
+    think = backends["byte-level-nfc"].token_to_id("<think>")
+    text = "<think>\u0338 >\u0338"  # a line through ">" that composes with the second only
+    assert tokenizer.encode(text)[0] == think
+    assert tokenizer.normalize(text) == "<think>\u0338 \u226f"
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == "<think>\u0338 \u226f".encode()
+
+
+def test_added_tokens_that_normalisation_would_change_are_spelled(backends: dict[str, Any]) -> None:
+    lowercase = altered(backends["byte-level"], normalizer=normalizers.Lowercase())
+    lowercase.add_tokens([AddedToken("<Loud>", normalized=False), AddedToken("<Mid>")])
+    tokenizer = load_tokenizer(lowercase)
+    for text in ("a <Loud> b", "a <LOUD> b", "<mid><Mid>"):
+        assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.lower().encode()
+
+
+def test_added_tokens_that_are_pieces_of_the_model(backends: dict[str, Any]) -> None:
+    """In a byte-level vocabulary "é" is a byte and "Ġthe" has a space, whoever adds them."""
+    edited = altered(backends["byte-level"])
+    edited.add_tokens([AddedToken("é"), AddedToken("Ġthe", normalized=False)])
+    tokenizer = load_tokenizer(edited)
+    assert tokenizer.token_bytes[edited.token_to_id("é")] == b"\xe9"
+    assert tokenizer.encode(" the") == [edited.token_to_id("Ġthe")]
+    for text in ("in the café", "Ġthe"):
+        assert_lawful(tokenizer, text)
+        assert tokenizer.normalize(text) == text
+
+
+def test_unknown_tokens_stay_and_are_counted(variants: dict[str, TextTokenizer]) -> None:
+    known, silent = variants["characters"], variants["characters-silent"]
+    a, space, b = (known.byte_ids[byte] for byte in b"a b")
+    assert known.unknown_id == 0
+    assert 0 in known.special_ids
+    for tokenizer, ids in ((known, [a, 0, space, b]), (silent, [a, space, b])):
+        before = tokenizer.dropped_bytes
+        for text in ("aé b", "aé b", "a中 b"):
+            assert tokenizer.encode(text) == ids
+        tokenizer.encode_batch(["中", "b", "é"])
+        assert tokenizer.dropped_bytes == before + 2 + 2 + 3 + 3 + 2
+
+
+def test_text_that_is_spelled_is_not_normalised_to_be_counted(
+    variants: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("characters", "wordpiece", "unigram-fallback"):
+        tokenizer = variants[name]
+        normalize = tokenizer.raw_normalize
+        monkeypatch.setattr(
+            tokenizer, "raw_normalize", lambda text, own=normalize: asked.append(text) or own(text)
+        )
+        tokenizer.encode("return the value")
+        tokenizer.encode_batch(["return", " the"])
+    assert not asked
+    variants["characters"].encode("é")
+    assert asked == ["é"]
+
+
+def test_unknown_tokens_are_context_but_never_proposed(
+    variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer]
+) -> None:
+    characters, byte_level = variants["characters"], family["byte-level"]
+    bridge = make_bridge(byte_level, characters)
+    context = bridge.open()
+    bridge.extend([context], [byte_level.encode("a中b")])
+    assert context.ids == [characters.byte_ids[97], 0, characters.byte_ids[98]]
+    assert bridge.failures == {"unencodable": 3}
+
+    bridge = make_bridge(characters, byte_level)
+    context = bridge.open()
+    bridge.extend([context], [characters.encode("x")])
+    (proposal,) = bridge.to_target([context], [byte_level.encode(" yé z")], [9])
+    assert characters.decode_bytes(proposal) == b" y"
+    assert 0 not in proposal
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "unigram-words", "byte-level-lowercase"])
+def test_a_lossy_drafter_drafts(
+    variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str
+) -> None:
+    """Lower case words without punctuation come back as the target's own tokens."""
+    target, drafter = family["byte-level"], variants[name]
+    ids = target.encode("return the first value in this list of names")
+    bridge = make_bridge(target, drafter)
+    context = bridge.open()
+    for end in range(1, len(ids)):
+        bridge.extend([context], [ids[end - 1 : end]])
+        rest = target.decode_bytes(ids[end:])
+        if rest.startswith(b" "):
+            assert bridge.to_target([context], [drafter.encode_bytes(rest)], [99]) == [ids[end:]]
+    assert not bridge.failures
+
+
+def test_words_start_with_their_space(variants: dict[str, TextTokenizer]) -> None:
+    """The space before the first word is not of the text, as a decoder leaves it out."""
+    for name in ("wordpiece", "wordpiece-cased", "unigram-words"):
+        assert variants[name].leading_space == LeadingSpace("first", unless_present=True)
+        assert variants[name].normalize("no spaces") == " no spaces"
+
+
+def refused(tokenizer: Any, sentence: str) -> None:
+    with pytest.raises(UnsupportedTokenizer, match=sentence) as error:
+        load_tokenizer(tokenizer, "given")
+    assert str(error.value).startswith("given: ")
+    assert "\n" not in str(error.value)
+
+
+def test_decoders_that_do_not_give_bytes_are_refused() -> None:
+    plain = build_characters(unk_token="<unk>")
+    for decoder, sentence in (
+        (decoders.BPEDecoder(), "its decoder has a BPEDecoder step"),
+        (decoders.CTC(), "its decoder has a CTC step"),
+        (decoders.Strip(" ", 1, 0), "its decoder has a Strip step"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "b")]), "across tokens"),
+        (decoders.Replace(Regex("a+"), "b"), "its decoder has a Replace step"),
+    ):
+        refused(altered(plain, decoder=decoder), sentence)
+    spec = json.loads(plain.to_str()) | {"decoder": None}
+    refused(Tokenizer.from_str(json.dumps(spec)), "it has no decoder")
+
+
+def test_a_decoder_of_another_family_is_refused(backends: dict[str, Any]) -> None:
+    for decoder in (decoders.Fuse(), decoders.WordPiece(cleanup=False)):
+        refused(altered(backends["byte-level"], decoder=decoder), "do not spell the text")
+    refused(altered(backends["sentencepiece"], decoder=decoders.Fuse()), "do not spell the text")
+
+
+def test_contractions_that_depend_on_their_word_are_refused() -> None:
+    words = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz':.,1234567890", "'s"]
+    tokenizer = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece()
+    refused(tokenizer, 'joins contractions such as "\'s"')
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    refused(tokenizer, "cannot spell ordinary text")  # single letters are no words
+
+
+def test_vocabularies_that_cannot_be_used_are_refused() -> None:
+    refused(altered(Tokenizer(models.BPE()), decoder=decoders.Fuse()), "its vocabulary is empty")
+    sparse = Tokenizer(models.BPE({"a": 0, "b": 4_294_967_295}, []))
+    sparse.decoder = decoders.Fuse()
+    refused(sparse, "different ids up to 4294967295")
+    twice = Tokenizer(models.BPE({"a": 0, "b": 0}, []))
+    twice.decoder = decoders.Fuse()
+    refused(twice, "2 tokens have 1 different ids")
+    few = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    few.decoder = decoders.Fuse()
+    refused(few, "cannot spell ordinary text: 3. of the 37 bytes")
+    unigram = Tokenizer(models.Unigram([("a", -1.0)]))
+    unigram.decoder = decoders.Metaspace()
+    refused(unigram, "its Unigram model has no unknown token")
+    nameless = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    nameless.decoder = decoders.WordPiece()
+    refused(nameless, "its WordPiece model has no unknown token")
+    refused(build_characters(unk_token="<missing>"), "its BPE model has no unknown token")
+    refused({}, "a dict is not a tokenizer")
+
+
+def test_errors_of_the_library_are_refusals(backends: dict[str, Any]) -> None:
+    class Custom:
+        def pre_tokenize(self, pretok: Any) -> None:
+            raise RuntimeError("out of order")
+
+    broken = altered(
+        backends["byte-level"], pre_tokenizer=pre_tokenizers.PreTokenizer.custom(Custom())
+    )
+    refused(broken, "reading its tokens failed")
+
+
+def test_random_damage_is_survived_or_refused(variant_backends: dict[str, Tokenizer]) -> None:
+    """Whatever part of its JSON is missing: what still loads is lawful or refused."""
+    rng = random.Random(0)
+    outcomes = {"loaded": 0, "refused": 0}
+    for name in ("bytes", "wordpiece", "unigram-fallback", "characters"):
+        text = variant_backends[name].to_str()
+        for _ in range(40):
+            spec = json.loads(text)
+            for _ in range(rng.randint(1, 3)):
+                damage(spec, rng)
+            backend = Tokenizer.from_str(json.dumps(spec))
+            try:
+                tokenizer = load_tokenizer(backend, name)
+            except UnsupportedTokenizer:
+                outcomes["refused"] += 1
+                continue
+            outcomes["loaded"] += 1
+            for sample in TEXTS[:4]:
+                assert_lawful(tokenizer, sample)
+    assert min(outcomes.values()) >= 10, outcomes
+
+
+def damage(spec: dict[str, Any], rng: random.Random) -> None:
+    section = rng.choice(["decoder", "normalizer", "pre_tokenizer", "added_tokens", "model"])
+    part = spec[section]
+    if section == "added_tokens":
+        spec[section] = part[: rng.randrange(len(part) + 1)]
+    elif section != "model" or not isinstance(part["vocab"], dict):
+        spec[section] = None if section != "model" else part | {"unk_id": None}
+    else:
+        pieces = sorted(part["vocab"])
+        for piece in rng.sample(pieces, len(pieces) // rng.choice([2, 10, 50])):
+            del part["vocab"][piece]
+
+
+def test_dropout_is_switched_off_in_the_copy_alone(backends: dict[str, Any]) -> None:
+    spec = json.loads(backends["byte-level"].to_str())
+    spec["model"]["dropout"] = 0.5
+    original = Tokenizer.from_str(json.dumps(spec))
+    tokenizer = load_tokenizer(original)
+    text = "return the first value " * 5
+    assert {tuple(tokenizer.encode(text)) for _ in range(20)} == {
+        tuple(backends["byte-level"].encode(text).ids)
+    }
+    assert original.model.dropout == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, ""),
+        ({"normalization_rule_name": "nmt_nfkc_cf"}, "applies nmt_nfkc_cf, removes white space"),
+    ],
+)
+def test_sentencepiece_files_say_what_they_lose(settings: dict[str, Any], reason: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 20),
+        model_writer=model,
+        vocab_size=420,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **settings,
+    )
+    assert lossy_reason(model.getvalue()).startswith(reason)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    tokenizer = load_tokenizer(processor, "trained")
+    assert tokenizer.lossless == (not reason)
+    for text in TEXTS:
+        assert_lawful(tokenizer, text)
+    assert tokenizer.normalize(" Ａ  B ") == ("a b" if reason else " Ａ  B ")

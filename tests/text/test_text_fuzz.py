@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token bridge under any text, any ids and any walk, for all pairs of tokenizers.
+
+HETERO_SPEC_FUZZ=<number of cases> makes the fuzz test a long one (a thousand cases take a few
+seconds); what it has counted is printed with ``pytest -s``.
+"""
+
+import importlib.resources
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzzing import Case, Checker, Violation, fuzz
+from recipes import corpus
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from vllm_hetero_spec.text.context import TextContext
+from vllm_hetero_spec.text.drafts import DraftTranslator
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+LONG = int(os.environ.get("HETERO_SPEC_FUZZ", "0"))
+SHORT = 1500
+# Characters of a piece of natural text, and pieces per drafter.
+PIECE = 1200
+PIECES = 40 if LONG else 4
+
+
+class Loaded(Mapping[str, TextTokenizer]):
+    """Tokenizers that are loaded when they are first asked for."""
+
+    def __init__(self, loaders: Mapping[str, Callable[[], TextTokenizer]]) -> None:
+        self._loaders, self._loaded = loaders, dict[str, TextTokenizer]()
+
+    def __getitem__(self, name: str) -> TextTokenizer:
+        if name not in self._loaded:
+            self._loaded[name] = self._loaders[name]()
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaders)
+
+    def __len__(self) -> int:
+        return len(self._loaders)
+
+
+def mistral_loaders() -> dict[str, Callable[[], TextTokenizer]]:
+    """The Tekken and SentencePiece files that mistral_common ships."""
+    try:
+        from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+    except ImportError:
+        return {}
+
+    def loader(path: Path) -> Callable[[], TextTokenizer]:
+        tekken = path.suffix == ".json"
+        build: Callable[[str], Any] = Tekkenizer.from_file if tekken else SentencePieceTokenizer
+        return lambda: load_tokenizer(build(str(path)), path.name)
+
+    folder = Path(str(importlib.resources.files("mistral_common") / "data"))
+    files = [*folder.glob("tekken*.json"), *folder.glob("*.model.v*")]
+    return {path.name: loader(path) for path in sorted(files)}
+
+
+@pytest.fixture(scope="session")
+def by_class() -> TextTokenizer:
+    """Llama 3's and Qwen's pre-tokenizer: what a character belongs to depends on those before it.
+
+    A letter takes one punctuation mark before it along, but of several the last stays with them.
+    """
+    classes = (
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(classes), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return load_tokenizer(tokenizer, "by-class")
+
+
+@pytest.fixture(scope="session")
+def trained(
+    family: dict[str, TextTokenizer], variants: dict[str, TextTokenizer], by_class: TextTokenizer
+) -> dict[str, TextTokenizer]:
+    return family | variants | {"by-class": by_class}
+
+
+@pytest.fixture(scope="session")
+def everything(
+    trained: dict[str, TextTokenizer],
+    request: pytest.FixtureRequest,
+    shared_or_none: Path | None,
+) -> Mapping[str, TextTokenizer]:
+    """All tokenizers there are: trained, real, and those of mistral_common."""
+    loaders: dict[str, Callable[[], TextTokenizer]] = {
+        name: (lambda name=name: trained[name]) for name in trained
+    }
+    if shared_or_none is not None:
+        real = request.getfixturevalue("real")
+        for file in sorted(shared_or_none.glob("tokenizers/*/tokenizer.json")):
+            name = file.parent.name
+            loaders[f"real {name}"] = lambda name=name: real[name]
+    return Loaded(loaders | mistral_loaders())
+
+
+def natural_texts(shared: Path | None, pieces: int, rng: random.Random) -> list[str]:
+    """Pieces of the standard library's sources and, where they are, of prompts and books."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in rng.sample(files, 12)]
+    if shared is not None:
+        for path in sorted(shared.glob("data/prompts/*.jsonl")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            prompts = [json.loads(line)["prompt"] for line in rng.sample(lines, min(9, len(lines)))]
+            texts.append("\n\n".join(prompts))
+        for path in sorted(shared.glob("data/corpora/*.txt")):
+            texts.append(path.read_text(encoding="utf-8", errors="ignore"))
+    cut = []
+    for text in rng.choices(texts, k=pieces):
+        start = rng.randrange(max(1, len(text) - PIECE))
+        cut.append(text[start : start + PIECE])
+    return cut
+
+
+@pytest.mark.timeout(0 if LONG else 600)
+def test_fuzz(
+    everything: Mapping[str, TextTokenizer], record_property: Callable[[str, object], None]
+) -> None:
+    """Any case of any pair; see Walk for what holds in it."""
+    checker, count = Checker(everything), LONG or SHORT
+    counts = fuzz(checker, count)
+    record_property("fuzz", str(counts))
+    print(f"\nfuzz: {counts}")
+    assert counts.cases >= count
+    assert counts.seen["round trips"] > count
+    if count >= 30 * len(checker.pair_names):
+        assert counts.pairs == set(checker.pair_names)
+
+
+@pytest.mark.timeout(0 if LONG else 600)
+def test_natural_text(
+    everything: Mapping[str, TextTokenizer],
+    shared_or_none: Path | None,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """On text as people write it a context is the whole text encoded, and drafts come back."""
+    rng = random.Random(0)
+    checker = Checker(everything)
+    names = list(everything)
+    for drafter in names:
+        for text in natural_texts(shared_or_none, PIECES, rng):
+            steps = tuple(rng.choice([1, 1, 1, 2, 3, -1, -4]) for _ in range(24))
+            pair = (rng.choice(names), drafter)
+            checker.check(Case(pair, stretches=(text.encode(),), steps=steps, limit=6))
+    counts = checker.counts
+    record_property("natural text", str(counts))
+    print(f"\nnatural text: {counts}")
+    assert counts.share("contexts that differ", "contexts") < 0.01
+    assert counts.share("round trips that differ", "round trips") < 0.01
+
+
+# Cases that were once found to fail.
+FOUND = {
+    "a candidate that is no token": Case(
+        ("byte-level", "tiktoken"), (b"",), (), noise=(("beyond", 0),)
+    ),
+    "spaces at the start of a text": Case(("unigram", "byte-level"), (b"    return",), (0,)),
+    "a special token inside a character": Case(
+        ("processor", "sentencepiece"), ((("byte", 0xC2), ("special", 0)),), ()
+    ),
+    "a forced cut inside a syllable": Case(
+        ("byte-level", "byte-level-nfc"),
+        (("\u1100\u1161\u11a8" * 21).encode(),),
+        (1, 1),
+        eager=True,
+    ),
+    "a mark that moves before the cut": Case(
+        ("byte-level", "byte-level-nfc"),
+        (("x" + "\u0301" * 70 + "\u0316" * 9).encode(),),
+        (16, 16, 16, 4, 2, 1),
+    ),
+    "white space that the target has no token for": Case(
+        ("unigram-words", "byte-level-words"), (b"def f(self, x):\n" * 3,), (1, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found(trained: dict[str, TextTokenizer], found: str) -> None:
+    Checker(trained).check(FOUND[found])
+
+
+# ---- Negative oracles: the checks above must not pass with a bridge that is wrong.
+
+
+def cut_anywhere(self: TextContext, at: int, tail_ids: Sequence[int]) -> bool:
+    """The cut, at any character and without the check."""
+    at = len(self._tail) * 2 // 3
+    left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
+    self._replace_tail([*left, *right])
+    self._cut, self._tail = self._cut + len(left), self._tail[at:]
+    return True
+
+
+def keep_held(self: TextContext, mark: Any) -> None:
+    """Rolling back without the bytes of a character that was begun."""
+    self._cut, self._tail = mark.cut, mark.tail
+    self._strip_space, self._add_space = mark.strip_space, mark.add_space
+    self.held = getattr(self, "held", b"")
+
+
+def no_anchor(self: DraftTranslator, ids: Sequence[int], job: Any) -> None:
+    """The draft, encoded without the text it continues."""
+
+
+def all_of_it(self: DraftTranslator, ids: Sequence[int], job: Any, limit: int) -> list[int]:
+    """A proposal that was never compared with the bytes that were drafted."""
+    return list(ids[:limit])
+
+
+SOURCE = b"        return ~(self.value) if '%(default)' not in help  # why"
+FACES = b"\xf0\x9f\x91\x8d" * 9
+ACCENT = (("byte", 0x65), ("byte", 0xCC), ("byte", 0x81))  # a pair that NFC composes
+ONES = (1,) * 40
+WRONG: dict[str, tuple[type, str, Callable[..., Any], Case]] = {
+    "frozen ids|kept": (
+        TextContext,
+        "_cut_at",
+        cut_anywhere,
+        Case(("byte-level", "sentencepiece"), (SOURCE,), ONES),
+    ),
+    "held|tail|bytes": (
+        TextContext,
+        "_restore",
+        keep_held,
+        Case(("sentencepiece", "byte-level"), (FACES,), (4, -2, 3, -1)),
+    ),
+    "round trip": (
+        DraftTranslator,
+        "_boundary",
+        no_anchor,
+        Case(("by-class", "byte-level"), (SOURCE,), ONES),
+    ),
+    "round trip.*": (
+        DraftTranslator,
+        "_anchor",
+        lambda *_: [],
+        Case(("by-class", "byte-level"), (SOURCE,), ONES),
+    ),
+    "drafted bytes": (
+        DraftTranslator,
+        "_checked",
+        all_of_it,
+        Case(("byte-level-nfc", "byte-level"), (b"x",), (), noise=ACCENT),
+    ),
+}
+
+
+@pytest.mark.parametrize("caught_as", WRONG)
+def test_a_wrong_bridge_is_caught(
+    trained: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch, caught_as: str
+) -> None:
+    owner, name, wrong, case = WRONG[caught_as]
+    Checker(trained).check(case)
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(Violation, match=caught_as):
+        Checker(trained).check(case)
+
+
+@pytest.mark.parametrize("side", ["target", "drafter"])
+def test_display_strings_are_caught(
+    family: dict[str, TextTokenizer], backends: dict[str, Any], side: str
+) -> None:
+    """A byte table of display strings, as ``get_vocab`` gives them."""
+    table = [b""] * family["byte-level"].vocab_size
+    for piece, token_id in backends["byte-level"].get_vocab().items():
+        if token_id not in family["byte-level"].special_ids:
+            table[token_id] = piece.encode()
+    shown = replace(family["byte-level"], token_bytes=table, fingerprint="shown")
+    names = ("shown", "tiktoken") if side == "target" else ("tiktoken", "shown")
+    checker = Checker(family | {"shown": shown})
+    with pytest.raises(Violation, match=r"bytes|round trip"):
+        checker.check(Case(names, stretches=(b"def f(x):\n    return x",), steps=(9, 9, 9)))

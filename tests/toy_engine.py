@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of no model, run in a child process: it does what its specification says."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.child import serve
+from vllm_hetero_spec.measurement import Load, Sample, Trace
+
+
+def build(spec: str) -> Callable[[Load], Sample]:
+    if spec == "refuse":
+        raise ConfigError("the toy refuses this.")
+    if spec == "fail":
+        raise RuntimeError("the toy broke")
+    if spec == "sleep":
+        time.sleep(600)
+    if spec == "leave a process":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    return run
+
+
+def run(load: Load) -> Sample:
+    if load.prompts[0] == "refuse":
+        raise ConfigError("the toy refuses this load.")
+    if load.prompts[0] == "fail":
+        raise RuntimeError("the toy broke at work")
+    if load.prompts[0] == "sleep":
+        time.sleep(600)
+    return Sample([Trace([7], p, 0.0, [1.0], [1]) for p in load.prompts], 2.0)
+
+
+if __name__ == "__main__":
+    serve(build)

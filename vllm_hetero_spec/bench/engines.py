@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the engine of an `EngineId`, and says how many may be up together on this machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_hetero_spec.bench.methods import KINDS
+from vllm_hetero_spec.bench.plan import EngineId
+from vllm_hetero_spec.bench.provenance import available_memory_bytes
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.measurement import Engine
+
+# Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
+_OVERHEAD_BYTES = 2 << 30
+_CPU_SHARE = 0.8  # of the free memory
+_GPU_SHARE = 0.9  # of a device's memory
+_PAIR = 2  # `alone` and one other
+_HALF_PRECISION = ("bfloat16", "float16")
+
+
+def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> Engine:
+    """Start an engine and wait until it is ready.
+
+    Args:
+        engine: Which one.
+        suite: What it belongs to.
+        at_once: Engines that share the machine, `at_once_for`'s answer.
+        verbose: Let it write to stderr.
+
+    Raises:
+        ConfigError: It refuses the models or the configuration.
+        MeasurementError: It fails for any other reason.
+    """
+    target = suite.target(engine.target)
+    drafter = next((d for d in target.drafters if d.name == engine.drafter), None)
+    if KINDS[engine.method].huggingface:
+        from vllm_hetero_spec.bench.huggingface import HuggingFaceEngine, HuggingFaceSpec
+
+        drafting: dict[str, Any] = {}
+        if drafter is not None:
+            drafting = {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
+        return HuggingFaceEngine(HuggingFaceSpec(target.model, **drafting), verbose=verbose)
+    from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
+
+    return VllmEngine(
+        EngineSpec(
+            model=target.model,
+            speculative_config=vllm_config(engine, drafter),
+            max_batch_size=max(suite.batch_sizes),
+            engine=device_share(at_once) | target.engine,
+            repair_cpu_sampling=repairs_sampling(engine.method, suite.temperatures),
+        ),
+        verbose=verbose,
+    )
+
+
+def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for an engine; None for the target alone."""
+    if drafter is None or engine.lookahead is None:
+        return None
+    if engine.method in METHODS:
+        return speculative_config(engine.method, drafter, engine.lookahead)
+    return {
+        "method": "draft_model",
+        "model": drafter.model,
+        "num_speculative_tokens": engine.lookahead,
+        **({"use_heterogeneous_vocab": True} if engine.method == "vllm_tli" else {}),
+    }
+
+
+def repairs_sampling(method: str, temperatures: tuple[float, ...]) -> bool:
+    """Whether vLLM's own speculation samples, which on a CPU it can only do repaired."""
+    kind = KINDS[method]
+    stock = kind.drafts and not kind.huggingface and method not in METHODS
+    return stock and any(temperatures)
+
+
+def at_once_for(suite: Suite) -> int:
+    """How many engines may be up together.
+
+    On a GPU two: `alone` and one other, each with half of the memory, unless the suite gives
+    `gpu_memory_utilization`. On a CPU as many as fit in the free memory, and two where the size of
+    a model is not known because it lies on a hub.
+    """
+    if suite.engines_at_once is not None:
+        return suite.engines_at_once
+    sizes = [_engine_bytes(target) for target in suite.targets]
+    if on_gpu() or None in sizes:
+        return _PAIR
+    largest = max(size for size in sizes if size is not None)
+    return max(1, int(available_memory_bytes() * _CPU_SHARE) // largest)
+
+
+def on_gpu() -> bool:
+    """Whether the engines run on GPUs."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def device_share(at_once: int) -> dict[str, Any]:
+    """vLLM's arguments that leave room for the other engines on a GPU."""
+    if not on_gpu() or at_once == 1:
+        return {}
+    return {"gpu_memory_utilization": _GPU_SHARE / at_once}
+
+
+def _engine_bytes(target: Target) -> int | None:
+    """Memory of an engine on a CPU, with the largest drafter; None where it cannot be known."""
+    weights = [_float32_bytes(model) for model in (target.model, *_models(target))]
+    if None in weights:
+        return None
+    own, *drafters = (size for size in weights if size is not None)
+    return own + max(drafters) + _OVERHEAD_BYTES
+
+
+def _models(target: Target) -> list[str]:
+    return [drafter.model for drafter in target.drafters]
+
+
+def _float32_bytes(model: str) -> int | None:
+    folder = Path(model)
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    plain = json.loads(config.read_text(encoding="utf-8"))
+    halves = (plain.get("dtype") or plain.get("torch_dtype")) in _HALF_PRECISION
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files) * (2 if halves else 1)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a cell, from what its runs measured.
+
+Latencies are pooled over the requests of all rounds. Speeds are taken per round, and speedups are
+ratios of two runs of the same round, so that their spread says how far a machine drifted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+import numpy as np
+
+from vllm_hetero_spec.measurement import Sample
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Median and tail of pooled latencies, in seconds."""
+
+    median: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One value per round: median, range and quartiles."""
+
+    median: float
+    low: float
+    high: float
+    quartile1: float
+    quartile3: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a cell did.
+
+    Attributes:
+        requests: Completed prompts, of all rounds.
+        tokens: Generated target tokens, of all rounds.
+        ttft: Time to the first token.
+        tpot: Time per output token after the first arrival.
+        itl: Gaps between arrivals.
+        tokens_per_second: Of all requests together.
+        drafts: Drafts that the target verified.
+        draft_tokens: Target tokens proposed in them.
+        accepted_tokens: Those accepted.
+        acceptance_length: 1 + accepted / drafts; None without drafts.
+        acceptance_per_position: Share of drafts whose token at position 0, 1, ... was accepted.
+        acceptance_of_drafted: Share of the tokens drafted at a position that were accepted; empty
+            where the engine does not count them.
+        drafter_tokens: Tokens the drafter generated; None where the engine does not count them, as
+            for the times below.
+        translate_seconds: Translation, both directions.
+        forward_seconds: The drafter's forwards.
+        propose_seconds: Proposing in all, the two above included.
+        verify_seconds: The rejection sampler.
+        skipped: Requests left undrafted in a step, by reason.
+        peak_memory_bytes: Largest of all rounds.
+    """
+
+    requests: int
+    tokens: int
+    ttft: Quantiles | None
+    tpot: Quantiles | None
+    itl: Quantiles | None
+    tokens_per_second: Spread
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_length: float | None
+    acceptance_per_position: list[float]
+    acceptance_of_drafted: list[float]
+    drafter_tokens: float | None
+    translate_seconds: float | None
+    forward_seconds: float | None
+    propose_seconds: float | None
+    verify_seconds: float | None
+    skipped: dict[str, int]
+    peak_memory_bytes: int
+
+
+def figures_of(samples: Sequence[Sample]) -> Figures:
+    """The figures of one or more runs of a cell."""
+    traces = [trace for sample in samples for trace in sample.traces if trace.times]
+    drafts = sum(sample.drafts for sample in samples)
+    accepted = sum(sample.accepted_tokens for sample in samples)
+    per_position = _summed([sample.accepted_per_position for sample in samples])
+    drafted = _summed([sample.drafted_per_position for sample in samples])
+    skipped = Counter[str]()
+    for sample in samples:
+        skipped.update(sample.worker.get("skipped", {}))
+    return Figures(
+        requests=sum(len(sample.traces) for sample in samples),
+        tokens=sum(sample.tokens for sample in samples),
+        ttft=quantiles([trace.ttft for trace in traces]),
+        tpot=quantiles([trace.tpot for trace in traces if trace.tpot is not None]),
+        itl=quantiles(list(chain.from_iterable(trace.itl for trace in traces))),
+        tokens_per_second=spread([sample.tokens_per_second for sample in samples]),
+        drafts=drafts,
+        draft_tokens=sum(sample.draft_tokens for sample in samples),
+        accepted_tokens=accepted,
+        acceptance_length=1 + accepted / drafts if drafts else None,
+        acceptance_per_position=[count / drafts for count in per_position] if drafts else [],
+        acceptance_of_drafted=[
+            count / of for count, of in zip(per_position, drafted, strict=False) if of
+        ],
+        drafter_tokens=_total(samples, "drafter_tokens"),
+        translate_seconds=_total(samples, "translate_seconds"),
+        forward_seconds=_total(samples, "forward_seconds"),
+        propose_seconds=_total(samples, "propose_seconds"),
+        verify_seconds=_total(samples, "verify_seconds"),
+        skipped={reason: count for reason, count in skipped.items() if count},
+        peak_memory_bytes=max(sample.peak_memory_bytes for sample in samples),
+    )
+
+
+def quantiles(values: Sequence[float]) -> Quantiles | None:
+    """Linearly interpolated; None of nothing."""
+    if not values:
+        return None
+    return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of one or more rounds."""
+    median, low, high, first, third = (
+        float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
+    )
+    return Spread(median, low, high, first, third, rounds=len(values))
+
+
+def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
+    """Ratios of tokens per second of (run, reference) pairs; None without pairs."""
+    if not pairs:
+        return None
+    return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
+
+
+def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
+    """Prompts with the reference's ids in every (run, reference) pair, and all prompts."""
+    if not pairs:
+        return None
+    same = [
+        [trace.token_ids == other.token_ids for trace, other in zip(*both, strict=True)]
+        for both in ((run.traces, of.traces) for run, of in pairs)
+    ]
+    return sum(map(all, zip(*same, strict=True))), len(same[0])
+
+
+def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def _total(samples: Sequence[Sample], counter: str) -> float | None:
+    """Of a counter of the plugin's; None where the engine does not count it."""
+    found = [sample.worker[counter] for sample in samples if counter in sample.worker]
+    return sum(found) if found else None

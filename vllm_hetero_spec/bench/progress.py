@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells how a benchmark gets on: a bar on a terminal, plain lines elsewhere, time left in both."""
+
+import statistics
+from collections.abc import Collection, Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.measurement import Sample
+
+
+class TimeLeft:
+    """Estimates what is left from what was: a cell's own last run, else runs like it."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Cell, float] = {}
+        self._starts: list[float] = []
+
+    def ran(self, cell: Cell, seconds: float) -> None:
+        """A run of a cell took this long."""
+        self._runs[cell] = seconds
+
+    def started(self, seconds: float) -> None:
+        """An engine took this long to start."""
+        self._starts.append(seconds)
+
+    def seconds(self, runs: Sequence[Measurement], starts: int) -> float | None:
+        """For these runs and as many starts of engines; None while nothing ran yet."""
+        if not self._runs:
+            return None
+        start = statistics.mean(self._starts) if self._starts else 0.0
+        return sum(self._expected(run.cell) for run in runs) + starts * start
+
+    def _expected(self, cell: Cell) -> float:
+        if cell in self._runs:
+            return self._runs[cell]
+        for like in (lambda c: c[1:] == cell[1:], lambda c: c[2] == cell[2], lambda c: True):
+            if found := [seconds for other, seconds in self._runs.items() if like(other)]:
+                return statistics.mean(found)
+        raise AssertionError("asked before anything ran")
+
+
+class Reporter:
+    """A `Watcher` that writes to a console; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._left: list[Measurement] = []
+        self._total = 0
+        self._up = set[EngineId]()
+        self._estimate = TimeLeft()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, left="")
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def begin(self, runs: Collection[Measurement]) -> None:
+        self._left = list(runs)
+        self._total = len(runs)
+        self._bar.update(self._task, total=self._total)
+
+    def starting(self, engine: EngineId) -> None:
+        self._say(f"starting {engine}")
+
+    def started(self, engine: EngineId, seconds: float) -> None:
+        self._up.add(engine)
+        self._estimate.started(seconds)
+
+    def measuring(self, run: Measurement) -> None:
+        self._bar.update(self._task, description=escape(f"{run.cell}, round {run.round + 1}"))
+
+    def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
+        self._estimate.ran(run.cell, seconds)
+        length = sample.acceptance_length
+        accepted = f", acceptance length {length:.2f}" if length else ""
+        self._done(run, f"{sample.tokens_per_second:.1f} tok/s{accepted}")
+
+    def failed(self, run: Measurement, sentence: str) -> None:
+        self._done(run, f"failed: {' '.join(sentence.split())}")
+
+    def _done(self, run: Measurement, how: str) -> None:
+        self._left.remove(run)
+        engines = {left.cell.engine for left in self._left} - self._up
+        seconds = self._estimate.seconds(self._left, len(engines))
+        left = f"about {_duration(seconds)} left" if seconds and self._left else ""
+        count = self._total - len(self._left)
+        self._bar.update(self._task, completed=count, left=left)
+        line = f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}"
+        # The bar shows the time left itself.
+        self._say(f"{line}; {left}" if left and not self._console.is_terminal else line)
+
+    def _say(self, line: str) -> None:
+        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{max(round(seconds), 1)} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a results file says, as Markdown, as data, and as a table on a terminal."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_hetero_spec.bench.engines import repairs_sampling
+from vllm_hetero_spec.bench.plan import Cell
+from vllm_hetero_spec.bench.results import Contents
+from vllm_hetero_spec.bench.rows import Row, rows_of
+from vllm_hetero_spec.bench.tables import (
+    LATENCY,
+    LATENCY_NOTE,
+    SPECULATION,
+    SPECULATION_NOTE,
+    SPEED,
+    SPEED_NOTE,
+    markdown_table,
+)
+from vllm_hetero_spec.cli.model_folder import widened_columns
+
+MARKDOWN = "results.md"
+SUMMARY = "summary.json"
+
+
+def write_report(folder: Path, contents: Contents) -> list[Row]:
+    """Write results.md and summary.json, and return the rows."""
+    rows = rows_of(contents)
+    (folder / MARKDOWN).write_text(markdown(contents, rows), encoding="utf-8")
+    summary = {
+        "suite": contents.header["suite"]["name"],
+        "rows": [_as_data(row) for row in rows],
+        "failed": {str(cell): reason for cell, reason in contents.errors.items()},
+        "skipped": {str(cell): reason for cell, reason in contents.skipped.items()},
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return rows
+
+
+def markdown(contents: Contents, rows: Sequence[Row]) -> str:
+    """The whole report."""
+    parts = [f"# {contents.header['suite']['name']}", *_preamble(contents)]
+    parts += ["## Speed", markdown_table(SPEED, rows), SPEED_NOTE]
+    parts += ["## Latency", markdown_table(LATENCY, rows), LATENCY_NOTE]
+    drafting = [row for row in rows if row.figures.drafts]
+    if drafting:
+        parts += ["## Speculation", markdown_table(SPECULATION, drafting), SPECULATION_NOTE]
+    parts += _listed("Failed", contents.errors)
+    parts += _listed("Not measured", contents.skipped)
+    return "\n\n".join(parts) + "\n"
+
+
+def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
+    """The table of speeds, drawn on a terminal and as Markdown elsewhere."""
+    if not console.is_terminal:
+        console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
+    else:
+        table = Table(*(column.head for column in SPEED))
+        for row in rows:
+            table.add_row(*(escape(column.show(row)) for column in SPEED))
+        console.print(table)
+    for note in notes(contents):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def notes(contents: Contents) -> list[str]:
+    """What a reader of the figures must know of how they came about."""
+    found = [
+        f"{target} is a model widened with zero MLP columns: {zero:,} of {columns:,} add nothing "
+        "but cost. Its speeds tell how speculation behaves at that ratio of costs, nothing about "
+        "a real pair."
+        for target, (zero, columns) in contents.header["widened"].items()
+    ]
+    cells = [recorded.run.cell for recorded in contents.samples]
+    repaired = dict.fromkeys(
+        cell.engine.method
+        for cell in cells
+        if repairs_sampling(cell.engine.method, (cell.temperature,))
+    )
+    if repaired and not contents.header["gpu"]:
+        found.append(
+            f"{', '.join(repaired)}: on CPUs vLLM expands sampling parameters to draft rows "
+            "wrongly, so that its own speculation cannot sample. Where a test at start-up finds "
+            "this, that one function was repaired for these measurements."
+        )
+    if contents.header["engines_at_once"] == 1:
+        found.append(
+            "One engine was up at a time: speedups compare runs that do not lie side by side."
+        )
+    return found
+
+
+def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
+    """Zero and all MLP columns of the targets that were made slower on purpose, by name."""
+    found = {target.name: widened_columns(target.model) for target in targets}
+    return {name: columns for name, columns in found.items() if columns}
+
+
+def _preamble(contents: Contents) -> list[str]:
+    header = contents.header
+    suite, origin = header["suite"], header["provenance"]
+    machine = origin["machine"]
+    versions = ", ".join(f"{name} {found}" for name, found in origin["versions"].items() if found)
+    devices = "; ".join(machine["gpus"]) or "no GPU"
+    source = origin["source"]
+    changed = " with changes" if source.get("dirty") else ""
+    lines = [
+        f"- started {header['started']}"
+        + "".join(f", gone on with {session['started']}" for session in contents.resumed),
+        f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {devices}",
+        f"- {versions}" + (f", revision {source['revision'][:12]}{changed}" if source else ""),
+        f"- {suite['repeats']} rounds, up to {suite['max_tokens']} tokens per prompt, "
+        f"seed {suite['seed']}, {header['engines_at_once']} engines up at once at most; "
+        f"suite {header['digest'][:12]}",
+    ]
+    if any(session["provenance"] != origin for session in contents.resumed):
+        lines.append("- **versions, machine or sources changed between sessions**")
+    return ["\n".join(lines), *notes(contents)]
+
+
+def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
+    """Cells by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for cell, reason in reasons.items():
+        by_reason.setdefault(" ".join(reason.split()), []).append(f"`{cell}`")
+    if not by_reason:
+        return []
+    lines = [f"- {reason}: {', '.join(cells)}" for reason, cells in by_reason.items()]
+    return [f"## {title}", "\n".join(lines)]
+
+
+def _as_data(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    cell = row.cell
+    del plain["cell"]
+    named = dict(zip(Cell._fields[1:], cell[1:], strict=True))
+    return {"name": str(cell), **cell.engine._asdict(), **named, **plain}

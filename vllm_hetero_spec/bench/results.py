@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a benchmark: one JSON object per line, readable after any interruption.
+
+The first line says what is measured and where; every finished run adds a line that is on the disk
+before the next begins. Running again appends to it.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measurement import Sample, Trace
+
+FILE = "results.jsonl"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run that is in the file; `session` counts the times the benchmark was started."""
+
+    run: Measurement
+    session: int
+    sample: Sample
+
+
+@dataclass
+class Contents:
+    """What a file holds.
+
+    Attributes:
+        header: Its first line.
+        resumed: Provenance of the later sessions.
+        samples: Runs in the order in which they were made.
+        errors: Cells that failed and were not measured since, with the reason.
+        skipped: Cells that cannot be measured, with the reason.
+        whole_bytes: Length of the file without a line that was cut short.
+    """
+
+    header: dict[str, Any]
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Recorded] = field(default_factory=list)
+    errors: dict[Cell, str] = field(default_factory=dict)
+    skipped: dict[Cell, str] = field(default_factory=dict)
+    whole_bytes: int = 0
+
+
+class Results:
+    """A results file that is being written.
+
+    Raises:
+        ConfigError: The file holds another suite's results, or another process writes to it.
+    """
+
+    def __init__(self, folder: Path, header: dict[str, Any], *, fresh: bool = False) -> None:
+        """Begin a file, or go on with one.
+
+        Args:
+            folder: Where it lies; made if need be.
+            header: "suite", "digest", "provenance" and what else is to be remembered.
+            fresh: Begin anew and keep what is there as a .bak file.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE
+        self._file = _locked(path)
+        try:
+            if fresh and path.stat().st_size:
+                path.replace(path.with_name(FILE + ".bak"))
+                self._file.close()
+                self._file = _locked(path)
+            if b"\n" in path.read_bytes():
+                self.contents = read_results(folder)
+                self._go_on(path, header)
+            else:
+                os.truncate(path, 0)
+                first = {"kind": "suite", "format": _FORMAT, **header}
+                self.contents = Contents(first)
+                self._append(first)
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_on(self, path: Path, header: dict[str, Any]) -> None:
+        before = self.contents.header
+        if before["digest"] != header["digest"]:
+            raise ConfigError(
+                f"{path} holds results of another version of this suite (of {before['started']}): "
+                "choose another folder with --out, or start over with --fresh, which keeps them "
+                f"as {FILE}.bak."
+            )
+        os.truncate(path, self.contents.whole_bytes)
+        session = {"kind": "session", **{k: header[k] for k in ("started", "provenance")}}
+        self.contents.resumed.append(session)
+        self._append(session)
+
+    @property
+    def session(self) -> int:
+        """How many times the benchmark was started before."""
+        return len(self.contents.resumed)
+
+    @property
+    def done(self) -> set[Measurement]:
+        """The runs that are recorded."""
+        return {recorded.run for recorded in self.contents.samples}
+
+    def measured(self, run: Measurement, sample: Sample) -> None:
+        """Record a run."""
+        self.contents.samples.append(Recorded(run, self.session, sample))
+        self.contents.errors.pop(run.cell, None)
+        self._append(
+            {
+                "kind": "run",
+                **_plain(run.cell),
+                "wave": run.wave,
+                "round": run.round,
+                "at": round(time.time(), 3),
+                "sample": _compact(sample),
+            }
+        )
+
+    def failed(self, cell: Cell, sentence: str) -> None:
+        """Record that a cell failed."""
+        self.contents.errors[cell] = sentence
+        self._append({"kind": "error", **_plain(cell), "error": sentence})
+
+    def skip(self, cell: Cell, reason: str) -> None:
+        """Record, once, that a cell cannot be measured."""
+        if self.contents.skipped.get(cell) != reason:
+            self.contents.skipped[cell] = reason
+            self._append({"kind": "skipped", **_plain(cell), "reason": reason})
+
+    def close(self) -> None:
+        """Let others write to the file; a second call does nothing."""
+        self._file.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def read_results(folder: Path) -> Contents:
+    """What a folder's results file holds; a last line that was cut short is left out.
+
+    Raises:
+        ConfigError: There is no such file, or it is no results file.
+    """
+    path = folder / FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    whole = data[: data.rfind(b"\n") + 1]
+    contents: Contents | None = None
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            if contents is None:
+                contents = Contents(_first(record), whole_bytes=len(whole))
+            else:
+                _add(contents, record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is no line of a results file of format {_FORMAT}."
+            ) from error
+    if contents is None:
+        raise ConfigError(f"{path} is empty: nothing was measured yet.")
+    return contents
+
+
+def _first(record: dict[str, Any]) -> dict[str, Any]:
+    if record["kind"] != "suite" or record["format"] != _FORMAT:
+        raise ValueError(record["kind"])
+    return record
+
+
+def _add(contents: Contents, record: dict[str, Any]) -> None:
+    if record["kind"] == "session":
+        contents.resumed.append(record)
+        return
+    engine = EngineId(*(record[name] for name in EngineId._fields))
+    cell = Cell(engine, *(record[name] for name in Cell._fields[1:]))
+    if record["kind"] == "run":
+        run = Measurement(cell, record["wave"], record["round"])
+        plain = record["sample"]
+        sample = Sample(**{**plain, "traces": [Trace(**trace) for trace in plain["traces"]]})
+        contents.samples.append(Recorded(run, len(contents.resumed), sample))
+        contents.errors.pop(cell, None)
+    elif record["kind"] == "error":
+        contents.errors[cell] = record["error"]
+    else:
+        contents.skipped[cell] = record["reason"]
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    return {**cell.engine._asdict(), **dict(zip(Cell._fields[1:], cell[1:], strict=True))}
+
+
+def _compact(sample: Sample) -> dict[str, Any]:
+    """A sample as plain data: microseconds are enough, and ids say what texts would."""
+    plain = dataclasses.asdict(sample)
+    for trace in plain["traces"]:
+        trace["text"] = ""
+        trace["sent"] = round(trace["sent"], 6)
+        trace["times"] = [round(moment, 6) for moment in trace["times"]]
+    return plain
+
+
+def _locked(path: Path) -> TextIO:
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ConfigError(f"another benchmark is writing to {path}.") from error
+    return file

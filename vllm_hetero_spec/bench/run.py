@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a plan: starts engines, measures round by round, and records each run as it ends."""
+
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
+from vllm_hetero_spec.bench.results import Results
+from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measurement import Engine, Load, MeasurementError, Sample
+
+Start = Callable[[EngineId], Engine]
+
+
+class Watcher(Protocol):
+    """Is told how a benchmark gets on."""
+
+    def begin(self, runs: Collection[Measurement]) -> None:
+        """These are to be measured, in this order."""
+
+    def starting(self, engine: EngineId) -> None:
+        """An engine starts."""
+
+    def started(self, engine: EngineId, seconds: float) -> None:
+        """It is ready, or failed to start."""
+
+    def measuring(self, run: Measurement) -> None:
+        """A run begins."""
+
+    def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
+        """It ended, `seconds` after it began, its warm-up included."""
+
+    def failed(self, run: Measurement, sentence: str) -> None:
+        """It failed, or its engine had failed before."""
+
+
+def load_of(run: Measurement, suite: Suite) -> Load:
+    """What the engine of a run is to generate.
+
+    Seeds differ between rounds, so that sampled rounds are samples of their own, and are the same
+    for all engines of a round.
+    """
+    cell = run.cell
+    prompts = suite.prompts[cell.engine.target][cell.dataset]
+    seed = None if suite.seed is None else suite.seed + run.round * len(prompts)
+    return Load(
+        prompts=prompts,
+        max_tokens=suite.max_tokens,
+        batch_size=cell.batch_size,
+        temperature=cell.temperature,
+        top_p=suite.top_p,
+        seed=seed,
+        ignore_eos=suite.ignore_eos,
+    )
+
+
+def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, watcher: Watcher) -> None:
+    """Measure what is not recorded yet.
+
+    A run that fails fails its cell: the rest of the cell's rounds are left out, its engine is
+    started anew for other cells. An engine that does not start fails all its cells. A later call
+    tries them again.
+    """
+    for cell, reason in plan.skipped.items():
+        results.skip(cell, reason)
+    waves = plan.pending(results.done)
+    watcher.begin([run for wave in waves for run in wave])
+    engines = _Engines(start, watcher)
+    try:
+        for wave in waves:
+            engines.keep_only(dict.fromkeys(run.cell.engine for run in wave))
+            failed = set[Cell]()
+            for run in wave:
+                if run.cell in failed:
+                    watcher.failed(run, results.contents.errors[run.cell])
+                elif not _measure(run, suite, results, engines, watcher):
+                    failed.add(run.cell)
+    finally:
+        engines.keep_only(())
+
+
+def _measure(
+    run: Measurement, suite: Suite, results: Results, engines: "_Engines", watcher: Watcher
+) -> bool:
+    """Whether a run succeeded."""
+    engine = run.cell.engine
+    try:
+        running = engines.running(engine)
+        watcher.measuring(run)
+        began = time.perf_counter()
+        sample = running.run(load_of(run, suite))
+    except (ConfigError, MeasurementError) as error:
+        if isinstance(error, MeasurementError):
+            engines.end(engine)
+        results.failed(run.cell, str(error))
+        watcher.failed(run, str(error))
+        return False
+    results.measured(run, sample)
+    watcher.measured(run, sample, time.perf_counter() - began)
+    return True
+
+
+class _Engines:
+    """The engines that are up, and those that cannot be."""
+
+    def __init__(self, start: Start, watcher: Watcher) -> None:
+        self._start = start
+        self._watcher = watcher
+        self._up: dict[EngineId, Engine] = {}
+        self._refused: dict[EngineId, str] = {}
+
+    def keep_only(self, wanted: Collection[EngineId]) -> None:
+        """End all others, then start what is not up yet, before anything is measured."""
+        ended = [self._up.pop(engine) for engine in list(self._up) if engine not in wanted]
+        # Together, as each takes seconds to end, which is long for whoever pressed Ctrl-C.
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda engine: engine.close(), ended))
+        for engine in wanted:
+            # Told by `running` again, to each of its cells.
+            with contextlib.suppress(MeasurementError):
+                self.running(engine)
+
+    def running(self, engine: EngineId) -> Engine:
+        """An engine, started if it is not up.
+
+        Raises:
+            MeasurementError: It does not start; it is not tried twice.
+        """
+        if engine in self._refused:
+            raise MeasurementError(self._refused[engine])
+        if engine not in self._up:
+            self._watcher.starting(engine)
+            began = time.perf_counter()
+            try:
+                self._up[engine] = self._start(engine)
+            except (ConfigError, MeasurementError) as error:
+                self._refused[engine] = str(error)
+                raise MeasurementError(str(error)) from error
+            finally:
+                self._watcher.started(engine, time.perf_counter() - began)
+        return self._up[engine]
+
+    def end(self, engine: EngineId) -> None:
+        """End an engine, if it is up."""
+        if engine in self._up:
+            self._up.pop(engine).close()

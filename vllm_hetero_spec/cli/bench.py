@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec bench`: a suite of targets, drafters, methods and peers, measured together."""
+
+import argparse
+import functools
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.models import vocabularies_differ
+from vllm_hetero_spec.bench.plan import Plan, make_plan
+from vllm_hetero_spec.bench.plots import check_matplotlib, write_plots
+from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.provenance import provenance
+from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
+from vllm_hetero_spec.bench.results import Contents, Results, read_results
+from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measurement import MeasurementError
+
+_RESULTS = Path("bench-results")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a suite of pairs, methods and loads beside their peers; tables and plots",
+        description="Runs every engine of a suite on the same loads in interleaved rounds, records "
+        "each run at once, and writes tables and plots. Interrupted, it goes on where it was when "
+        "it is called again.",
+    )
+    parser.add_argument("suite", type=Path, nargs="?", metavar="SUITE.yaml")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"default: {_RESULTS}/<name of the suite>"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; what is recorded is kept as .bak"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        help="only cells with this in their names, as TARGET/METHOD/DRAFTER/k4/DATASET/b1/t0; *, "
+        "? and [..] are wildcards; what they are compared with comes along",
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="only write tables and plots of results in DIR"
+    )
+    parser.add_argument("--verbose", action="store_true", help="let engines write to stderr")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure what is not recorded yet, then report.
+
+    Raises:
+        ConfigError: The suite, the results or the options cannot be used.
+        MeasurementError: Some cells failed; all others are recorded.
+    """
+    if (arguments.suite is None) == (arguments.report is None):
+        raise ConfigError("give a suite to run, or --report DIR for results that are there.")
+    progress = Console(stderr=True)
+    plots = _can_plot(progress)
+    if arguments.report is not None:
+        _report(arguments.report, read_results(arguments.report), plots)
+        return
+    suite = read_suite(arguments.suite)
+    folder = arguments.out or _RESULTS / suite.name
+    results = Results(folder, _header(suite), fresh=arguments.fresh)
+    try:
+        _measure(arguments, suite, results, progress)
+    finally:
+        results.close()
+    _report(folder, results.contents, plots)
+    if failed := len(results.contents.errors):
+        raise MeasurementError(f"{failed} cells failed; {folder / MARKDOWN} says why.")
+
+
+def _measure(
+    arguments: argparse.Namespace, suite: Suite, results: Results, progress: Console
+) -> None:
+    # What the first session found room for, so that waves are the same in all of them.
+    at_once = results.contents.header["engines_at_once"]
+    plan = make_plan(suite, at_once, _vocabularies_differ, arguments.only)
+    start = functools.partial(
+        engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
+    )
+    # Whoever ends this process ends its engines.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Reporter(progress) as reporter:
+            run_plan(plan, suite, results, start, reporter)
+    except KeyboardInterrupt:
+        progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
+    return vocabularies_differ(target.model, drafter.model, target.engine)
+
+
+def _header(suite: Suite) -> dict[str, Any]:
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "digest": suite.digest,
+        "suite": suite.described(),
+        "engines_at_once": engines.at_once_for(suite),
+        "gpu": engines.on_gpu(),
+        "widened": widened_targets(suite.targets),
+        "provenance": provenance(),
+    }
+
+
+def _can_plot(progress: Console) -> bool:
+    try:
+        check_matplotlib()
+    except ConfigError as error:
+        progress.print(f"no plots: {error}", highlight=False, soft_wrap=True)
+        return False
+    return True
+
+
+def _interrupted(arguments: argparse.Namespace, plan: Plan, results: Results) -> str:
+    left = sum(map(len, plan.pending(results.done)))
+    command = ["vllm-hetero-spec", "bench", str(arguments.suite)]
+    for option in ("out", "only"):
+        if value := getattr(arguments, option):
+            command += [f"--{option}", str(value)]
+    return (
+        f"interrupted: {len(results.done)} runs are recorded, {left} are left; go on with\n"
+        f"  {shlex.join(command)}"
+    )
+
+
+def _report(folder: Path, contents: Contents, plots: bool) -> None:
+    rows = write_report(folder, contents)
+    console = Console()
+    print_speed(contents, rows, console)
+    written = [folder / MARKDOWN, *(write_plots(folder, rows) if plots else [])]
+    console.print(
+        f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True
+    )

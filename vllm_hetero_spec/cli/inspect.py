@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec inspect`: what a pair of tokenizers shares and loses, without any model."""
+
+import argparse
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_hetero_spec.cli import plots
+from vllm_hetero_spec.cli.inspection import Inspection, Side, control_tokens
+from vllm_hetero_spec.cli.inspection_tables import show
+from vllm_hetero_spec.cli.prompts import load_prompts
+from vllm_hetero_spec.cli.tokenizer_source import OpenTokenizer, open_tokenizer
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
+from vllm_hetero_spec.text.chat_bridge import align
+from vllm_hetero_spec.text.chat_template import chat_of
+from vllm_hetero_spec.text.segmentation import SegmentationStatistics, segmentation_statistics
+from vllm_hetero_spec.text.special_tokens import SpecialTokens
+from vllm_hetero_spec.text.statistics import (
+    PairMeter,
+    count_vocabulary,
+    documents_of,
+    length_histogram,
+    measure_overlap,
+    shared_text,
+    unspelled_characters,
+)
+from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
+
+_LONGEST = 16  # bytes; longer tokens share the last bar of a histogram
+_BATCH = 64  # documents between two moves of the progress bar
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "inspect",
+        help="say what two tokenizers share, what is lost between them and which methods fit",
+        description="Compares the tokenizers of a target and a drafter. Reads no weights and "
+        "starts no engine.",
+    )
+    what = "Hugging Face name, folder, or a tokenizer.json, tekken.json or .model file"
+    parser.add_argument("target", help=what)
+    parser.add_argument("drafter", help="the same of the drafter")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help='text like the one to be generated, or JSONL with "prompt" keys (default: a built-in '
+        "text of prose, code and several scripts)",
+    )
+    parser.add_argument(
+        "--segmentations",
+        action="store_true",
+        help="count the ways to spell each target token with drafter tokens (takes a while)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what is shared")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run tokenizer code of the repositories"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Inspect and print.
+
+    Raises:
+        ConfigError: A tokenizer, the text or the plot's file cannot be used.
+    """
+    if arguments.plot is not None:
+        plots.check(arguments.plot)
+    documents = _documents(arguments.text)
+    with _collector_off(), _progress() as progress:
+        target, drafter = (
+            _open(progress, arguments, role, name)
+            for role, name in (("target", arguments.target), ("drafter", arguments.drafter))
+        )
+        found = _inspect(
+            target,
+            drafter,
+            documents,
+            source=str(arguments.text or "built-in"),
+            count_ways=arguments.segmentations,
+            progress=progress,
+        )
+    if arguments.plot is not None:
+        plots.draw(found, arguments.plot)
+    if arguments.json:
+        json.dump(found.as_json(), sys.stdout, indent=2)
+        print()
+    else:
+        show(found, Console())
+
+
+def _documents(file: Path | None) -> list[str]:
+    if file is None:
+        return documents_of(CALIBRATION_TEXT)
+    if file.suffix == ".jsonl":
+        documents = load_prompts(file, sys.maxsize)
+    else:
+        try:
+            documents = documents_of(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the text in {file}: {error}.") from error
+    text = "".join(documents)
+    if not text.strip():
+        raise ConfigError(f"the text in {file} is empty.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"the text in {file} holds half a surrogate pair; it must be Unicode.")
+    return documents
+
+
+def _open(progress: Progress, arguments: argparse.Namespace, role: str, name: str) -> OpenTokenizer:
+    with _step(progress, f"opening the {role}'s tokenizer"):
+        return open_tokenizer(name, role, trust_remote_code=arguments.trust_remote_code)
+
+
+def _inspect(
+    target: OpenTokenizer,
+    drafter: OpenTokenizer,
+    documents: Sequence[str],
+    *,
+    source: str,
+    count_ways: bool,
+    progress: Progress,
+) -> Inspection:
+    ours, theirs = target.text, drafter.text
+    special = SpecialTokens(ours, theirs, target.eos_ids, drafter.eos_ids)
+    with _step(progress, "comparing the vocabularies"):
+        shared = shared_text(ours, theirs)
+        lengths = {
+            name: length_histogram(spelled, _LONGEST)
+            for name, spelled in (
+                ("target", set(ours.token_bytes)),
+                ("drafter", set(theirs.token_bytes)),
+                ("shared", shared),
+            )
+        }
+        overlap = measure_overlap(ours, theirs, target.strings, drafter.strings)
+        sides = [_side(opened, documents) for opened in (target, drafter)]
+    with _step(progress, "comparing the two on the text", len(documents)) as task:
+        meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
+        for start in range(0, len(documents), _BATCH):
+            meter.add(documents[start : start + _BATCH])
+            progress.advance(task, _BATCH)
+    chat = align(ours, theirs, chat_of(target.backend), chat_of(drafter.backend), special)
+    return Inspection(
+        target=sides[0],
+        drafter=sides[1],
+        overlap=overlap,
+        lengths=lengths,
+        text=source,
+        documents=len(documents),
+        pair=meter.statistics(),
+        identity=ours.fingerprint == theirs.fingerprint,
+        control=control_tokens(target, special),
+        chat_template=chat.reason,
+        segmentations=_ways(target, drafter, progress) if count_ways else None,
+    )
+
+
+def _side(opened: OpenTokenizer, documents: Sequence[str]) -> Side:
+    return Side(
+        opened=opened,
+        counts=count_vocabulary(opened.text),
+        unspelled=unspelled_characters(opened.text, Counter("".join(documents))),
+        changed_documents=sum(opened.round_trip(text) != text for text in documents),
+    )
+
+
+def _ways(
+    target: OpenTokenizer, drafter: OpenTokenizer, progress: Progress
+) -> SegmentationStatistics:
+    with _step(progress, "counting the ways to spell each target token") as task:
+        return segmentation_statistics(
+            target.text,
+            drafter.text,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _progress() -> Progress:
+    """A bar on the error stream, on terminals only; it leaves nothing behind."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+@contextmanager
+def _step(progress: Progress, description: str, total: int | None = None) -> Iterator[Any]:
+    task = progress.add_task(description, total=total)
+    try:
+        yield task
+    finally:
+        progress.remove_task(task)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """No cyclic garbage collection: it would walk vocabularies of 100,000s of objects over again.
+
+    A quarter of the run's time; what is allocated here is kept until the end anyway.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

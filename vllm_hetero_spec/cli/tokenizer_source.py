@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a tokenizer as the engine does, without opening its model.
+
+A folder or a Hugging Face name goes through transformers, which does not always build what the
+tokenizer.json beside it says; what it builds is what the engine will work with. A file is read as
+it stands by the library of its format.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.token_bytes import SPACE_MARK, components
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
+
+ROLES = ("bos", "eos", "unk", "pad")
+# Where a tokenizer's tokens can be; tokenizer_config.json alone has none.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tekken*.json",
+    "vocab.*",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+)
+_LONGEST_REASON = 200  # characters
+_FORMATS = "tokenizer.json, tekken.json or tokenizer.model"
+
+
+@dataclass(frozen=True)
+class OpenTokenizer:
+    """A tokenizer and what its library says of it.
+
+    Attributes:
+        name: As the user wrote it.
+        backend: The object of its library.
+        text: The bridge's view of it.
+        strings: The keys of `get_vocab()`.
+        roles: Role of `ROLES` -> id, for the roles it has.
+        eos_ids: All ids that end a generation, None where no configuration names any.
+        normalizers: Types of its normalisers that may change text.
+        round_trip: decode(encode(text)), special tokens added by one and kept by the other.
+    """
+
+    name: str
+    backend: Any
+    text: TextTokenizer
+    strings: frozenset[str]
+    roles: Mapping[str, int]
+    eos_ids: list[int] | None
+    normalizers: tuple[str, ...]
+    round_trip: Callable[[str], str]
+
+    def content(self, token_id: int) -> str:
+        """A token as text: a special token's content, the bytes of any other."""
+        if token_id in self.text.special_text:
+            return self.text.special_text[token_id]
+        if 0 <= token_id < self.text.vocab_size:
+            return self.text.token_bytes[token_id].decode("utf-8", "replace")
+        return ""
+
+
+def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> OpenTokenizer:
+    """Open a folder, a file or a Hugging Face name.
+
+    Args:
+        name: What to open.
+        role: "target" or "drafter", for the messages.
+        trust_remote_code: Let transformers run code of the repository.
+
+    Raises:
+        ConfigError: There is no such tokenizer, it cannot be read, or its bytes cannot be known.
+    """
+    path = Path(name).expanduser()
+    where = f"the {role}'s tokenizer {name}"
+    with _one_sentence(where):
+        if path.is_file():
+            return _open_file(path, name)
+        if path.is_dir():
+            return _open_folder(path, name, role, trust_remote_code)
+        if _only_a_path(name):
+            raise ConfigError(
+                f"the {role} {name} does not exist: name a folder, a tokenizer file or a Hugging "
+                "Face repository."
+            )
+        return _from_transformers(name, name, _hub_eos_ids(name), trust_remote_code)
+
+
+@contextmanager
+def _one_sentence(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UnsupportedTokenizer as error:
+        raise ConfigError(f"{where} cannot be bridged: {error}") from error
+    except Exception as error:  # a library's, of any kind, about what the user named
+        raise ConfigError(
+            f"{where} cannot be opened: {_reason(error)}; name a folder or a repository with a "
+            f"whole {_FORMATS}."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    sentence = text.split(". ")[0].rstrip(".")[:_LONGEST_REASON] or type(error).__name__
+    return f"{type(error).__name__}: {sentence}" if isinstance(error, KeyError) else sentence
+
+
+def _only_a_path(name: str) -> bool:
+    """Whether a name that is no file or folder cannot be a repository either."""
+    return (
+        name.startswith(("/", ".", "~"))
+        or name.count("/") > 1
+        or Path(name).suffix in (".json", ".model")
+    )
+
+
+def _open_folder(folder: Path, name: str, role: str, trust_remote_code: bool) -> OpenTokenizer:
+    if not trust_remote_code and not any(any(folder.glob(p)) for p in _VOCABULARIES):
+        raise ConfigError(
+            f"the {role} folder {name} holds no tokenizer: it needs a {_FORMATS} (name another "
+            "folder, or a tokenizer file)."
+        )
+    eos_ids = _eos_ids(lambda file: folder / file)
+    native = _mistral_file(folder)
+    if native is not None:
+        return _from_mistral(native, name, eos_ids)
+    return _from_transformers(str(folder), name, eos_ids, trust_remote_code)
+
+
+def _mistral_file(folder: Path) -> Path | None:
+    """The file mistral_common is to read: as vLLM decides, or where there is no other way."""
+    own = [*folder.glob("tekken*.json"), *folder.glob("tokenizer.model.v*")]
+    if own and (any(folder.glob("consolidated*.safetensors")) or _nothing_else(folder)):
+        return min(own)
+    return None
+
+
+def _nothing_else(folder: Path) -> bool:
+    return not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+
+
+def _open_file(file: Path, name: str) -> OpenTokenizer:
+    if file.name.startswith("tekken") or ".model.v" in file.name:
+        return _from_mistral(file, name, None)
+    if file.suffix == ".json":
+        return _from_tokenizers(Tokenizer.from_file(str(file)), name)
+    if file.suffix == ".model":
+        return _from_sentencepiece(file, name)
+    raise ConfigError(f"{name} is no tokenizer file: name a {_FORMATS}, or the folder it is in.")
+
+
+def _from_transformers(
+    source: str, name: str, eos_ids: list[int] | None, trust_remote_code: bool
+) -> OpenTokenizer:
+    # Half of the start-up time; a file needs neither transformers nor the torch it imports.
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    finally:
+        logging.set_verbosity(verbosity)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return OpenTokenizer(
+        name=name,
+        backend=tokenizer,
+        text=load_tokenizer(tokenizer, name),
+        strings=frozenset(tokenizer.get_vocab()),
+        roles=_present({role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}),
+        eos_ids=eos_ids,
+        normalizers=_normalizers(backend),
+        round_trip=lambda text: tokenizer.decode(tokenizer.encode(text, verbose=False)),
+    )
+
+
+def _from_tokenizers(tokenizer: Tokenizer, name: str) -> OpenTokenizer:
+    text = load_tokenizer(tokenizer, name)
+    return OpenTokenizer(
+        name=name,
+        backend=tokenizer,
+        text=text,
+        strings=frozenset(tokenizer.get_vocab()),
+        roles=_present({"bos": text.bos_id, "eos": text.eos_id}),
+        eos_ids=None,
+        normalizers=_normalizers(tokenizer),
+        round_trip=lambda text: tokenizer.decode(
+            tokenizer.encode(text).ids, skip_special_tokens=False
+        ),
+    )
+
+
+def _from_mistral(file: Path, name: str, eos_ids: list[int] | None) -> OpenTokenizer:
+    from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    core = MistralTokenizer.from_file(str(file)).instruct_tokenizer.tokenizer
+    return OpenTokenizer(
+        name=name,
+        backend=core,
+        text=load_tokenizer(core, name),
+        strings=frozenset(core.vocab()),
+        roles=_present({role: getattr(core, f"{role}_id", None) for role in ROLES}),
+        eos_ids=eos_ids,
+        normalizers=(),
+        round_trip=lambda text: core.decode(
+            core.encode(text, bos=True, eos=False), SpecialTokenPolicy.KEEP
+        ),
+    )
+
+
+def _from_sentencepiece(file: Path, name: str) -> OpenTokenizer:
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=str(file))
+    return OpenTokenizer(
+        name=name,
+        backend=model,
+        text=load_tokenizer(model, name),
+        strings=frozenset(model.id_to_piece(i) for i in range(model.get_piece_size())),
+        roles=_present({role: getattr(model, f"{role}_id")() for role in ROLES}),
+        eos_ids=None,
+        normalizers=(),
+        round_trip=lambda text: model.decode(model.encode(text)),
+    )
+
+
+def _present(roles: Mapping[str, int | None]) -> dict[str, int]:
+    return {role: token_id for role, token_id in roles.items() if token_id not in (None, -1)}
+
+
+def _normalizers(backend: Tokenizer | None) -> tuple[str, ...]:
+    """Types of the normalisers that may change text, beyond writing spaces as marks."""
+    if backend is None or backend.normalizer is None:
+        return ()
+    return tuple(
+        part["type"]
+        for part in components(json.loads(backend.normalizer.__getstate__()))
+        if not (part["type"] == "Prepend" or part.get("content") == SPACE_MARK)
+    )
+
+
+def _hub_eos_ids(name: str) -> list[int] | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def fetch(file: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(name, file))
+        except EntryNotFoundError:
+            return None
+
+    return _eos_ids(fetch)
+
+
+def _eos_ids(locate: Callable[[str], Path | None]) -> list[int] | None:
+    """EOS ids of the generation configuration or, without such a file, of the model's."""
+    for file in ("generation_config.json", "config.json"):
+        path = locate(file)
+        if path is not None and path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            return [found] if isinstance(found, int) else found
+    return None

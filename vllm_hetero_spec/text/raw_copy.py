@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy of a ``tokenizers.Tokenizer`` that spells text and nothing else.
+
+No templates, no leading space, special tokens inert, and text that looks like one of the model's
+own marks stays text. The model itself, which is nearly all of a tokenizer, is shared.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from vllm_hetero_spec.text.fast_model import FastModel
+from vllm_hetero_spec.text.normalisation import (
+    drops_spaces,
+    loses_separators,
+    stretch_normalizer,
+    text_normalizer,
+)
+from vllm_hetero_spec.text.token_bytes import SPACE_MARK, PieceRule, components
+from vllm_hetero_spec.text.tokenizer import LeadingSpace
+
+Section = dict[str, Any] | None
+
+_NO_WORD = "\U0010ffff none"
+_LITERAL_BYTE = {"Regex": "<0x(?=[0-9A-Fa-f]{2}>)"}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The sections of a tokenizer's JSON around its model."""
+
+    normalizer: Section
+    pre_tokenizer: Section
+    decoder: Section
+
+    @classmethod
+    def of(cls, backend: Tokenizer) -> "Pipeline":
+        sections = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+        return cls(*(None if s is None else json.loads(s.__getstate__()) for s in sections))
+
+    def leading_space(self, rule: PieceRule) -> LeadingSpace:
+        """Where the tokenizer puts a space of its own before text.
+
+        A tokenizer that starts every word with a space has one too many at the first only.
+        """
+        if rule.continuing is not None:
+            return LeadingSpace("first", unless_present=True)
+        for part in components(self.normalizer):
+            if _prepends_space(part):
+                return LeadingSpace("always")
+        every_word = False
+        for part in components(self.pre_tokenizer):
+            every_word |= drops_spaces(part)
+            if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
+                scheme = part.get("prepend_scheme", "always")
+                return LeadingSpace("first" if every_word else scheme, unless_present=True)
+            if part["type"] == "ByteLevel" and part.get("add_prefix_space"):
+                return LeadingSpace("first" if every_word else "always", unless_present=True)
+        return LeadingSpace()
+
+    def raw(self, model: FastModel) -> "Pipeline":
+        """The pipeline without a leading space.
+
+        Where the model looks words up, text that looks like a byte token or like a continuing piece
+        would become one: it is cut in two.
+        """
+        normalizers = [part for part in components(self.normalizer) if not _prepends_space(part)]
+        pre_tokenizers = []
+        every_word = False
+        for part in components(self.pre_tokenizer):
+            every_word |= drops_spaces(part)
+            if part["type"] == "Metaspace" and not every_word:
+                part["prepend_scheme"] = "never"
+            elif part["type"] == "ByteLevel" and not every_word:
+                part["add_prefix_space"] = False
+            pre_tokenizers.append(part)
+        if model.rule.byte_fallback and model.looks_words_up:
+            pre_tokenizers.append(_split(_LITERAL_BYTE))
+        if model.rule.continuing:
+            pre_tokenizers.append(_split({"String": model.rule.continuing[0]}))
+        return Pipeline(
+            _sequence("normalizers", normalizers),
+            _sequence("pretokenizers", pre_tokenizers),
+            None,
+        )
+
+    def build(self) -> Tokenizer:
+        """A tokenizer of these sections, for which every stretch of text is unknown."""
+        spec: dict[str, Any] = {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": self.normalizer,
+            "pre_tokenizer": self.pre_tokenizer,
+            "model": {"type": "WordLevel", "vocab": {_NO_WORD: 0}, "unk_token": _NO_WORD},
+        }
+        built = Tokenizer.from_str(json.dumps(spec))
+        built.encode_special_tokens = True
+        return built
+
+
+@dataclass(frozen=True)
+class RawCopy:
+    """The copy, its model, and what it makes of text."""
+
+    tokenizer: Tokenizer
+    model: FastModel
+    normalize: Callable[[str], str]
+
+
+def raw_copy(
+    pipeline: Pipeline,
+    model: FastModel,
+    added: Mapping[int, AddedToken],
+    special: Mapping[int, str],
+    table: list[bytes],
+) -> RawCopy:
+    """Build the copy.
+
+    Args:
+        pipeline: Without a leading space.
+        model: To be shared.
+        added: All added tokens. Those that are text stay active, but no longer swallow the space
+            around them; those that normalisation would write otherwise are spelled like any text.
+        special: Special ids and their pieces.
+        table: Bytes of every token.
+    """
+    tokenizer = pipeline.build()
+    tokenizer.model = model.model
+    stretch = stretch_normalizer(tokenizer, model.rule)
+    loses = loses_separators(tokenizer, model.rule)
+    inert = {
+        i
+        for i, token in added.items()
+        if i in special
+        or stretch(token.content).encode() != table[i]
+        or (token.normalized and loses)
+    }
+    _add_tokens(tokenizer, added, inert)
+
+    hidden = {i: piece for i, piece in special.items() if model.model.token_to_id(piece) == i}
+    if getattr(model.model, "dropout", None) or _occur(tokenizer, model, hidden):
+        model = model.without(hidden)
+        tokenizer.model = model.model
+
+    verbatim = {i: token for i, token in added.items() if not token.normalized}
+    written = {verbatim[i].content: table[i].decode() for i in verbatim.keys() - inert}
+    splitter = None
+    if written:
+        splitter = Pipeline(None, None, None).build()
+        _add_tokens(splitter, verbatim, inert)
+    return RawCopy(tokenizer, model, text_normalizer(stretch, splitter, written))
+
+
+def _add_tokens(
+    tokenizer: Tokenizer, added: Mapping[int, AddedToken], inert: Collection[int]
+) -> None:
+    tokenizer.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                normalized=token.normalized,
+                special=token_id in inert,
+            )
+            for token_id, token in sorted(added.items())
+        ]
+    )
+
+
+def _occur(tokenizer: Tokenizer, model: FastModel, pieces: Mapping[int, str]) -> bool:
+    """Whether text may have one of the pieces."""
+    if model.kind == "Unigram":
+        return bool(pieces)
+    return any(
+        i in tokenizer.encode(piece, add_special_tokens=False).ids for i, piece in pieces.items()
+    )
+
+
+def _prepends_space(part: dict[str, Any]) -> bool:
+    return part["type"] == "Prepend" and part["prepend"] in (SPACE_MARK, " ")
+
+
+def _split(pattern: dict[str, str]) -> dict[str, Any]:
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def _sequence(key: str, parts: list[dict[str, Any]]) -> Section:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return {"type": "Sequence", key: parts}

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two tokenizers share and what a text loses between them, without any model.
+
+Every figure is a count or a share of counts. Comparisons are on bytes, except the two readings of
+the intersection that compare display strings, which are here to be told apart from the true one.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_hetero_spec.text.token_bytes import SPACE_MARK
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+from vllm_hetero_spec.text.vocabulary import VocabularyMaps
+
+# How byte-level BPE displays a space.
+BYTE_LEVEL_SPACE = "\u0120"
+
+_AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)(?=\S)")
+
+
+@dataclass(frozen=True)
+class VocabularyCounts:
+    """Ids of one tokenizer by kind.
+
+    ids: largest id + 1; text: ids that stand for bytes; special: special tokens; holes: ids without
+    a token; duplicates: text ids that share their bytes with another; not_utf8: text ids whose
+    bytes alone are not valid UTF-8.
+    """
+
+    ids: int
+    text: int
+    special: int
+    holes: int
+    duplicates: int
+    not_utf8: int
+
+
+def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
+    """Ids of a tokenizer by kind."""
+    spelled = Counter(data for data in tokenizer.token_bytes if data)
+    text = spelled.total()
+    special = len(tokenizer.special_text)
+    return VocabularyCounts(
+        ids=tokenizer.vocab_size,
+        text=text,
+        special=special,
+        holes=tokenizer.vocab_size - text - special,
+        duplicates=sum(count for count in spelled.values() if count > 1),
+        not_utf8=sum(count for data, count in spelled.items() if not _is_utf8(data)),
+    )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much two vocabularies have in common, by three readings of "the same token".
+
+    strings: keys of both ``get_vocab()``, as they stand.
+    space_normalised: the same keys with every LEADING space mark of either alphabet read as a
+        space. (vLLM's own map reads the first mark of a token only and so misses the tokens that
+        start with several spaces.)
+    true_bytes: byte strings of both; a special token stands for the UTF-8 of its content, as it
+        does in the two readings before. Each byte string counts once, however many ids have it.
+    text_bytes: byte strings that are ordinary text in both: what drafts can be made of.
+    """
+
+    strings: int
+    space_normalised: int
+    true_bytes: int
+    text_bytes: int
+
+
+def measure_overlap(
+    target: TextTokenizer,
+    drafter: TextTokenizer,
+    target_strings: Iterable[str],
+    drafter_strings: Iterable[str],
+) -> Overlap:
+    """The intersection by each reading; the strings are the keys of ``get_vocab()``."""
+    theirs, ours = set(target_strings), set(drafter_strings)
+    return Overlap(
+        strings=len(theirs & ours),
+        space_normalised=len({*map(_spaced, theirs)} & {*map(_spaced, ours)}),
+        true_bytes=len(_all_bytes(target) & _all_bytes(drafter)),
+        text_bytes=len(shared_text(target, drafter)),
+    )
+
+
+def shared_text(target: TextTokenizer, drafter: TextTokenizer) -> set[bytes]:
+    """Byte strings that are a text token of both."""
+    return (set(target.token_bytes) & set(drafter.token_bytes)) - {b""}
+
+
+@dataclass(frozen=True)
+class PairStatistics:
+    """A target and a drafter on a text; every share is between 0 and 1.
+
+    Attributes:
+        omega_t: Share of the text's target tokens that the drafter has too (bounds what a draft
+            restricted to the intersection can have accepted).
+        omega_k: Share of the text's target tokens that are the first target token of some drafter
+            token (the same bound for drafts pushed to the target's vocabulary).
+        target_straddle: Share of target tokens with a drafter boundary strictly inside.
+        drafter_straddle: Share of drafter tokens with a target boundary strictly inside.
+        target_tokens: Tokens of the text in the target.
+        drafter_tokens: Tokens of the text in the drafter.
+        text_bytes: Bytes of the text.
+        lines: Lines of the text that are not blank.
+        target_failures: Lines that the target's tokens do not spell byte by byte.
+        drafter_failures: The same of the drafter.
+        drafter_vocabulary: Distinct byte strings the drafter can write as one token.
+    """
+
+    omega_t: float
+    omega_k: float
+    target_straddle: float
+    drafter_straddle: float
+    target_tokens: int
+    drafter_tokens: int
+    text_bytes: int
+    lines: int
+    target_failures: int
+    drafter_failures: int
+    drafter_vocabulary: int
+
+    @property
+    def failure_share(self) -> float:
+        """Share of lines that the worse of the two does not spell."""
+        return _share(max(self.target_failures, self.drafter_failures), self.lines)
+
+
+class PairMeter:
+    """Gathers ``PairStatistics`` over the documents of a text, a few at a time.
+
+    Token counts and omega are those of whole documents. Boundaries can only be compared where both
+    tokenizers spell the same bytes: a document that one of them rewrites is halved at its lines
+    until the lines at fault stand alone, and those are counted as failures.
+    """
+
+    def __init__(self, target: TextTokenizer, drafter: TextTokenizer, maps: VocabularyMaps) -> None:
+        self._target, self._drafter = target, drafter
+        self._shared = _image(maps.d2t, target.vocab_size)
+        self._reachable = _image(maps.kappa_first, target.vocab_size)
+        self._lengths = _lengths(target), _lengths(drafter)
+        self._counts: Counter[str] = Counter()
+
+    def add(self, documents: Sequence[str]) -> None:
+        """Take in documents; surrogates are not allowed in them."""
+        pairs = zip(
+            documents,
+            self._target.encode_batch(documents),
+            self._drafter.encode_batch(documents),
+            strict=True,
+        )
+        for document, target_ids, drafter_ids in pairs:
+            self._counts["target_tokens"] += len(target_ids)
+            self._counts["drafter_tokens"] += len(drafter_ids)
+            self._counts["text_bytes"] += len(document.encode())
+            self._counts["shared"] += int(self._shared[target_ids].sum())
+            self._counts["reachable"] += int(self._reachable[target_ids].sum())
+            lines = document.splitlines(keepends=True)
+            self._counts["lines"] += sum(not line.isspace() for line in lines)
+            self._compare(lines, target_ids, drafter_ids)
+
+    def statistics(self) -> PairStatistics:
+        """The figures of all documents so far."""
+        counts = self._counts
+        return PairStatistics(
+            omega_t=_share(counts["shared"], counts["target_tokens"]),
+            omega_k=_share(counts["reachable"], counts["target_tokens"]),
+            target_straddle=_share(counts["target_straddles"], counts["target_aligned"]),
+            drafter_straddle=_share(counts["drafter_straddles"], counts["drafter_aligned"]),
+            target_tokens=counts["target_tokens"],
+            drafter_tokens=counts["drafter_tokens"],
+            text_bytes=counts["text_bytes"],
+            lines=counts["lines"],
+            target_failures=counts["target_failures"],
+            drafter_failures=counts["drafter_failures"],
+            drafter_vocabulary=len(set(self._drafter.token_bytes) - {b""}),
+        )
+
+    def _compare(
+        self, lines: Sequence[str], target_ids: Sequence[int], drafter_ids: Sequence[int]
+    ) -> None:
+        text = "".join(lines)
+        data = text.encode()
+        target_exact = self._target.decode_bytes(target_ids) == data
+        drafter_exact = self._drafter.decode_bytes(drafter_ids) == data
+        if target_exact and drafter_exact:
+            self._straddles(target_ids, drafter_ids)
+        elif len(lines) > 1:
+            middle = len(lines) // 2
+            for half in (lines[:middle], lines[middle:]):
+                part = "".join(half)
+                self._compare(half, self._target.encode(part), self._drafter.encode(part))
+        elif not text.isspace():
+            self._counts["target_failures"] += not target_exact
+            self._counts["drafter_failures"] += not drafter_exact
+
+    def _straddles(self, target_ids: Sequence[int], drafter_ids: Sequence[int]) -> None:
+        target_ends = np.cumsum(self._lengths[0][target_ids])
+        drafter_ends = np.cumsum(self._lengths[1][drafter_ids])
+        self._counts["target_aligned"] += len(target_ids)
+        self._counts["drafter_aligned"] += len(drafter_ids)
+        self._counts["target_straddles"] += straddling(target_ends, drafter_ends)
+        self._counts["drafter_straddles"] += straddling(drafter_ends, target_ends)
+
+
+def straddling(ends: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+    """How many tokens have a boundary of the other tokenization strictly inside.
+
+    Args:
+        ends: [n] byte offset at which each token ends, ascending; the first starts at 0.
+        others: [m] the same of the other tokenization of the same bytes.
+    """
+    if not len(ends) or not len(others):
+        return 0
+    starts = np.concatenate([[0], ends[:-1]])
+    first_inside = others[np.searchsorted(others, starts, side="right").clip(max=len(others) - 1)]
+    return int(((starts < first_inside) & (first_inside < ends)).sum())
+
+
+def unspelled_characters(tokenizer: TextTokenizer, characters: Counter[str]) -> Counter[str]:
+    """The characters of a text for which the tokenizer has no token at all, with their counts."""
+    distinct = list(characters)
+    encoded = tokenizer.encode_batch(distinct)
+    return Counter(
+        {
+            character: characters[character]
+            for character, ids in zip(distinct, encoded, strict=True)
+            if not tokenizer.decode_bytes(ids)
+        }
+    )
+
+
+def length_histogram(byte_strings: Iterable[bytes], longest: int) -> list[int]:
+    """How many byte strings have 1, 2, ... bytes; the last entry holds those of ``longest`` up."""
+    counts = [0] * longest
+    for length, count in Counter(map(len, byte_strings)).items():
+        if length:
+            counts[min(length, longest) - 1] += count
+    return counts
+
+
+def _image(mapped: NDArray[np.int32], size: int) -> NDArray[np.bool_]:
+    image = np.zeros(size, bool)
+    image[mapped[mapped >= 0]] = True
+    return image
+
+
+def _lengths(tokenizer: TextTokenizer) -> NDArray[np.int64]:
+    return np.array([len(data) for data in tokenizer.token_bytes], np.int64)
+
+
+def _all_bytes(tokenizer: TextTokenizer) -> set[bytes]:
+    content = (text.encode("utf-8", "surrogateescape") for text in tokenizer.special_text.values())
+    return set(tokenizer.token_bytes).union(content) - {b""}
+
+
+def _spaced(token: str) -> str:
+    text = token.lstrip(BYTE_LEVEL_SPACE + SPACE_MARK)
+    return " " * (len(token) - len(text)) + text
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def documents_of(text: str) -> list[str]:
+    """A text in pieces: cut after blank lines, where tokens of ordinary text end anyway."""
+    return _AFTER_BLANK_LINE.split(text)
