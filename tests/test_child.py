@@ -30,7 +30,7 @@ def start(spec: str, **options: float) -> EngineProcess:
 
 def left(session: int) -> list[Path]:
     """Processes of a session, given a moment to be gone: what was killed may still be listed."""
-    for _ in range(50):
+    for _ in range(300):
         if not (found := list(resident.processes(session))):
             break
         time.sleep(0.1)

@@ -151,6 +151,8 @@ class EngineProcess:
         """Hang up, wait, kill what is left of the session; the child's exit code."""
         if not self._closed:
             self._closed = True
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
             self._connection.close()
             deadline = time.monotonic() + grace
             try:
@@ -178,7 +180,7 @@ def causes(printed: str) -> str:
 
 
 def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
-    """The child's side: build an engine as the parent says, then run loads until it hangs up.
+    """The child's side: build an engine as the parent says, then run loads until it says goodbye.
 
     Args:
         build: Builds the engine, and returns what runs a load on it. A ConfigError of either goes
@@ -200,15 +202,20 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
             parent.send(refusal)
 
 
-def _end_with(parent: int) -> None:
-    """Kill this whole session where the parent is gone, whatever it is at work on."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _received(parent: Connection) -> Any:
+def _received(parent: Connection) -> Load | None:
     try:
         return parent.recv()
-    except EOFError:
-        return None
+    except EOFError:  # gone without a goodbye
+        _end_session()
+        raise
+
+
+def _end_with(parent: int) -> None:
+    """End with the parent, whatever is at work here."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    _end_session()
+
+
+def _end_session() -> None:
+    os.killpg(0, signal.SIGKILL)
