@@ -60,16 +60,17 @@ class Drafter:
         Rows with a `choose` cost one wait for the device after the first step.
         """
         rows = sorted(rows, key=lambda row: (self._rules.takes_paths(row), -row.steps))
-        table = self._block_table(rows)
-        logits = self._catch_up(rows, table)
         paths = sum(map(self._rules.takes_paths, rows))
+        table = self._block_table(rows)
+        others = rows[: len(rows) - paths]
+        picker = Picker(others, self._rules, self.model.device)  # counts ids before they are fed
+        logits = self._catch_up(rows, table)
         if paths:
             self._follow(rows[-paths:], table[-paths:], logits[-paths:])
-        rows = rows[: len(rows) - paths]
+        rows = others
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
-        picker = Picker(rows, self._rules, self.model.device)
         self._timed(picker.pick, logits[:active])
         for batch in self._decode_batches(rows[:active], table[:active]):
             ids = picker.newest[: len(batch.positions)]
