@@ -86,8 +86,9 @@ class Sample:
         accepted_per_position: Accepted tokens at draft position 0, 1, ...
         drafted_per_position: Draft tokens at position 0, 1, ...; empty where the engine does not
             count them.
-        worker: The plugin's counters (`DraftStats`); empty for other engines.
-        peak_memory_bytes: Of the engine's processes, on the device on GPUs, else resident.
+        worker: Growth of the plugin's counters (`DraftStats`); empty for other engines.
+        peak_memory_bytes: Of the engine's processes: on GPUs most bytes of tensors on the devices,
+            for vLLM since it started; else the sum of each process's highest resident memory.
     """
 
     traces: list[Trace]
@@ -123,7 +124,8 @@ class Engine(Protocol):
         """Generate a load.
 
         Raises:
-            MeasurementError: The engine failed.
+            ConfigError: The engine refused the load.
+            MeasurementError: The engine failed, or is not one for such a load.
         """
 
     def close(self) -> None:

@@ -117,6 +117,10 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
         assert tokens(sample) == tokens(alone[0])
         assert sample.worker["drafts"] == sample.drafts
         assert sample.worker["draft_tokens"] == sample.draft_tokens
+        assert sample.drafted_per_position[0] == sample.drafts
+        assert sum(sample.drafted_per_position) == sample.draft_tokens
+        pairs = zip(sample.accepted_per_position, sample.drafted_per_position, strict=True)
+        assert all(accepted <= drafted for accepted, drafted in pairs)
         # Each load reads its prompts anew, and a batch changes no draft.
         assert sample.worker["catch_up_tokens"] == samples[0].worker["catch_up_tokens"]
         assert sample.drafts == samples[0].drafts
@@ -132,6 +136,7 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
     check_drafts(sample, LOOKAHEAD)
     assert tokens(sample) == tokens(alone[0])
     assert sample.worker == {}
+    assert sample.drafted_per_position == []
 
 
 @pytest.mark.engine

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import Case, Checker, Violation, fuzz
+from fuzz_cases import Case
+from fuzz_model import Violation
+from fuzzing import Checker, fuzz
 from recipes import corpus
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -158,20 +160,20 @@ def test_natural_text(
     shared_or_none: Path | None,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """On text as people write it a context is the whole text encoded, and drafts come back."""
+    """Text as people write it: contexts are the whole text encoded, and drafts come back."""
     rng = random.Random(0)
     checker = Checker(everything)
-    names = list(everything)
-    for drafter in names:
+    targets = [name for name, tokenizer in everything.items() if tokenizer.lossless]
+    for drafter in everything:
         for text in natural_texts(shared_or_none, PIECES, rng):
             steps = tuple(rng.choice([1, 1, 1, 2, 3, -1, -4]) for _ in range(24))
-            pair = (rng.choice(names), drafter)
+            pair = (rng.choice(targets), drafter)
             checker.check(Case(pair, stretches=(text.encode(),), steps=steps, limit=6))
     counts = checker.counts
     record_property("natural text", str(counts))
     print(f"\nnatural text: {counts}")
     assert counts.share("contexts that differ", "contexts") < 0.01
-    assert counts.share("round trips that differ", "round trips") < 0.01
+    assert counts.share("round trips that differ", "round trips") < 0.002
 
 
 # Cases that were once found to fail.

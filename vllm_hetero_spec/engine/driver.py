@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,9 +19,11 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.child import serve
 from vllm_hetero_spec.engine.compat import cpu_sampling
 from vllm_hetero_spec.engine.measure import EngineSpec
+from vllm_hetero_spec.engine.metric_sinks import PREFIX
 from vllm_hetero_spec.measurement import Load, Sample, Trace
 
 _METRICS = "vllm:spec_decode_num_"
+_LENGTHS = f"{PREFIX}drafts_by_length"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
 _WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
@@ -92,6 +95,7 @@ class Driver:
             draft_tokens=grown.get("draft_tokens", 0),
             accepted_tokens=grown.get("accepted_tokens", 0),
             accepted_per_position=grown.get("accepted_tokens_per_pos", []),
+            drafted_per_position=_reaching(grown["lengths"]),
             worker=grown["worker"],
             peak_memory_bytes=self._device_peak(),
         )
@@ -141,9 +145,12 @@ class Driver:
         return [request.trace() for request in requests], time.perf_counter() - began
 
     def _counters(self) -> dict[str, Any]:
-        """vLLM's counters of speculation by the rest of their name; under "worker" ours."""
+        """vLLM's counters of speculation by the rest of their name; ours in "lengths", "worker"."""
         found: dict[str, Any] = {}
+        lengths = Counter[int]()
         for metric in self._llm.get_metrics():
+            if metric.name == _LENGTHS:
+                lengths[int(metric.labels["length"])] += metric.value
             if not metric.name.startswith(_METRICS):
                 continue
             name = metric.name.removeprefix(_METRICS)
@@ -152,7 +159,7 @@ class Driver:
                 found[name] = [a + b for a, b in zip(sums, metric.values, strict=True)]
             else:
                 found[name] = found.get(name, 0) + metric.value
-        return {**found, "worker": self._worker_counters()}
+        return {**found, "lengths": dict(lengths), "worker": self._worker_counters()}
 
     def _worker_counters(self) -> dict[str, Any]:
         if not self._ours:
@@ -165,6 +172,14 @@ class Driver:
         if not self._extended:  # the user's own extension has its place
             return 0
         return sum(self._llm.collective_rpc("hetero_spec_device_peak"))
+
+
+def _reaching(lengths: dict[int, int]) -> list[int]:
+    """Drafts that reach position 0, 1, ..., from the numbers of drafts of each length."""
+    return [
+        sum(number for length, number in lengths.items() if length > position)
+        for position in range(max(lengths, default=0))
+    ]
 
 
 def since(before: Any, after: Any) -> Any:

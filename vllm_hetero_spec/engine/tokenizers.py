@@ -10,21 +10,12 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter_config import cap_length, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 logger = logging.getLogger("vllm.hetero_spec")
-
-# Enough ordinary text and code to tell how many drafter tokens a target token takes.
-_CALIBRATION = (
-    "The quick brown fox jumps over the lazy dog, and 1,024 more of them followed in 2026.\n"
-    "def mean(values: list[float]) -> float:\n"
-    "    total = sum(values)\n"
-    "    return total / len(values) if values else 0.0\n"
-    "Please translate: naïve café, Straße, 東京, Москва.\n"
-)
-
 
 class Pair(NamedTuple):
     """The two tokenizers as the bridge sees them, and the bridge."""
@@ -64,7 +55,7 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
     """
     pair = load_pair(target, drafter, options)
     logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
-    ratio = len(pair.drafter.encode(_CALIBRATION)) / len(pair.target.encode(_CALIBRATION))
+    ratio = len(pair.drafter.encode(CALIBRATION_TEXT)) / len(pair.target.encode(CALIBRATION_TEXT))
     cap_length(drafter, options, target.max_model_len, ratio)
 
 
@@ -82,7 +73,8 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
             f"the {role} has no tokenizer (skip_tokenizer_init); translation needs it."
         )
     try:
-        return load_tokenizer(tokenizer, name=str(config.tokenizer)), chat_of(tokenizer)
+        text = load_tokenizer(tokenizer, name=str(config.tokenizer))
+        return text.limited_to(config.get_vocab_size()), chat_of(tokenizer)
     except UnsupportedTokenizer as error:
         raise ConfigError(f"the {role}'s tokenizer cannot be bridged: {error}") from error
 
