@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("slem",)
+METHODS = ("slem", "hetero", "slrs", "push_forward", "tli", "union")
+VERIFICATIONS = ("token", "block", "race", "fuzzy")
+DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
@@ -53,6 +55,11 @@ class HeteroOptions:
             parallel group, "sharded" splits it over that group.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
+        verification: "token" accepts token by token, "block" the longest prefix that the draft as
+            a whole supports, "race" makes the output of a seed the same whatever drafts, "fuzzy" is
+            lossy.
+        divergence: Of "fuzzy": "js" or "kl" in nats, or "tv".
+        threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
         chat_template: "auto" shows the drafter its own turn markers where a prompt has the
             target's, if the two chat templates can be aligned; "off" shows it the target's.
     """
@@ -72,6 +79,9 @@ class HeteroOptions:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
     translation: str = "auto"
+    verification: str = "token"
+    divergence: str = "js"
+    threshold: float | None = None
     chat_template: str = "auto"
 
 
@@ -148,6 +158,8 @@ def parse(
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),
         ("translation", TRANSLATIONS),
+        ("verification", VERIFICATIONS),
+        ("divergence", DIVERGENCES),
         ("chat_template", CHAT_TEMPLATES),
     ):
         if given.get(key) is not None:
@@ -155,6 +167,7 @@ def parse(
     for key in ("enforce_eager", "trust_remote_code"):
         if not isinstance(given.get(key), bool | None):
             raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
+    _check_fuzzy(given)
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
 
@@ -185,6 +198,28 @@ def _check_keys(given: Mapping[str, Any]) -> None:
                 f"unknown key {key!r} in the speculative configuration"
                 f"{_nearest(key, supported)}; supported: {_listed(supported)}."
             )
+
+
+def _check_fuzzy(given: Mapping[str, Any]) -> None:
+    if given.get("verification") != "fuzzy":
+        for key in ("divergence", "threshold"):
+            if given.get(key) is not None:
+                raise ConfigError(
+                    f'{key} belongs to "verification": "fuzzy", which is lossy; leave it out or '
+                    "ask for that."
+                )
+        return
+    threshold = given.get("threshold")
+    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or threshold < 0:
+        raise ConfigError(
+            f"threshold is {threshold!r}; fuzzy verification needs a divergence of at least 0, "
+            "below which a draft passes, as 0.1."
+        )
+    if given["method"] == "slem":
+        raise ConfigError(
+            '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli or '
+            "slrs instead of slem."
+        )
 
 
 def _check_verification(method: Any) -> None:

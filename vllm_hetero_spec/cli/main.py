@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.cli import bench, compare, inspect
+from vllm_hetero_spec.cli import bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.measure import MeasurementError
 
@@ -26,12 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_parser(commands)
     bench.add_parser(commands)
     inspect.add_parser(commands)
+    doctor.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except doctor.Unsound:
+        return 1
     except MeasurementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,8 +18,8 @@ class TokenMap:
     Attributes:
         first: int64 [V_D], target id, -1 where a drafter token proposes nothing.
         width: Columns of the target's logits, V_T, padding included.
-        renormalise: Keep mass off drafter tokens that propose nothing (TLI, push-forward). Where
-            False such a draw is a null proposal and psi adds up to less than 1 (union).
+        renormalise: Never draw a drafter token that proposes nothing (TLI, push-forward). Where
+            False such a draw is a null proposal (union), for which the likeliest token stands in.
     """
 
     first: torch.Tensor
@@ -43,8 +43,21 @@ class TokenMap:
     def laws(self, q: torch.Tensor) -> torch.Tensor:
         """psi, float32 [B, V_T], of rows q [B, V_D] or wider (padding beyond is not read)."""
         psi = q.new_zeros((len(q), self.width + 1), dtype=torch.float32)
-        psi.index_add_(1, self._column, q[:, : len(self.first)])
+        self.add_laws(q, psi)
         return psi[:, :-1]
+
+    def add_laws(self, q: torch.Tensor, psi: torch.Tensor) -> None:
+        """As `laws`, into zeros [B, V_T + 1]; the last column is scratch."""
+        psi.index_add_(1, self._column, q[:, : len(self.first)])
+        if not self.renormalise:
+            # A null proposal becomes the likeliest real one: samplers of whole rows know no null,
+            # and any token fixed before the draw keeps psi the law of what is proposed.
+            nothing = psi[:, -1:].clone()
+            psi.scatter_add_(1, self.substitute(psi)[:, None], nothing)
+
+    def substitute(self, psi: torch.Tensor) -> torch.Tensor:
+        """int64 [B], what is proposed in the place of nothing, of rows [B, V_T + 1]."""
+        return psi[:, :-1].argmax(-1)
 
 
 def probabilities(

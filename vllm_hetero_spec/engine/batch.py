@@ -7,13 +7,16 @@ round drafts the expected number, translates, and goes on only for requests stil
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.engine.drafter import Drafter, DraftRow
+from vllm_hetero_spec.engine.drafter import Drafter
 from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.laws import DraftLaw
+from vllm_hetero_spec.engine.picking import DraftRow
 from vllm_hetero_spec.engine.requests import RequestState
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
@@ -33,18 +36,22 @@ class Job:
         state: What the drafter knows of it.
         lookahead: Target tokens that are useful to propose; 0 only catches up.
         penalty: The request's penalties, if any.
+        draw: How its drafts are drawn; None for greedy ones.
         steps_left: Drafter steps it may still spend.
         drafted: Drafter ids so far.
         proposal: Their translation.
+        law: The law of the proposal, where it was drawn.
     """
 
     index: int
     state: RequestState
     lookahead: int
     penalty: Penalty | None = None
+    draw: Draw | None = None
     steps_left: int = 0
     drafted: list[int] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
+    law: DraftLaw | None = None
 
 
 class Rounds:
@@ -56,11 +63,19 @@ class Rounds:
         pool: The drafter's KV blocks.
         stats: Counters to add to.
         budget: Context tokens that the drafter may read in one round.
+        spell: Target tokens that a drafter token proposes, for drafts that are drawn.
     """
 
     def __init__(
-        self, bridge: Bridge, drafter: Drafter, pool: KVPool, stats: DraftStats, budget: int
+        self,
+        bridge: Bridge,
+        drafter: Drafter,
+        pool: KVPool,
+        stats: DraftStats,
+        budget: int,
+        spell: Callable[[int], Sequence[int]] | None,
     ) -> None:
+        self._spell = spell
         self._bridge = bridge
         self._drafter = drafter
         self._pool = pool
@@ -84,7 +99,10 @@ class Rounds:
             if row.finite:
                 stable = state.agreed - _UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
-        rows = [(job, row) for job, row in rows if row.steps]
+        for job, row in rows:
+            if job.draw is not None and row.steps:
+                self._spell_out(job, row)
+        rows = [(job, row) for job, row in rows if row.steps and job.draw is None]
         while rows:
             self._translate(rows)
             rows = [(job, more) for job, row in rows if (more := self._continue(job, row))]
@@ -126,6 +144,8 @@ class Rounds:
         """
         if not job.lookahead:
             return 0
+        if job.draw is not None:  # every drawn token proposes at least one target token
+            return min(room, job.lookahead)
         context = job.state.context
         ratio = len(context.ids) / context.num_target
         steps = min(room, max(1, math.ceil(job.lookahead * ratio) + 1))
@@ -143,6 +163,38 @@ class Rounds:
             other.close(self._pool)
         return True
 
+    def _spell_out(self, job: Job, row: DraftRow) -> None:
+        """What was drawn as target tokens: the first of each draw with its law, the rest certain.
+
+        The draft ends by count or with a draw that says so itself, never by how likely it was.
+        """
+        self._stats.drafter_tokens += len(row.drafted)
+        if row.path is not None and row.laws is not None:
+            job.proposal = row.path.proposal[: job.lookahead if row.finite else 0]
+            job.law = DraftLaw(row.laws, row.path.law_of[: job.lookahead])
+            self._settle(job, row)
+            return
+        assert self._spell is not None
+        law_of: list[int] = []
+        for place, (drafted, law) in enumerate(zip(row.drafted, row.law_of, strict=False)):
+            tokens = self._spell(drafted)
+            ended = not len(tokens) or drafted in self._bridge.drafter_eos
+            if not len(tokens):
+                tokens = row.substitutes[place : place + 1]
+            job.proposal += tokens
+            law_of += [law, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            if ended:
+                break
+        del job.proposal[job.lookahead if row.finite else 0 :]
+        if row.laws is not None:
+            job.law = DraftLaw(row.laws, law_of[: job.lookahead])
+        self._settle(job, row)
+
+    def _settle(self, job: Job, row: DraftRow) -> None:
+        if not row.finite:
+            self._skip(job, "nan_logits")
+            job.state.retire("nan_logits", self._pool)
+
     def _translate(self, rows: list[tuple[Job, DraftRow]]) -> None:
         for job, row in rows:
             job.drafted += row.drafted
@@ -156,9 +208,7 @@ class Rounds:
         self._stats.translate_seconds += time.perf_counter() - began
         for (job, row), proposal in zip(rows, proposals, strict=True):
             job.proposal = proposal
-            if not row.finite:
-                self._skip(job, "nan_logits")
-                job.state.retire("nan_logits", self._pool)
+            self._settle(job, row)
 
     def _continue(self, job: Job, row: DraftRow) -> DraftRow | None:
         """The row that goes on for a job still short of its lookahead, None where it is done."""
@@ -177,9 +227,18 @@ class Rounds:
         state = job.state
         assert state.sequence is not None
         choose = None
-        if first and steps and not self._bridge.identity:
+        if first and steps and job.draw is None and not self._bridge.identity:
             choose = partial(self._bridge.first_choice, state.context)
-        return DraftRow(state.sequence, pending, steps, job.penalty, state.prompt_length, choose)
+        return DraftRow(
+            state.sequence,
+            pending,
+            steps,
+            job.penalty,
+            state.prompt_length,
+            choose,
+            job.draw,
+            job.lookahead,
+        )
 
     def _skip(self, job: Job, reason: str) -> None:
         if job.lookahead:

@@ -1,81 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode loop: one ragged catch-up forward, then single-token steps over the batch.
 
-Nothing here waits for the device between steps: the next input is the last step's argmax, all
+Nothing here waits for the device between steps: the next input is what the last step picked, all
 lengths are known on the host, and drafted ids are read once, at the end.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
+from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.slrs import Path, Slrs
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.kv_pool import BlockTable
-
-# How many of the drafter's best ids the first token is chosen from.
-_CANDIDATES = 8
-
-
-@dataclass
-class DraftSequence:
-    """What the drafter holds of one request.
-
-    Attributes:
-        table: Its KV blocks.
-        kv_ids: Drafter ids whose KV is written, context first, then drafted ones.
-    """
-
-    table: BlockTable
-    kv_ids: list[int] = field(default_factory=list)
-
-
-@dataclass
-class DraftRow:
-    """One request in one call of `Drafter.run`.
-
-    Attributes:
-        sequence: Its KV; the table must have room for `pending` and `steps` tokens.
-        pending: Ids to feed first, at least one.
-        steps: Tokens to draft; 0 only writes the KV of `pending`.
-        penalty: The request's penalties, if any.
-        prompt_length: Leading ids of the context that are its prompt.
-        choose: Picks the first token among the drafter's best candidates; its best where None.
-        drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
-        finite: False where the drafter's logits were NaN or infinite.
-    """
-
-    sequence: DraftSequence
-    pending: Sequence[int]
-    steps: int
-    penalty: Penalty | None = None
-    prompt_length: int = 0
-    choose: Callable[[list[int]], int] | None = None
-    drafted: list[int] = field(default_factory=list)
-    finite: bool = True
+from vllm_hetero_spec.engine.picking import DraftRow, Picker, PickRules
 
 
 class Drafter:
-    """Greedy drafting over `DrafterModel`.
+    """Greedy and sampled drafting over `DrafterModel`.
 
     Args:
         model: The drafter.
         banned: Ids that are never proposed: control tokens other than EOS.
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
+        sampling: What sampled drafts propose; None where all are greedy.
+        seed: Of the drafter's own random stream.
+        ends: Ids after which a draft ends.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
     prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
     """
 
-    def __init__(self, model: DrafterModel, banned: Collection[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: DrafterModel,
+        banned: Collection[int],
+        vocab_size: int,
+        sampling: SampledMethod | None = None,
+        seed: int = 0,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        self._ends = ends
         self.model = model
         self.max_length: int = model.config.model_config.max_model_len
-        self._vocab_size = vocab_size
-        self._banned = torch.tensor(sorted(banned), dtype=torch.long, device=model.device)
+        self._rules = PickRules(
+            vocab_size=vocab_size,
+            banned=torch.tensor(sorted(banned), dtype=torch.long, device=model.device),
+            sampling=sampling,
+            generator=torch.Generator(model.device).manual_seed(seed),
+        )
 
     @torch.inference_mode()
     def run(self, rows: list[DraftRow]) -> None:
@@ -84,22 +59,72 @@ class Drafter:
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
         Rows with a `choose` cost one wait for the device after the first step.
         """
-        rows = sorted(rows, key=lambda row: -row.steps)
+        rows = sorted(rows, key=lambda row: (self._rules.takes_paths(row), -row.steps))
+        paths = sum(map(self._rules.takes_paths, rows))
         table = self._block_table(rows)
-        penalties = self._penalties(rows)
+        others = rows[: len(rows) - paths]
+        picker = Picker(others, self._rules, self.model.device)  # counts ids before they are fed
         logits = self._catch_up(rows, table)
+        if paths:
+            self._follow(rows[-paths:], table[-paths:], logits[-paths:])
+        rows = others
         active = sum(row.steps > 0 for row in rows)
         if not active:
             return
-        scores, ids = self._pick(logits[:active], penalties, rows)
-        drafted, confidence = [ids], [scores]
-        batches = self._decode_batches(rows[:active], table[:active])
-        for batch in batches:
-            ids = ids[: len(batch.positions)]
-            scores, ids = self._pick(self.model.forward(ids, batch), penalties)
-            drafted.append(ids)
-            confidence.append(scores)
-        self._collect(rows, drafted, confidence)
+        self._timed(picker.pick, logits[:active])
+        for batch in self._decode_batches(rows[:active], table[:active]):
+            ids = picker.newest[: len(batch.positions)]
+            self._timed(picker.pick, self.model.forward(ids, batch))
+        picker.collect()
+
+    def _follow(self, rows: list[DraftRow], table: np.ndarray, logits: torch.Tensor) -> None:
+        """Draft rows by SLRS-2, each along a path of its own."""
+        sampling = self._rules.sampling
+        assert sampling is not None
+        assert sampling.merging is not None
+        draws = self._rules.draws(rows, laws=False)
+        base = np.array([len(row.sequence.kv_ids) for row in rows])
+        paths = [Path(row.steps, row.wanted) for row in rows]
+
+        def drawn_from(logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+            logits = logits[:, : self._rules.vocab_size]
+            logits.index_fill_(1, self._rules.banned, float("-inf"))
+            return draws.rows(logits, indices)
+
+        def feed(indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+            positions = base[indices] + [paths[index].fed for index in indices]
+            batch = self._single(table[indices], positions)
+            device_ids = torch.tensor(ids, device=self.model.device)
+            return drawn_from(self.model.forward(device_ids, batch), indices)
+
+        finite = logits.isfinite().any(-1).tolist()
+        slrs = Slrs(sampling.tokens, sampling.merging, self._ends, draws.noise)
+        laws = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
+        for row, path, sound in zip(rows, paths, finite, strict=True):
+            row.finite, row.path, row.laws = sound, path, laws
+            row.drafted = path.drafted
+            row.sequence.kv_ids.extend(path.drafted[: path.fed])
+
+    def _single(self, table: np.ndarray, positions: np.ndarray) -> ForwardBatch:
+        """One token for each line of the block table."""
+        size = self.model.block_size
+        blocks = np.take_along_axis(table, (positions // size)[:, None], axis=1)[:, 0]
+        lengths_cpu = torch.from_numpy((positions + 1).astype(np.int32))
+        starts_cpu = torch.arange(len(table) + 1, dtype=torch.int32)
+        return ForwardBatch(
+            positions=self._to_device(positions),
+            slots=self._to_device(blocks * size + positions % size),
+            starts=starts_cpu.to(self.model.device),
+            starts_cpu=starts_cpu,
+            lengths=lengths_cpu.to(self.model.device),
+            lengths_cpu=lengths_cpu,
+            block_table=self._to_device(table),
+        )
+
+    def _timed(self, pick: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
+        began = time.perf_counter()
+        pick(logits)
+        self.model.forward_seconds += time.perf_counter() - began
 
     def _catch_up(self, rows: list[DraftRow], table: np.ndarray) -> torch.Tensor:
         size = self.model.block_size
@@ -108,7 +133,7 @@ class Drafter:
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         ids = np.fromiter(chain.from_iterable(row.pending for row in rows), np.int64, starts[-1])
-        ids[ids >= self._vocab_size] = 0
+        ids[ids >= self._rules.vocab_size] = 0
         positions = np.arange(len(ids)) + np.repeat(done - starts[:-1], queries)
         blocks = table[np.repeat(np.arange(len(rows)), queries), positions // size]
         lengths_cpu, starts_cpu = torch.from_numpy(done + queries), torch.from_numpy(starts)
@@ -173,60 +198,3 @@ class Drafter:
             count = len(row.sequence.table.blocks)
             line[:count] = row.sequence.table.row[:count]
         return table
-
-    def _penalties(self, rows: list[DraftRow]) -> Penalties | None:
-        penalised = []
-        for index, row in enumerate(rows):
-            if row.penalty is not None and row.steps:
-                context = chain(row.sequence.kv_ids, row.pending)
-                ids = [i if i < self._vocab_size else 0 for i in context]
-                prompt, output = ids[: row.prompt_length], ids[row.prompt_length :]
-                penalised.append(PenalisedRow(index, row.penalty, prompt, output))
-        if not penalised:
-            return None
-        return Penalties(penalised, self._vocab_size, self.model.device)
-
-    def _pick(
-        self,
-        logits: torch.Tensor,
-        penalties: Penalties | None,
-        choosers: Sequence[DraftRow] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        began = time.perf_counter()
-        logits = logits[:, : self._vocab_size]
-        if penalties is not None:
-            penalties.apply(logits)
-        logits.index_fill_(1, self._banned, float("-inf"))
-        if any(row.choose for row in choosers):
-            scores, ids = self._choose(logits, choosers)
-        else:
-            scores, ids = logits.max(dim=-1)
-        if penalties is not None:
-            penalties.add(ids)
-        self.model.forward_seconds += time.perf_counter() - began
-        return scores, ids
-
-    def _choose(
-        self, logits: torch.Tensor, rows: Sequence[DraftRow]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first step of rows that have a say in it; its score tells whether it is finite."""
-        best = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-        ids = [
-            row.choose(candidates) if row.choose else candidates[0]
-            for row, candidates in zip(rows, best.indices.tolist(), strict=False)
-        ]
-        return best.values[:, 0], torch.tensor(ids, device=logits.device)
-
-    def _collect(
-        self, rows: list[DraftRow], drafted: list[torch.Tensor], scores: list[torch.Tensor]
-    ) -> None:
-        chosen = torch.where(torch.isfinite(torch.cat(scores)), torch.cat(drafted), -1)
-        tokens = iter(chosen.tolist())  # the one wait for the device
-        for ids in drafted:
-            for row, token in zip(rows[: len(ids)], tokens, strict=False):
-                row.finite &= token >= 0
-                if row.finite:
-                    row.drafted.append(token)
-        for row in rows:
-            # The last drafted token has been chosen but never fed: it has no KV.
-            row.sequence.kv_ids.extend(row.drafted[:-1])

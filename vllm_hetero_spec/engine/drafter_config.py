@@ -137,11 +137,11 @@ def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Any) -> int
         bytes_for: Bytes of drafter KV for a number of tokens.
 
     By default the pool holds every sequence at full length, but takes no more than a quarter of an
-    explicit target budget, or 4 GiB.
+    explicit target budget, or 4 GiB, unless that is less than a pool needs to work at all.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
     scheduler = target.scheduler_config
     need = bytes_for(scheduler.max_num_seqs * target.model_config.max_model_len)
     explicit = target.cache_config.kv_cache_memory_bytes
-    return min(need, explicit // 4 if explicit else 4 << 30)
+    return max(min(need, explicit // 4 if explicit else 4 << 30), bytes_for(1))

@@ -21,6 +21,8 @@ COUNTERS = {
     "drafter_tokens": "Tokens the drafter generated for those drafts.",
     "catch_up_tokens": "Context tokens read by the drafter.",
     "reused_tokens": "Context tokens whose drafter KV another request had left.",
+    "fuzzy_tokens": "Emitted tokens that only fuzzy (lossy) verification accepted.",
+    "fuzzy_variation": "Total variation spent where fuzzy (lossy) verification applied.",
 }
 LABELLED = {
     "skipped": ("skipped", "reason", "Requests left undrafted in a step."),

@@ -18,19 +18,20 @@ from vllm.config import VllmConfig
 
 from vllm_hetero_spec.engine import runner as runner_hooks
 from vllm_hetero_spec.engine.batch import Job, Rounds
-from vllm_hetero_spec.engine.compat import cpu_expand
 from vllm_hetero_spec.engine.drafter import Drafter
 from vllm_hetero_spec.engine.drafter_config import drafter_vllm_config, kv_budget
 from vllm_hetero_spec.engine.drafter_model import DrafterModel
 from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.laws import DraftLaws
 from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookahead
 from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
-from vllm_hetero_spec.engine.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
+from vllm_hetero_spec.engine.sampling import DRAFT_STREAM, draw_of, sampling_of
 from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.stats import DraftStats, Growth
 from vllm_hetero_spec.engine.tokenizers import load_pair
+from vllm_hetero_spec.engine.verifier import Verifier
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -58,15 +59,15 @@ class HeteroProposer:
         self._first_rank = True
         self._failures = 0
         self._rest = 0
+        self._laws = DraftLaws()
         runner_hooks.install(type(self))
-        cpu_expand.repair()
 
     def bind(self, runner: Any) -> None:
         """Called before the target's weights load: take our place in the model runner."""
         self._runner = runner
-        runner.rejection_sampler = HeteroRejectionSampler(
-            self.stats, runner.sampler, runner.speculative_config, runner.device
-        )
+        verifier = Verifier(self.options, runner, self._laws, self.stats)
+        verifier.install()
+        self._verifier = verifier
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
         runner.effective_drafter_max_model_len = (
@@ -94,16 +95,23 @@ class HeteroProposer:
                 self._runner.device,
                 lambda bytes_for: kv_budget(self.options, self.vllm_config, bytes_for),
             )
-        _, tokenizer, bridge = load_pair(
-            self.vllm_config.model_config, self._drafter_config, self.options
-        )
+        target = self.vllm_config.model_config
+        pair = load_pair(target, self._drafter_config, self.options)
+        tokenizer, bridge = pair.drafter, pair.bridge
+        self._sampling = sampling_of(self.options, pair, target.get_vocab_size(), model.device)
         self._drafter = Drafter(
-            model, tokenizer.special_ids - bridge.drafter_eos, tokenizer.vocab_size
+            model,
+            tokenizer.special_ids - bridge.drafter_eos,
+            tokenizer.vocab_size,
+            self._sampling.method if self._sampling else None,
+            target.seed ^ DRAFT_STREAM,
+            bridge.drafter_eos,
         )
         self._pool = KVPool(model.num_blocks, model.block_size)
         self._requests = Requests(bridge, self._pool, self.stats)
         budget = self.vllm_config.scheduler_config.max_num_batched_tokens
-        self._rounds = Rounds(bridge, self._drafter, self._pool, self.stats, budget)
+        spell = self._sampling.spell if self._sampling else None
+        self._rounds = Rounds(bridge, self._drafter, self._pool, self.stats, budget, spell)
         self.stats.kv_blocks = self._pool.capacity
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
@@ -165,6 +173,7 @@ class HeteroProposer:
         runner = self._runner
         salts = {new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs}
         self._requests.forget(runner.requests, salts)
+        self._verifier.keep(runner.requests.keys())
         drafts: list[list[int]] = [[] for _ in sampled]
         if self._rest:
             self._rest -= 1
@@ -179,8 +188,12 @@ class HeteroProposer:
             self._rounds.run(jobs, self._requests.outside(runner.input_batch))
         for job in jobs:
             request = runner.requests[runner.input_batch.req_ids[job.index]]
-            drafts[job.index] = acceptable(job.proposal, request)
-            self.stats.drafted(len(drafts[job.index]))
+            proposal = job.proposal
+            if job.law is None:  # shortening is lossless for one-hot drafts alone
+                proposal = acceptable(proposal, request)
+            drafts[job.index] = proposal
+            self._laws.put(runner.input_batch.req_ids[job.index], job.law)
+            self.stats.drafted(len(proposal))
         self._failures = 0
         return drafts
 
@@ -190,7 +203,11 @@ class HeteroProposer:
         request = runner.requests[batch.req_ids[index]]
         length = int(batch.num_tokens_no_spec[index])
         useful = useful_lookahead(request, length, runner.max_model_len, lookahead)
-        return Job(index, state, useful, penalty_of(request))
+        draw = None
+        if self._sampling is not None and useful:
+            clock = self._verifier.clock(batch.req_ids[index])
+            draw = draw_of(request, state, runner.device, clock)
+        return Job(index, state, useful, penalty_of(request), draw)
 
     def _skip_all(self, sampled: list[list[int]], reason: str, detail: str = "") -> None:
         for tokens in sampled:

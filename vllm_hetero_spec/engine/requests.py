@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hetero_spec.engine.drafter import DraftSequence
+import torch
+
 from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.picking import DraftSequence
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge, Context
 
@@ -25,6 +27,7 @@ class RequestState:
         last_target: The last target id taken into the context.
         retired: Why this request is not drafted any more, "" while it is.
         wait: Steps to let pass before asking the full pool again.
+        generator: Its own stream of draws, where it has a seed.
     """
 
     context: Context
@@ -35,6 +38,7 @@ class RequestState:
     last_target: int = -1
     retired: str = ""
     wait: int = 0
+    generator: torch.Generator | None = None
 
     @property
     def pending(self) -> int:

@@ -44,6 +44,8 @@ class DraftStats:
         forward_seconds: In the drafter's forwards, picking tokens included.
         propose_seconds: The whole proposer, translation and forwards included.
         verify_seconds: The rejection sampler.
+        fuzzy_tokens: Emitted tokens that only the fuzzy rule accepted.
+        fuzzy_variation: Sum of total variations at the places where the fuzzy rule applied.
         kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
     """
 
@@ -59,6 +61,8 @@ class DraftStats:
     forward_seconds: float = 0.0
     propose_seconds: float = 0.0
     verify_seconds: float = 0.0
+    fuzzy_tokens: int = 0
+    fuzzy_variation: float = 0.0
     kv_blocks: int = 0
     kv_blocks_held: int = 0
 

@@ -22,6 +22,7 @@ class Bridge(Protocol):
     """Translation for all requests of one pair of tokenizers."""
 
     identity: bool  # both tokenizers are the same: ids pass through unchanged
+    special: SpecialTokens
     drafter_eos: frozenset[int]  # ids on which drafting stops
     failures: Counter[str]  # why something could not be translated -> how often
     chat: ChatTemplateBridge  # what becomes of turn markers in prompts
@@ -56,6 +57,7 @@ class IdentityBridge:
     identity = True
 
     def __init__(self, special: SpecialTokens) -> None:
+        self.special = special
         self.drafter_eos = special.drafter_eos
         self.failures: Counter[str] = Counter()
         self.chat = ChatTemplateBridge("both tokenizers are the same")
@@ -100,13 +102,13 @@ class TextBridge:
         chat: ChatTemplateBridge,
     ) -> None:
         self.chat = chat
-        self._target, self._drafter, self._special = target, drafter, special
+        self._target, self._drafter, self.special = target, drafter, special
         self.drafter_eos = special.drafter_eos
         self.failures: Counter[str] = Counter()
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
 
     def open(self) -> TextContext:
-        return TextContext(self._target, self._drafter, self._special, self.failures, self.chat)
+        return TextContext(self._target, self._drafter, self.special, self.failures, self.chat)
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         texts = cast(Sequence[TextContext], contexts)

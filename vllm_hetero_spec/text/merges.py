@@ -54,6 +54,16 @@ class Merges:
         self._table_pairs, self._memo_pairs = table_pairs, memo_pairs
         self._kept = 0  # entries in _tables
 
+    def mergeable(self) -> NDArray[np.bool_]:
+        """[V_D]: whether some target token spells a drafter token and goes on."""
+        strings = self._target_strings
+        found = np.zeros(self._drafter.vocab_size, bool)
+        for d in self._order[self._maps.d2t[self._order] >= 0].tolist():
+            data = self._drafter.token_bytes[d]
+            after = bisect_left(strings, data) + 1
+            found[d] = after < len(strings) and strings[after].startswith(data)
+        return found
+
     def of(self, drafter_id: int) -> tuple[Ids, Ids]:
         """All e with mu(drafter_id, e) defined, ascending, and for each the target id mu.
 

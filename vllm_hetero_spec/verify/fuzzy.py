@@ -13,7 +13,7 @@ import torch
 
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import Noise
-from vllm_hetero_spec.verify.rules import at_tokens, corrected
+from vllm_hetero_spec.verify.rules import at_tokens, corrected, passes
 
 DIVERGENCES = ("js", "tv", "kl")
 # Smoothing of the drafter's row under "kl", which is infinite where the target has mass and the
@@ -56,7 +56,7 @@ def fuzzy_rule(
         threshold: A draft token whose rows diverge by less is accepted.
     """
     target = at_tokens(p, drafts.tokens)
-    strict = noise.uniform(drafts.lengths) * drafts.mass() < target
+    strict = passes(drafts, p, noise)
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
     if drafts.rows is not None and drafts.row_of is not None:

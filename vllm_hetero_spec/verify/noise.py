@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Randomness of verification, in streams that never touch the drafter's.
-
-A request with a seed draws from a generator of its own, everything else from the device's.
-"""
+"""Uniform numbers per request: one with a seed draws from a generator of its own."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,17 +15,24 @@ class Noise:
     Args:
         device: Where they are needed.
         generators: Of the requests that have a seed, by their index in the batch.
+        others: Generator for the rest; the device's default where None.
     """
 
     def __init__(
-        self, device: torch.device, generators: Mapping[int, torch.Generator] | None = None
+        self,
+        device: torch.device,
+        generators: Mapping[int, torch.Generator] | None = None,
+        others: torch.Generator | None = None,
     ) -> None:
         self._device = device
         self._generators = generators or {}
+        self._others = others
 
     def uniform(self, lengths: Sequence[int]) -> torch.Tensor:
         """float64 [sum of lengths] in [0, 1), `lengths[i]` of them for request i."""
-        drawn = torch.rand(sum(lengths), dtype=torch.float64, device=self._device)
+        drawn = torch.rand(
+            sum(lengths), dtype=torch.float64, device=self._device, generator=self._others
+        )
         start = 0
         for index, length in enumerate(lengths):
             generator = self._generators.get(index)
@@ -56,4 +60,4 @@ def choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
             sums[:, -1:].nextafter(sums.new_zeros(1))
         )
         chosen[part] = torch.searchsorted(sums, aim, right=True)[:, 0]
-    return chosen
+    return chosen.clamp_max_(weights.shape[-1] - 1)

@@ -21,7 +21,7 @@ def token_rule(drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: 
         bonus: int64 [B], a draw from the target's law behind each draft.
         noise: Uniform numbers.
     """
-    accept = noise.uniform(drafts.lengths) * drafts.mass() < at_tokens(p, drafts.tokens)
+    accept = passes(drafts, p, noise)
     accepted = drafts.padded(accept, False).long().cumprod(1).sum(1)
     return corrected(drafts, p, accepted, torch.ones_like(accepted, dtype=p.dtype), bonus, noise)
 
@@ -66,6 +66,12 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
     short = (accepted < drafts.counts).nonzero()[:, 0]
     last[short] = best[drafts.starts[short] + accepted[short]]
     return Verdict.of(drafts, accepted, last)
+
+
+def passes(drafts: DraftBatch, p: torch.Tensor, noise: Noise) -> torch.Tensor:
+    """bool [N], the ratio test of each draft token by itself."""
+    mass = drafts.mass()
+    return (noise.uniform(drafts.lengths) * mass < at_tokens(p, drafts.tokens)) & (mass > 0)
 
 
 def at_tokens(p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,12 @@ def replace(owner: Any, name: str, patch: str, make: Callable[[Any], Any]) -> bo
     return True
 
 
+def standing(owner: Any, name: str) -> str | None:
+    """The patch of ours that holds `owner.name`, None where there is none."""
+    held = vars(owner).get(name)
+    return getattr(getattr(held, "__func__", held), _MARK, None)
+
+
 def add(owner: Any, name: str, value: Any) -> None:
     """Give `owner` an attribute that it must not have yet, other than this very value.
 

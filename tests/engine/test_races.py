@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Races: one seed, one output, whatever drafts, however far, in whatever batch."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, metrics_of, slem
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = int(os.environ.get("HETERO_SPEC_RACES", "60"))
+VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("drafter", 16, {"method": "slem", "lookahead": 4}),
+    ("drafter", 1, {"method": "tli", "lookahead": 1}),
+    ("drafter", 16, {"method": "push_forward", "lookahead": 8}),
+    ("target", 16, {"method": "tli", "lookahead": 4}),
+]
+
+
+def outputs(
+    demo_pair: Path, prompts: list[str], drafter: str, batch: int, **changes: Any
+) -> tuple[list[list[int]], float]:
+    """What seeded requests generate, and accepted tokens per draft."""
+    spec = slem(demo_pair / drafter, verification="race", **changes)
+    with engine(demo_pair / "target", spec, max_num_seqs=batch) as llm:
+        params = [
+            SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=24, ignore_eos=True)
+            for s in range(REQUESTS)
+        ]
+        texts = [prompts[s % len(prompts)][:300] for s in range(REQUESTS)]
+        found = [list(o.outputs[0].token_ids) for o in llm.generate(texts, params, use_tqdm=False)]
+        gained = metrics_of(llm)
+    return found, gained["num_accepted_tokens"] / max(1, gained["num_drafts"])
+
+
+def test_drafters_change_nothing(demo_pair: Path, code_prompts: list[str]) -> None:
+    """The first variant drafts nothing at all: a drafter whose pool holds no request."""
+    nothing, _ = outputs(
+        demo_pair, code_prompts, "drafter", 16, method="slem", max_model_len=2, lookahead=1
+    )
+    assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
+    for drafter, batch, changes in VARIANTS:
+        found, accepted = outputs(demo_pair, code_prompts, drafter, batch, **changes)
+        assert found == nothing, (drafter, changes)
+        assert accepted > (2.5 if drafter == "target" else 0.1)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled drafts: draws from a drafter's rows, and the law of what each draw proposes.
+
+The law is computed from the very row that is drawn from. The randomness is the drafter's own: it
+shares no stream with verification, which would bias the result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hetero_spec.draft.rows import TokenMap, probabilities
+from vllm_hetero_spec.draft.slrs import Merging
+from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.race import race
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one request's drafts are drawn.
+
+    Attributes:
+        temperature: Above 0, as the target's.
+        top_k: 0 for all.
+        top_p: 1 for all.
+        generator: The request's own stream for drafts, where it has a seed.
+        clock: Seed of the race that the target's token will win; None where there is no race.
+        place: Index in the request's output of the first token to be proposed.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+    clock: int | None = None
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class SampledMethod:
+    """A method of sampled drafting.
+
+    Attributes:
+        tokens: What a drafter token proposes first.
+        lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
+        merging: Target tokens of two drafter tokens, for SLRS-2; None for other methods.
+    """
+
+    tokens: TokenMap
+    lengths: torch.Tensor
+    merging: Merging | None = None
+
+
+class DrawBatch:
+    """The sampled requests of one round of drafting.
+
+    Args:
+        draws: Of the n requests that are sampled.
+        steps: Tokens each is to draft; not increasing.
+        method: What the drafter's tokens propose.
+        generator: The drafter's stream for requests without a seed.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Draw],
+        steps: Sequence[int],
+        method: SampledMethod,
+        generator: torch.Generator,
+    ) -> None:
+        tokens = method.tokens
+        device = tokens.first.device
+        self._tokens, self._lengths = tokens, method.lengths
+        self._temperature = torch.tensor([draw.temperature for draw in draws], device=device)
+        top_k = [draw.top_k for draw in draws]
+        top_p = [draw.top_p for draw in draws]
+        self._top_k = torch.tensor(top_k, device=device) if any(top_k) else None
+        self._top_p = torch.tensor(top_p, device=device) if min(top_p) < 1 else None
+        own = {i: draw.generator for i, draw in enumerate(draws) if draw.generator is not None}
+        self.noise = Noise(device, own, generator)
+        clocks = [draw.clock for draw in draws]
+        self._clocks = None
+        if clocks[0] is not None:  # all requests race or none does
+            self._clocks = torch.tensor(clocks, device=device)
+            self._places = torch.tensor([draw.place for draw in draws], device=device)
+        # One column more than the target has: see TokenMap.add_laws.
+        self._laws = torch.zeros((sum(steps), tokens.width + 1), device=device)
+        self._used = 0
+
+    @property
+    def laws(self) -> torch.Tensor:
+        """float32 [R, V_T], the laws of all draws so far, in the order of drawing."""
+        return self._laws[: self._used, :-1]
+
+    @property
+    def substitutes(self) -> list[int]:
+        """[R], the target token that stands in for a draw that proposes nothing, if any can."""
+        if self._tokens.renormalise:
+            return []
+        substitutes: list[int] = self._tokens.substitute(self._laws[: self._used]).tolist()
+        return substitutes
+
+    def rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
+        """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
+        return probabilities(
+            self._tokens.restrict(logits),
+            self._temperature[index],
+            None if self._top_k is None else self._top_k[index],
+            None if self._top_p is None else self._top_p[index],
+        ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw one token for each of the first m requests and keep its law.
+
+        Args:
+            logits: float [m, V_D], changed in place.
+
+        Returns:
+            int64 [m] drafter ids.
+        """
+        count = len(logits)
+        q = self.rows(logits, slice(count))
+        law = self._laws[self._used : self._used + count]
+        self._used += count
+        self._tokens.add_laws(q, law)
+        if self._clocks is None:
+            return choose(q, self.noise.uniform([1] * count))
+        winners = race(law[:, :-1], self._clocks[:count], self._places[:count])
+        among = self._tokens.first == winners[:, None]
+        chosen = choose(q[:, : among.shape[1]] * among, self.noise.uniform([1] * count))
+        self._places[:count] += self._lengths[chosen]
+        return chosen

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exponential races in vLLM: one seed, one output, whatever drafts.
+
+Every random token of every request is the winner of a race whose clocks hang on the request's seed
+and the token's place in its output, also in steps without drafts: vLLM's last step of sampling is
+replaced, as well as the rule of verification.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
+from vllm_hetero_spec.verify.noise import Noise
+from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.rules import greedy_rule
+
+# The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
+_PROCESSED = {
+    "processed_logits": lambda logits: logits,
+    "processed_logprobs": lambda logits: logits.log_softmax(-1),
+}
+
+
+class Clocks:
+    """Seeds of the requests' races.
+
+    Args:
+        runner: The model runner, for its requests and its batch.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._seeds: dict[str, int] = {}
+        self.drafted: Sequence[int] = ()  # draft tokens of each request in the step under way
+
+    def seed(self, req_id: str) -> int:
+        """The seed of a request's races: its own, or one drawn when it is first asked for."""
+        if req_id not in self._seeds:
+            given = self._runner.requests[req_id].sampling_params.seed
+            # Odd seeds are given ones, so that drawn ones never coincide with them.
+            self._seeds[req_id] = random.getrandbits(61) << 1 if given is None else given << 1 | 1
+        return self._seeds[req_id]
+
+    def keep(self, live: Collection[str]) -> None:
+        """Forget the requests that are gone."""
+        for req_id in self._seeds.keys() - live:
+            del self._seeds[req_id]
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [B] seeds, and places of the next token in each request's output."""
+        req_ids = self._runner.input_batch.req_ids
+        requests = self._runner.requests
+        seeds = [self.seed(req_id) for req_id in req_ids]
+        places = [len(requests[req_id].output_token_ids) for req_id in req_ids]
+        device = self._runner.device
+        return torch.tensor(seeds).to(device), torch.tensor(places).to(device)
+
+    def rule(
+        self, drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise
+    ) -> Verdict:
+        """Accept while the draft is what the target's own race gives (`verify.rules`)."""
+        seeds, places = self.batch()
+        index = drafts.request_of
+        return greedy_rule(drafts, race(p, seeds[index], places[index] + drafts.place_of), bonus)
+
+
+class RacingSampler(torch.nn.Module):
+    """vLLM's top-k and top-p sampler with races as its randomness.
+
+    Args:
+        clocks: Of the requests.
+        logprobs_mode: vLLM's, of the sampler whose part this is.
+    """
+
+    def __init__(self, clocks: Clocks, logprobs_mode: str) -> None:
+        super().__init__()
+        self._clocks = clocks
+        self._processed = _PROCESSED.get(logprobs_mode, lambda logits: None)
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token for each request of the batch, behind its draft if it has one."""
+        logits = apply_top_k_top_p(logits, k, p)
+        seeds, places = self._clocks.batch()
+        if self._clocks.drafted:
+            places += torch.tensor(self._clocks.drafted).to(places.device)
+        return race(logits.softmax(-1), seeds, places), self._processed(logits)
