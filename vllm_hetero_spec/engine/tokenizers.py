@@ -17,6 +17,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 logger = logging.getLogger("vllm.hetero_spec")
 
+
 class Pair(NamedTuple):
     """The two tokenizers as the bridge sees them, and the bridge."""
 
