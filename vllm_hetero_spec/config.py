@@ -168,6 +168,7 @@ def parse(
         if not isinstance(given.get(key), bool | None):
             raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
     _check_fuzzy(given)
+    _check_rows(given, target_tensor_parallel)
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
 
@@ -198,6 +199,18 @@ def _check_keys(given: Mapping[str, Any]) -> None:
                 f"unknown key {key!r} in the speculative configuration"
                 f"{_nearest(key, supported)}; supported: {_listed(supported)}."
             )
+
+
+def _check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
+    """Laws of drafts are where the drafter is: every rank that verifies would need them."""
+    sampled = given["method"] not in ("slem", "hetero")
+    verification = given.get("verification") or "token"
+    if target_tensor_parallel > 1 and (sampled or verification != "token"):
+        asked = f"method {given['method']!r}" if sampled else f"verification {verification!r}"
+        raise ConfigError(
+            f"{asked} does not run with tensor_parallel_size={target_tensor_parallel} yet; use "
+            'the method "hetero" or "slem" with "verification": "token" there.'
+        )
 
 
 def _check_fuzzy(given: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from vllm_hetero_spec.config import METHODS, ConfigError
 from vllm_hetero_spec.measurement import MeasurementError
 
 Write = Callable[[str], Path]
-SUITE = "peers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD
+SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD
 
 
 @pytest.fixture
@@ -240,6 +240,7 @@ def test_a_real_suite(demo_pair: Path, write: Write, monkeypatch: pytest.MonkeyP
 targets:
   - model: demo:target
     drafters: [demo:drafter]
+methods: [slem]
 peers: [alone]
 datasets:
   code: {file: demo:prompts.jsonl, count: 2, max_prompt_chars: 300}

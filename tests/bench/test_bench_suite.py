@@ -307,4 +307,4 @@ def test_examples_are_suites(
     assert suite.name == name.replace("_", "-")
     assert all(target.drafters for target in suite.targets)
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert suite.methods == METHODS
+    assert set(suite.methods) <= set(METHODS)

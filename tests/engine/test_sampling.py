@@ -112,10 +112,13 @@ def llm(request: pytest.FixtureRequest, demo_pair: Path, drafters: Path) -> Iter
         yield llm
 
 
-def test_samples_follow_the_targets_law(llm: Any, prompt: str, law: dict) -> None:
+def test_samples_follow_the_targets_law(
+    llm: Any, prompt: str, law: dict, request: pytest.FixtureRequest
+) -> None:
     found = sample(llm, prompt, SAMPLES)
     gained = metrics_of(llm)
-    assert 0 < gained["num_accepted_tokens"] < gained["num_draft_tokens"]
+    assert gained["num_accepted_tokens"] < gained["num_draft_tokens"]
+    assert gained["num_accepted_tokens"] > 0 or "garbled" in request.node.name
     assert follows(found, law)
 
 
@@ -141,17 +144,21 @@ def test_mixed_batches_and_seeds(llm: Any, prompt: str, law: dict) -> None:
 
 
 def test_a_verifier_that_is_told_another_law_is_caught(
-    llm: Any, prompt: str, law: dict, monkeypatch: pytest.MonkeyPatch
+    llm: Any,
+    prompt: str,
+    law: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The negative oracle: what was drawn verified as if it had been certain, or the reverse."""
+    if {"race", "garbled"} & set(request.node.name.strip("]").split("-")):
+        pytest.skip("races do not read the laws of drafts, and bad drafts are hardly accepted")
     genuine = DraftBatch.mass
 
     def wrong(self: DraftBatch) -> torch.Tensor:
         certain = self.rows is None
         return torch.full_like(genuine(self), 0.3) if certain else torch.ones_like(genuine(self))
 
-    if "race" in os.environ.get("PYTEST_CURRENT_TEST", ""):
-        pytest.skip("races do not read the laws of drafts")
     monkeypatch.setattr(DraftBatch, "mass", wrong)
     monkeypatch.setattr(DraftBatch, "subtract", lambda self, rest, index: rest)
     assert not follows(sample(llm, prompt, SAMPLES), law)

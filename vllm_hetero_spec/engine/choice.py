@@ -20,15 +20,20 @@ logger = logging.getLogger("vllm.hetero_spec")
 _TEMPERATURE = 1.0
 
 
-def choose(pair: Pair, maps: VocabularyMaps | None, *, reproducible: bool) -> Choice:
+def choose(
+    pair: Pair, maps: VocabularyMaps | None, *, reproducible: bool, rows_available: bool
+) -> Choice:
     """The first method of the prior order that this version runs; logged.
 
     Args:
         pair: The tokenizers and the bridge between them.
         maps: Between their vocabularies; None where both are the same.
         reproducible: Verification by races, which takes rows of one drafter token at a time.
+        rows_available: The drafter's rows are on every rank that verifies.
     """
-    if maps is None:
+    if not rows_available:
+        choice = Choice("slem", "the drafter's probabilities are on the first rank alone")
+    elif maps is None:
         choice = Choice("tli", "both tokenizers are the same: the drafter's rows as they are")
     else:
         meter = PairMeter(pair.target, pair.drafter, maps)

@@ -98,7 +98,9 @@ class HeteroProposer:
         target = self.vllm_config.model_config
         pair = load_pair(target, self._drafter_config, self.options)
         tokenizer, bridge = pair.drafter, pair.bridge
-        self._sampling = sampling_of(self.options, pair, target.get_vocab_size(), model.device)
+        self._sampling = sampling_of(
+            self.options, pair, target.get_vocab_size(), model.device, group.world_size
+        )
         self._drafter = Drafter(
             model,
             tokenizer.special_ids - bridge.drafter_eos,

@@ -38,7 +38,7 @@ class Sampling:
 
 
 def sampling_of(
-    options: HeteroOptions, pair: Pair, width: int, device: torch.device
+    options: HeteroOptions, pair: Pair, width: int, device: torch.device, ranks: int
 ) -> Sampling | None:
     """How drafts are sampled; None for a method that is always greedy.
 
@@ -47,13 +47,15 @@ def sampling_of(
         pair: The tokenizers and the bridge between them.
         width: Columns of the target's logits.
         device: Where the drafter runs.
+        ranks: That verify together.
     """
     if options.method == "slem":
         return None
     maps = None if pair.bridge.identity else _maps(pair)
     method = options.method
     if method == "hetero":
-        method = choose(pair, maps, reproducible=options.verification == "race").method
+        races = options.verification == "race"
+        method = choose(pair, maps, reproducible=races, rows_available=ranks == 1).method
         if method == "slem":
             return None
     if maps is None:
