@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.cli import bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.measure import MeasurementError
+from vllm_hetero_spec.measurement import MeasurementError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
