@@ -302,3 +302,12 @@ def test_sentencepiece_files_say_what_they_lose(settings: dict[str, Any], reason
     for text in TEXTS:
         assert_lawful(tokenizer, text)
     assert tokenizer.normalize(" Ａ  B ") == ("a b" if reason else " Ａ  B ")
+
+
+def test_undecodable_bytes_behind_text_that_is_composed(family: dict[str, TextTokenizer]) -> None:
+    """However long the text, no character is parted before it is composed."""
+    tokenizer = family["byte-level-nfc"]
+    for count in range(1, 40):
+        jamo = "\u1100\u1161\u11a8" * count
+        ids = tokenizer.encode_bytes(jamo.encode() + b"\xc3")
+        assert tokenizer.decode_bytes(ids) == "각".encode() * count + b"\xc3"

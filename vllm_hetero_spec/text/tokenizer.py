@@ -173,11 +173,25 @@ class TextTokenizer:
         ids: list[int] = []
         position = 0
         for match in words.finditer(text):
-            if position < match.start():
-                ids += self.encode(text[position : match.start()])
-            ids += self._spell(self.normalize(match.group()))
+            start = self._parting(text, position, match)
+            if position < start:
+                ids += self.encode(text[position:start])
+            ids += self._spell(self.normalize(text[start : match.end()]))
             position = match.end()
         return ids + self.encode(text[position:]) if position < len(text) else ids
+
+    def _parting(self, text: str, position: int, match: re.Match[str]) -> int:
+        """Start of a match, or where behind it the text can be parted before normalisation.
+
+        What a match may begin with is bounded, so it may begin inside what is one character then.
+        """
+        normalize, start = self.normalize, match.start()
+        near = max(position, start - 8)
+        whole = normalize(text[near : match.end()])
+        for at in range(start, match.end()):
+            if normalize(text[near:at]) + normalize(text[at : match.end()]) == whole:
+                return at
+        return start
 
     def _spell(self, escaped: str) -> list[int]:
         data = b"".join(map(_bytes_of, escaped))
