@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hetero-spec doctor`: all is well here, and what is not is named with its fix."""
+
+import json
+
+import pytest
+
+from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.engine import health
+from vllm_hetero_spec.engine.health import Finding
+
+
+def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["good"]
+    assert len(found["findings"]) == 7
+
+
+@pytest.mark.engine
+def test_a_tiny_pair() -> None:
+    found = list(health.examine())[-1]
+    assert found.good, found.found
+
+
+def test_a_plugin_that_is_kept_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert main(["doctor", "--no-run"]) == 1
+    printed = capsys.readouterr().out
+    assert "BAD  plugin          VLLM_PLUGINS=another keeps it out" in printed
+    assert "fix: unset VLLM_PLUGINS or add hetero_spec to it" in printed
+
+
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Finding:
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(health, "_ledger", broken)
+    found = {finding.check: finding for finding in health.examine(run=False)}
+    assert not found["vLLM's sources"].good
+    assert found["vLLM's sources"].found == "RuntimeError: no such thing"
+    assert found["vLLM's sources"].fix
+
+
+def test_an_unsupported_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.19.1")
+    found = next(finding for finding in health.examine(run=False) if "release" in finding.check)
+    assert not found.good
+    assert "0.19.1" in found.fix
