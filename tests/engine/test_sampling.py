@@ -165,20 +165,15 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 
 
 @pytest.mark.parametrize("method", ["tli", "push_forward", "slrs"])
-@pytest.mark.parametrize("translation", ["auto", "text"])
 def test_a_drafter_that_is_the_target_is_always_right(
-    demo_pair: Path, code_prompts: list[str], method: str, translation: str
+    demo_pair: Path, code_prompts: list[str], method: str
 ) -> None:
     """Same model, same tokenizer, same law: rows agree but for rounding."""
     target = demo_pair / "target"
-    spec = slem(target, lookahead=4, method=method, translation=translation)
+    spec = slem(target, lookahead=4, method=method)
     with engine(target, spec, max_num_seqs=16) as llm:
         params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=41, ignore_eos=True)
         llm.generate(code_prompts, params, use_tqdm=False)
         gained = metrics_of(llm)
-    share = gained["num_accepted_tokens"] / gained["num_draft_tokens"]
     assert gained["num_draft_tokens"] > 400
-    if translation == "auto":
-        assert share > 0.999
-    else:
-        assert share > 0.8  # text that the target itself would have written otherwise
+    assert gained["num_accepted_tokens"] / gained["num_draft_tokens"] > 0.999
