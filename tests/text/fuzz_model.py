@@ -160,8 +160,9 @@ def respaced(pair: Pair, data: bytes, untouched: tuple[bool, bool]) -> bytes:
 
 def separable(tokenizer: TextTokenizer, text: str, at: int) -> bool:
     """Whether normalisation does not look across this place, whatever follows."""
-    parts = tokenizer.normalize(text[:at]) + tokenizer.normalize(text[at:])
-    return parts == tokenizer.normalize(text) and not combining(text[at])
+    followed = text + "x"
+    parts = tokenizer.normalize(followed[:at]) + tokenizer.normalize(followed[at:])
+    return parts == tokenizer.normalize(followed) and not combining(text[at])
 
 
 def endings(drafter: TextTokenizer, text: str) -> list[list[int]]:

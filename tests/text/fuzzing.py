@@ -26,7 +26,7 @@ from fuzz_model import (
 )
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from vllm_hetero_spec.text import context as context_module
+from vllm_hetero_spec.text import cuts
 from vllm_hetero_spec.text.context import TextContext
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -81,14 +81,14 @@ class Checker:
 
     def check(self, case: Case) -> None:
         """All invariants of one case; raises Violation."""
-        before = {name: getattr(context_module, name) for name in EAGER_LIMITS}
+        before = {name: getattr(cuts, name) for name in EAGER_LIMITS}
         try:
             for name, value in EAGER_LIMITS.items() if case.eager else ():
-                setattr(context_module, name, value)
+                setattr(cuts, name, value)
             Walk(self.pair(case.pair), case, self.counts.seen).run()
         finally:
             for name, value in before.items():
-                setattr(context_module, name, value)
+                setattr(cuts, name, value)
         self.counts.cases += 1
         self.counts.pairs.add(case.pair)
 
@@ -246,7 +246,7 @@ def explain_difference(pair: Pair, context: TextContext, scratch: Scratch) -> bo
                 piece = ids[at : mark.cut]
                 require(tail == left + right, "tail of a mark", tail, right)
                 checked = piece + drafter.encode(right) in endings(drafter, tail)
-                forced = len(tail) > context_module.TAIL_CHARACTERS
+                forced = len(tail) > cuts.TAIL_CHARACTERS
                 apart = forced and piece == drafter.encode(left)
                 require(checked or apart, "frozen ids", left, right, piece)
                 if not checked and not separable(drafter, tail, len(left)):

@@ -196,6 +196,12 @@ FOUND = {
         (("x" + "\u0301" * 70 + "\u0316" * 9).encode(),),
         (16, 16, 16, 4, 2, 1),
     ),
+    "two words that become one": Case(
+        ("byte-level", "wordpiece"),
+        (b"https://a.b/c?d=e&f" + b"\x0b" * 936 + b"def f(self, x):\n",),
+        (1, 1, 1, 1),
+        eager=True,
+    ),
     "white space that the target has no token for": Case(
         ("unigram-words", "byte-level-words"), (b"def f(self, x):\n" * 3,), (1, 1)
     ),

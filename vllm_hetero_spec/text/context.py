@@ -12,21 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from unicodedata import combining
 
+from vllm_hetero_spec.text import cuts
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
-
-# Drafter tokens a tail may have before the cut tries to move, and the length at which text without
-# any space (Chinese, base64) is cut between two tokens, this many of which stay in the tail.
-TAIL_TOKENS = 4
-SPACELESS_TOKENS = 64
-SPACELESS_KEEP = 24
-# Characters after which the tail is cut whether or not the check succeeds.
-TAIL_CHARACTERS = 1024
-# Any word does: it stands for whatever follows the text.
-_WORD = "x"
 
 
 class Context(Protocol):
@@ -199,7 +189,7 @@ class TextContext:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
-        if len(tail_ids) > TAIL_TOKENS:
+        if len(tail_ids) > cuts.TAIL_TOKENS:
             kept = min(kept, self._advance(tail_ids))
         if self._cut > self._marks[-1].cut:
             self._marks.append(self._mark())
@@ -222,8 +212,10 @@ class TextContext:
         joined = self._target.encode(run)
         if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
             return tail_ids
-        followed = self._drafter.encode(self._tail + _WORD)
-        ends_in_word = followed and self._drafter.token_bytes[followed[-1]] == _WORD.encode()
+        followed = self._drafter.encode(self._tail + cuts.ANY_WORD)
+        ends_in_word = (
+            followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
+        )
         return followed[:-1] if ends_in_word else tail_ids
 
     def _known(self, token_id: int) -> int:
@@ -306,29 +298,14 @@ class TextContext:
 
     def _advance(self, tail_ids: Sequence[int]) -> int:
         """Move the cut towards the end of the tail; returns how many ids stay as they are."""
-        at = self._last_word()
-        if at <= 0 or not self._cut_at(at, tail_ids):
-            at = self._spaceless_cut(tail_ids) if len(tail_ids) > SPACELESS_TOKENS else 0
-            if (at <= 0 or not self._cut_at(at, tail_ids)) and len(self._tail) > TAIL_CHARACTERS:
+        at = cuts.word_cut(self._drafter, self._tail)
+        if not at or not self._cut_at(at, tail_ids):
+            at = cuts.spaceless_cut(self._drafter, self._tail, tail_ids)
+            if (not at or not self._cut_at(at, tail_ids)) and len(
+                self._tail
+            ) > cuts.TAIL_CHARACTERS:
                 return self._force_cut()
         return len(self.ids)
-
-    def _last_word(self) -> int:
-        """Position of the last space that follows a non-space and lies out of any token's reach."""
-        tail = self._tail
-        at = tail.rfind(" ", 0, len(tail) - self._drafter.crossing_reach)
-        while at > 0 and tail[at - 1].isspace():
-            at = tail.rfind(" ", 0, at)
-        return at
-
-    def _spaceless_cut(self, tail_ids: Sequence[int]) -> int:
-        """Position before the last SPACELESS_KEEP tokens, 0 where ids and text disagree there."""
-        for keep in range(SPACELESS_KEEP, SPACELESS_KEEP + 4):
-            left = self._drafter.decode_bytes(tail_ids[:-keep]).decode("utf-8", "surrogateescape")
-            if left != self._tail and self._tail.startswith(left):
-                # Marks still to come may move before a mark: it stays with its character.
-                return 0 if combining(self._tail[len(left)]) else len(left)
-        return 0
 
     def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
         right = self._drafter.encode_batch([self._tail[at:]])[0]
@@ -339,27 +316,12 @@ class TextContext:
         return True
 
     def _force_cut(self) -> int:
-        at = self._parting()
+        at = cuts.forced_cut(self._drafter, self._tail)
         left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
         kept = self._replace_tail([*left, *right])
         self._cut += len(left)
         self._tail = self._tail[at:]
         return kept
-
-    def _parting(self) -> int:
-        """The last word, else the middle, or the next place before it that normalisation parts at.
-
-        There may be none, in a run of combining marks as long as the tail: it is cut all the same.
-        """
-        tail, normalize = self._tail, self._drafter.normalize
-        first = self._last_word()
-        if first <= 0:
-            first = len(tail) // 2
-        whole = normalize(tail)
-        for at in range(first, 0, -1):
-            if not combining(tail[at]) and normalize(tail[:at]) + normalize(tail[at:]) == whole:
-                return at
-        return first
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
