@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from _demo_chat import conversations
 from _demo_corpus import Corpus
-from _demo_tokenizers import TokenizerKind, train_tokenizer, turn_end
+from _demo_tokenizers import TokenizerKind, end_ids, train_tokenizer
 from torch.nn import functional
 from transformers import (
     GenerationConfig,
@@ -22,7 +22,8 @@ from transformers import (
 
 HEAD_DIM = 64  # every vLLM attention backend takes it
 MAX_POSITIONS = 2048
-_SEQUENCE, _BATCH = 256, 8  # tokens of a row, rows of a step
+_TOKENS = 2048  # of a step
+_SEQUENCE: dict[TokenizerKind, int] = {"byte_bpe": 256, "sentencepiece": 256, "bytes": 512}  # a row
 _WARMUP, _FLOOR = 0.05, 0.02  # of the budget; of the peak learning rate
 _HELDOUT_CHARACTERS = 2_000  # of each held-out text, for the loss
 
@@ -115,7 +116,7 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _schedule(spent)
-        rows = _batch(streams, tokenizer)
+        rows = _batch(streams, tokenizer, _SEQUENCE[spec.tokenizer])
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = model(input_ids=rows, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
@@ -129,10 +130,7 @@ def train(
     model.eval().to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[
-            tokenizer.eos_token_id,
-            tokenizer.convert_tokens_to_ids(turn_end(spec.tokenizer)),
-        ],
+        eos_token_id=end_ids(spec.tokenizer, tokenizer),
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -140,7 +138,7 @@ def train(
         "spec": asdict(spec),
         "parameters": model.num_parameters(),
         "steps": steps,
-        "tokens": steps * _BATCH * _SEQUENCE,
+        "tokens": steps * _TOKENS,
         "heldout_nats_per_byte": heldout_loss(model, tokenizer, corpus.heldout.values()),
     }
 
@@ -224,7 +222,9 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> to
     return torch.tensor(ids)
 
 
-def _batch(streams: Sequence[torch.Tensor], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+def _batch(
+    streams: Sequence[torch.Tensor], tokenizer: PreTrainedTokenizerFast, sequence: int
+) -> torch.Tensor:
     """Rows from random offsets, [batch, sequence], an equal share from each stream.
 
     Where the tokenizer starts every text with a BOS token, so does every row: a model meets the
@@ -232,8 +232,9 @@ def _batch(streams: Sequence[torch.Tensor], tokenizer: PreTrainedTokenizerFast) 
     """
     parts = []
     for stream in streams:
-        starts = torch.randint(len(stream) - _SEQUENCE, (_BATCH // len(streams), 1))
-        parts.append(stream[starts + torch.arange(_SEQUENCE)])
+        share = _TOKENS // sequence // len(streams)
+        starts = torch.randint(len(stream) - sequence, (share, 1))
+        parts.append(stream[starts + torch.arange(sequence)])
     rows = torch.cat(parts)
     if tokenizer("")["input_ids"]:
         rows[:, 0] = tokenizer.bos_token_id

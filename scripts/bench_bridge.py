@@ -155,7 +155,12 @@ def in_engine(target: str, drafter: str, prompts: str) -> None:
     from vllm_hetero_spec.measurement import Load
 
     texts = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()[:16]]
-    spec = {"method": "slem", "model": drafter, "num_speculative_tokens": 4}
+    spec = {
+        "method": "slem",
+        "model": drafter,
+        "num_speculative_tokens": 4,
+        "controller": "fixed",
+    }
     with VllmEngine(EngineSpec(target, spec, max_batch_size=8)) as engine:
         worker = engine.run(Load(texts, max_tokens=96, batch_size=8)).worker
     rounds, whole = worker["steps"], worker["propose_seconds"]

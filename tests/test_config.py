@@ -93,6 +93,10 @@ def test_own_keys_reach_the_options() -> None:
         ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
+        ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
+        ({"confidence_threshold": 0.5}, ["confidence_threshold belongs to", "controller"]),
+        ({"controller": "confidence", "confidence_threshold": 2}, ["is 2", "from 0 to 1"]),
+        ({"calibrate": "no"}, ["calibrate is 'no'", "true or false"]),
         ({"enforce_eager": "yes"}, ["enforce_eager is 'yes'", "true or false"]),
         ({"rejection_sample_method": "synthetic"}, ["synthetic", "'standard'"]),
         ({"rejection_sample_method": "block"}, ["block", "'standard'"]),
@@ -104,6 +108,14 @@ def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) ->
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_a_split_drafter_does_not_draw() -> None:
+    split = {"tensor_parallel": "sharded"}
+    with pytest.raises(ConfigError, match=r"'tli' does not run with .*sharded.*rank0"):
+        parse(GOOD | split | {"method": "tli"}, target_tensor_parallel=2)
+    assert parse(GOOD | split | {"method": "hetero"}, target_tensor_parallel=2)
+    assert parse(GOOD | {"method": "tli"}, target_tensor_parallel=2)
 
 
 def test_misspelt_method_names_the_nearest() -> None:

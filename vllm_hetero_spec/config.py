@@ -16,6 +16,7 @@ VERIFICATIONS = ("token", "block", "race", "fuzzy")
 DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
+CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 MAX_LOOKAHEAD = 64
 
@@ -62,6 +63,12 @@ class HeteroOptions:
         threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
         chat_template: "auto" shows the drafter its own turn markers where a prompt has the
             target's, if the two chat templates can be aligned; "off" shows it the target's.
+        controller: Who decides how far to draft, up to num_speculative_tokens: "goodput" as far as
+            it pays on this machine, and not at all where it does not; "fixed" always all the way;
+            "confidence" until the drafter's confidence falls below confidence_threshold.
+        confidence_threshold: Of "confidence": a probability.
+        calibrate: Whether "goodput" times target and drafter for some seconds at start-up (kept on
+            disk by pair and machine); without, it learns their costs from its first steps.
     """
 
     method: str
@@ -83,6 +90,9 @@ class HeteroOptions:
     divergence: str = "js"
     threshold: float | None = None
     chat_template: str = "auto"
+    controller: str = "goodput"
+    confidence_threshold: float = 0.4
+    calibrate: bool = True
 
 
 OWN_KEYS = tuple(f.name for f in fields(HeteroOptions))
@@ -161,13 +171,15 @@ def parse(
         ("verification", VERIFICATIONS),
         ("divergence", DIVERGENCES),
         ("chat_template", CHAT_TEMPLATES),
+        ("controller", CONTROLLERS),
     ):
         if given.get(key) is not None:
             _one_of(key, given[key], choices)
-    for key in ("enforce_eager", "trust_remote_code"):
+    for key in ("enforce_eager", "trust_remote_code", "calibrate"):
         if not isinstance(given.get(key), bool | None):
             raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
     _check_fuzzy(given)
+    _check_confidence(given)
     _check_rows(given, target_tensor_parallel)
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
@@ -202,14 +214,12 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 
 def _check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
-    """Laws of drafts are where the drafter is: every rank that verifies would need them."""
-    sampled = given["method"] not in ("slem", "hetero")
-    verification = given.get("verification") or "token"
-    if target_tensor_parallel > 1 and (sampled or verification != "token"):
-        asked = f"method {given['method']!r}" if sampled else f"verification {verification!r}"
+    """A drafter that is split draws on every rank, and all ranks would have to draw the same."""
+    split = target_tensor_parallel > 1 and given.get("tensor_parallel") == "sharded"
+    if split and given["method"] not in ("slem", "hetero"):
         raise ConfigError(
-            f"{asked} does not run with tensor_parallel_size={target_tensor_parallel} yet; use "
-            'the method "hetero" or "slem" with "verification": "token" there.'
+            f"method {given['method']!r} does not run with \"tensor_parallel\": \"sharded\"; "
+            'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'
         )
 
 
@@ -232,6 +242,24 @@ def _check_fuzzy(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli or '
             "slrs instead of slem."
+        )
+
+
+def _check_confidence(given: Mapping[str, Any]) -> None:
+    threshold = given.get("confidence_threshold")
+    if threshold is None:
+        return
+    if given.get("controller") != "confidence":
+        raise ConfigError(
+            'confidence_threshold belongs to "controller": "confidence"; leave it out or ask for '
+            "that."
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        threshold = -1
+    if not 0 <= threshold <= 1:
+        raise ConfigError(
+            f"confidence_threshold is {given['confidence_threshold']!r}; it must be a probability "
+            "from 0 to 1."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import slem
-from test_sampling import p_value
+from target_law import p_value
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine import resident
@@ -137,7 +137,7 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
 def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
     with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*absent"):
         VllmEngine(EngineSpec(str(tmp_path / "absent")))
-    config = {"method": "slem", "model": str(demo_pair / "drafter"), "num_speculative_tokens": 4}
+    config = slem(demo_pair / "drafter")
     with pytest.raises(ConfigError, match="tensor_parallel is 'tp9'"):
         VllmEngine(EngineSpec(str(demo_pair / "target"), config | {"tensor_parallel": "tp9"}))
 

@@ -5,12 +5,24 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import engine, slem
+from harness import engine, metrics_of, slem
 from scenarios import Outputs, generate, greedy
+from target_law import Setting, counted, follows, law_of, load
+from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.stats import read_stats
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or (os.cpu_count() or 1) < 2:
+        pytest.skip("needs a CPU build of vLLM and two cores")
+    # Two ranks on one NUMA node want their cores named.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 @pytest.mark.parametrize("mode", ["rank0", "sharded"])
@@ -19,14 +31,7 @@ def test_same_tokens_on_two_ranks(
     texts: list[str],
     alone: Outputs,
     mode: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or (os.cpu_count() or 1) < 2:
-        pytest.skip("needs a CPU build of vLLM and two cores")
-    # Two ranks on one NUMA node want their cores named.
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     spec = slem(demo_pair / "drafter", tensor_parallel=mode)
     with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
         assert generate(llm, texts, greedy()) == alone
@@ -34,3 +39,26 @@ def test_same_tokens_on_two_ranks(
     assert counts["drafts"] > 0
     assert counts["draft_tokens"] <= 4 * counts["drafts"]
     assert not counts["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("method", "verification"), [("slrs", "token"), ("tli", "block"), ("push_forward", "race")]
+)
+def test_sampled_drafts_on_two_ranks(
+    demo_pair: Path, code_prompts: list[str], method: str, verification: str
+) -> None:
+    """Both ranks verify with the first one's laws: the law is kept, and so is the text's sense.
+
+    Ranks that disagreed on one token would write different KV from there on, and the text of a
+    drafter that is the target would soon be rejected.
+    """
+    prompt, setting = code_prompts[0][:200], Setting(0.8, top_k=3)
+    params = SamplingParams(temperature=0.8, top_k=3, max_tokens=24, ignore_eos=True)
+    model, start = load(demo_pair / "target", prompt)
+    spec = slem(demo_pair / "target", method=method, verification=verification)
+    with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
+        outputs = llm.generate([prompt] * 600, params, use_tqdm=False)
+        gained = metrics_of(llm)
+    found = counted(output.outputs[0].token_ids for output in outputs)
+    assert follows(found, law_of(model, start, setting))
+    assert gained["num_accepted_tokens"] / gained["num_draft_tokens"] > 0.999

@@ -35,7 +35,12 @@ SCHEMA = {
 
 def speculative(drafter: Path, **changes: Any) -> str:
     """The value of --speculative-config; a change to None leaves the key out."""
-    config = {"method": "slem", "model": str(drafter), "num_speculative_tokens": LOOKAHEAD}
+    config = {
+        "method": "slem",
+        "model": str(drafter),
+        "num_speculative_tokens": LOOKAHEAD,
+        "controller": "fixed",
+    }
     kept = {key: value for key, value in {**config, **changes}.items() if value is not None}
     return json.dumps(kept)
 

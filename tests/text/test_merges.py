@@ -115,9 +115,47 @@ def test_merges_of_small_vocabularies(
     for d in range(drafter.vocab_size):
         expected = by_definition(target, drafter, d, following)
         assert table(merges, d) == expected
-        assert merges.among(d, everything).tolist() == [
+        assert merges.among((d,), everything).tolist() == [
             expected.get(e, -1) for e in range(drafter.vocab_size)
         ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(target_words=WORDS, drafter_words=WORDS, seed=st.integers(0, 1 << 30))
+def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], seed: int) -> None:
+    """Behind any path that begins in the intersection, of tokens that the target can spell."""
+    target, drafter = toy([b"a", b"b", b"", *target_words]), toy([b"", *drafter_words, b"a", b"b "])
+    merges, maps = merges_of(target, drafter), build_maps(target, drafter)
+    everything = np.arange(drafter.vocab_size, dtype=np.int32)
+    rng = np.random.default_rng(seed)
+    for length in (2, 3, 4):
+        path = rng.integers(drafter.vocab_size, size=length).tolist()
+        data = b"".join(drafter.token_bytes[d] for d in path)
+        spelled = all(len(maps.target_tokens(d)) and drafter.token_bytes[d] for d in path)
+        valid = spelled and maps.d2t[path[0]] >= 0
+        longer = [t for t in target.token_bytes if t.startswith(data) and len(t) > len(data)]
+        assert merges.goes_on(path) == (valid and bool(longer))
+        for e, merged in zip(everything, merges.among(path, everything), strict=True):
+            tail = drafter.token_bytes[e]
+            first = target.encode_bytes(data + tail)[:1] if valid and tail else []
+            beginning = target.decode_bytes(first)
+            whole = len(beginning) > len(data) and (data + tail).startswith(beginning)
+            spells = len(maps.target_tokens(int(e))) > 0
+            assert merged == (first[0] if whole and spells else -1)
+
+
+def test_what_goes_on(family: dict[str, TextTokenizer]) -> None:
+    target, drafter = family["byte-level"], family["byte-level-nfc"]
+    merges = merges_of(target, drafter)
+    able = merges.mergeable()
+    assert able.any()
+    assert able.tolist() == [merges.goes_on((d,)) for d in range(drafter.vocab_size)]
+    path = [drafter.token_bytes.index(bytes([byte])) for byte in b" retur"]
+    assert target.token_bytes.index(b" return")
+    assert all(merges.goes_on(path[: length + 1]) for length in range(len(path)))
+    ends = np.array([drafter.token_bytes.index(byte) for byte in (b"n", b"x")], np.int32)
+    assert merges.among(path, ends).tolist() == [target.token_bytes.index(b" return"), -1]
+    assert not merges.goes_on([*path, path[0]])
 
 
 def test_bytes_beyond_the_last_one() -> None:
@@ -175,7 +213,7 @@ def test_no_merges_outside_the_intersection_or_with_ends() -> None:
     assert table(merges, 0) == {1: 2, 2: 3}
     for empty in (1, 3, 4, 5):
         assert table(merges, empty) == {}
-        assert merges.among(empty, np.arange(6, dtype=np.int32)).tolist() == [-1] * 6
+        assert merges.among((empty,), np.arange(6, dtype=np.int32)).tolist() == [-1] * 6
 
     special = SpecialTokens(target, drafter, [4], [1])
     ended = Merges(target, drafter, build_maps(target, drafter).with_ends(special))
@@ -234,7 +272,7 @@ def test_verdicts_are_remembered_up_to_a_bound(family: dict[str, TextTokenizer])
 
     def asked(ids: np.ndarray) -> int:
         before = counting.texts
-        assert merges.among(d, ids).tolist() == [expected.get(e, -1) for e in ids.tolist()]
+        assert merges.among((d,), ids).tolist() == [expected.get(e, -1) for e in ids.tolist()]
         return counting.texts - before
 
     some = np.array([*rng.choice(list(expected), 12), *rng.integers(3, 900, 30)], np.int32)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_worlds import World, longest_match, worlds
+from numpy.typing import ArrayLike
+from toy_worlds import LETTERS, WORDS, FaithfulWorld, World, longest_match, worlds
 
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance, law, total_variation
@@ -70,6 +71,55 @@ def test_lossless(method: str, rule: str, k: int) -> None:
         assert deviation(world, DRAFTS[method], RULES[rule], k, length=3) < EXACT
 
 
+def chained(n: int) -> Draft:
+    """SLRS-n along a chain."""
+    return lambda w, c, k, chance: ref.slrs_n(w.pair, w.q_after(c), k, n, chance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_chains_of_bytes_are_lossless(n: int, rule: str) -> None:
+    """Target tokens take up to four tokens of a drafter of single bytes."""
+    world = worlds(n, target=WORDS, drafter=LETTERS)[-1]
+    for k in {n, 4}:
+        assert deviation(world, chained(n), RULES[rule], k, length=3) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chains_of_pieces_are_lossless(rule: str) -> None:
+    """Proposals end at a drafter token's end or inside it, and have the rest revealed."""
+    for world in worlds(2, target=WORDS, drafter=(b"a", b"b", b"ba")):
+        assert deviation(world, chained(3), RULES[rule], 3, length=3) < EXACT
+
+
+def test_a_chain_of_two_is_slrs2() -> None:
+    """Drawing again without what merges has the law of keeping what was drawn and did not merge."""
+    for world in worlds(4):
+        laws = [
+            law(
+                lambda chance: tuple(
+                    (proposal.token, tuple(np.round(proposal.row, 9)))
+                    for proposal in draft(world, (), 3, chance)  # noqa: B023
+                )
+            )
+            for draft in (chained(2), DRAFTS["slrs2"])
+        ]
+        assert total_variation(*laws) < EXACT
+
+
+def test_longer_chains_accept_more_from_a_drafter_of_bytes() -> None:
+    """One that writes just what the target does, so that only the span stands in the way."""
+    pair = worlds(1, target=WORDS, drafter=LETTERS)[0].pair
+    every = [FaithfulWorld(pair, seed) for seed in range(6)]
+    push, *chains = (
+        np.mean([accepted(world, draft, ref.token_rule, 4) for world in every])
+        for draft in (DRAFTS["push_forward"], *map(chained, (1, 2, 3, 4)))
+    )
+    assert chains[0] == pytest.approx(push)
+    assert chains[0] < chains[1] < chains[2] < chains[3]
+    assert chains[3] > 2 * push
+
+
 def test_speculative_decoding_of_one_vocabulary() -> None:
     for world in worlds(4, drafter=(b"a", b"b", b"ab", b"ba", b"aab")):
         draft: Draft = lambda w, c, k, chance: ref.sd(w.q_after(c), k, chance)  # noqa: E731
@@ -112,7 +162,7 @@ def test_merges_are_proposed() -> None:
 def test_rows_are_the_laws_of_the_proposals() -> None:
     """The row told to the verifier is the law of the token it comes with."""
     for world in worlds(6):
-        for name, draft in DRAFTS.items():
+        for name, draft in {**DRAFTS, "slrs3": chained(3)}.items():
             found = law(lambda chance: next(draft(world, (), 3, chance)).token)  # noqa: B023
             row = law(lambda chance: tuple(next(draft(world, (), 3, chance)).row))  # noqa: B023
             assert len(row) == 1, name
@@ -172,6 +222,38 @@ def _behind(q: Callable, path: tuple[int, ...], rest: tuple[int, ...]) -> np.nda
     return q(path + rest)
 
 
+def kept_behind(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """SLRS-n that proposes what was drawn behind K, with the plain row it was drawn from."""
+    recorded = Recorded(chance)
+    first = next(ref.slrs_n(w.pair, w.q_after(c), k, 4, recorded))
+    yield first
+    assert first.token is not None
+    drawn, text = recorded.drawn, b""
+    while len(text) < len(w.pair.target[first.token]):
+        text += w.pair.drafter[drawn.pop(0)[0]]
+    if drawn:
+        d, row = drawn[0]
+        plain = np.zeros(len(w.pair.target))
+        for x, probability in enumerate(row):
+            plain[w.pair.kappa(x)[0]] += probability
+        yield Proposal(w.pair.kappa(d)[0], plain)
+
+
+class Recorded:
+    """Chance that remembers what was drawn from what."""
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self.drawn: list[tuple[int, ArrayLike]] = []
+
+    def draw(self, weights: ArrayLike) -> int:
+        self.drawn.append((self._chance.draw(weights), weights))
+        return self.drawn[-1][0]
+
+    def flip(self, probability: float) -> bool:
+        return self._chance.flip(probability)
+
+
 def null_then_target(p: Callable, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple:
     """Where nothing is proposed, the token comes from p instead of the residual."""
 
@@ -220,6 +302,14 @@ def test_the_plain_row_after_no_merge_is_caught() -> None:
     worst = max(
         deviation(world, unmasked, ref.token_rule, 3, length=3)
         for world in worlds(8, drafter=(b"a", b"b"))
+    )
+    assert worst > WRONG
+
+
+def test_the_plain_row_behind_a_chain_is_caught() -> None:
+    worst = max(
+        deviation(world, kept_behind, ref.token_rule, 4, length=3)
+        for world in worlds(6, target=WORDS, drafter=LETTERS)
     )
     assert worst > WRONG
 

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import law, total_variation
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import diverge, fuzzy_rule
 from vllm_hetero_spec.verify.noise import Noise, choose
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, token_rule
+from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 
 CPU = torch.device("cpu")
 COPIES = 60_000
@@ -138,6 +139,23 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
         start += length
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows worked on a few at a time: the same verdicts from the same random numbers."""
+    drafts = drawn_batch(700)
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
+    bonus = drawn(P[3], 1)[:700]
+
+    def verdict() -> torch.Tensor:
+        torch.manual_seed(5)
+        return RULES[rule][0](drafts, p, bonus, Noise(CPU)).tokens
+
+    whole = verdict()
+    for cells in (1, 30, 1000):
+        monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
+        assert torch.equal(verdict(), whole)
+
+
 def test_greedy_rule() -> None:
     drafts = DraftBatch(torch.tensor([1, 2, 3, 4, 5]), [3, 0, 2])
     verdict = greedy_rule(drafts, torch.tensor([1, 2, 9, 4, 5]), torch.tensor([7, 8, 6]))
@@ -174,6 +192,46 @@ def test_the_law_of_a_race() -> None:
     ):
         share = np.bincount(race(p, seeds, places).numpy(), minlength=4) / COPIES
         assert 0.5 * np.abs(share - P[0]).sum() < 0.006
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
+def test_race_rule(lengths: list[int], seed: int) -> None:
+    """Races behind the first mismatch are not run, and nothing else differs."""
+    torch.manual_seed(seed)
+    generator = np.random.default_rng(seed)
+    count = sum(lengths)
+    p = torch.tensor(generator.dirichlet(np.full(5, 0.5), max(1, count))).float()[:count]
+    seeds = torch.from_numpy(generator.integers(1 << 40, size=len(lengths)))
+    places = torch.from_numpy(generator.integers(50, size=len(lengths)))
+    tokens = torch.full((count,), -1)
+    bonus = torch.arange(len(lengths)) + 100
+    drafts = DraftBatch(tokens, lengths)
+    best = race(p, seeds[drafts.request_of], places[drafts.request_of] + drafts.place_of)
+    tokens.copy_(torch.where(torch.rand(count) < 0.7, best, torch.randint(-1, 5, (count,))))
+    expected, found = (
+        greedy_rule(drafts, best, bonus),
+        race_rule(drafts, p, bonus, seeds, places),
+    )
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.accepted, expected.accepted)
+
+
+def test_races_of_large_vocabularies_follow_the_law() -> None:
+    """Arrival times are told apart where a flat row has most of its winners: close to 0."""
+    copies, width = 2000, 20_000
+    rows = torch.linspace(1.0, 2.0, width)[None].expand(copies, -1)
+    winners = race(rows, torch.arange(copies), torch.zeros(copies, dtype=torch.int64))
+    upper = float((winners >= width // 2).double().mean())
+    share = float(rows[0, width // 2 :].sum() / rows[0].sum())
+    assert abs(upper - share) < 3.3 * math.sqrt(share * (1 - share) / copies)
+    assert len(winners.unique()) > copies * 0.9
+
+
+def test_a_row_of_one_token_is_won_by_it() -> None:
+    rows = torch.zeros(3000, 7)
+    rows[:, 4] = 1e-30
+    assert (race(rows, torch.arange(3000), torch.zeros(3000, dtype=torch.int64)) == 4).all()
 
 
 def test_races_with_the_same_clocks_agree_as_often_as_they_should() -> None:

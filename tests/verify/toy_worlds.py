@@ -14,6 +14,9 @@ from vllm_hetero_spec.verify.reference import Pair, Row
 
 TARGET = (b"a", b"b", b"ab", b"ba", b"aab")
 DRAFTER = (b"a", b"b", b"aa", b"ab", b"bb")
+# A drafter of single bytes, and a target whose tokens take up to four of them.
+WORDS = (b"a", b"b", b"ab", b"aba", b"abab", b"bab")
+LETTERS = (b"a", b"b")
 
 
 def longest_match(vocabulary: Sequence[bytes]) -> Callable[[bytes], tuple[int, ...]]:
@@ -80,6 +83,30 @@ class World:
         self, *, length: int, prompt: tuple[int, ...] = ()
     ) -> dict[tuple[int, ...], float]:
         return self.law_of(lambda c, chance: (), length=length, prompt=prompt)
+
+
+@dataclass(frozen=True)
+class FaithfulWorld(World):
+    """A world whose drafter is the target itself, read in the drafter's tokens: single bytes."""
+
+    def q_after(self, c: tuple[int, ...]) -> Callable[[tuple[int, ...]], Row]:
+        def q(path: tuple[int, ...]) -> Row:
+            text = self.pair.spell(path)
+            row = np.array([self.begins(c, text + letter) for letter in self.pair.drafter])
+            return row / row.sum()
+
+        return q
+
+    @lru_cache(maxsize=100_000)  # noqa: B019
+    def begins(self, c: tuple[int, ...], text: bytes) -> float:
+        """Probability that what the target writes behind c begins with this text."""
+        found = 0.0
+        for t, (token, share) in enumerate(zip(self.pair.target, self.p(c), strict=True)):
+            if token.startswith(text):
+                found += share
+            elif text.startswith(token):
+                found += share * self.begins((*c, t), text[len(token) :])
+        return float(found)
 
 
 @lru_cache(maxsize=100_000)

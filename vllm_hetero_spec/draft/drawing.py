@@ -12,7 +12,7 @@ import torch
 
 from vllm_hetero_spec.draft.rows import TokenMap, probabilities
 from vllm_hetero_spec.draft.slrs import Merging
-from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.noise import Noise, choose, slices
 from vllm_hetero_spec.verify.race import race
 
 
@@ -44,12 +44,14 @@ class SampledMethod:
     Attributes:
         tokens: What a drafter token proposes first.
         lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
-        merging: Target tokens of two drafter tokens, for SLRS-2; None for other methods.
+        merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
+        span: Its n.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
     merging: Merging | None = None
+    span: int = 2
 
 
 class DrawBatch:
@@ -101,8 +103,14 @@ class DrawBatch:
         substitutes: list[int] = self._tokens.substitute(self._laws[: self._used]).tolist()
         return substitutes
 
-    def rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
+    def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
         """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
+        rows = torch.empty_like(logits, dtype=torch.float32)
+        for part in slices(len(logits), logits.shape[1], logits.device):
+            rows[part] = self._rows(logits[part], index[part])
+        return rows
+
+    def _rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
         return probabilities(
             self._tokens.restrict(logits),
             self._temperature[index],
@@ -120,14 +128,17 @@ class DrawBatch:
             int64 [m] drafter ids.
         """
         count = len(logits)
-        q = self.rows(logits, slice(count))
-        law = self._laws[self._used : self._used + count]
+        laws = self._laws[self._used : self._used + count]
         self._used += count
-        self._tokens.add_laws(q, law)
-        if self._clocks is None:
-            return choose(q, self.noise.uniform([1] * count))
-        winners = race(law[:, :-1], self._clocks[:count], self._places[:count])
-        among = self._tokens.first == winners[:, None]
-        chosen = choose(q[:, : among.shape[1]] * among, self.noise.uniform([1] * count))
-        self._places[:count] += self._lengths[chosen]
+        uniform = self.noise.uniform([1] * count)
+        chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
+        for part in slices(len(logits), logits.shape[1], logits.device):
+            q = self._rows(logits[part], part)
+            self._tokens.add_laws(q, laws[part])
+            if self._clocks is not None:
+                winners = race(laws[part, :-1], self._clocks[part], self._places[part])
+                q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
+            chosen[part] = choose(q, uniform[part])
+        if self._clocks is not None:
+            self._places[:count] += self._lengths[chosen]
         return chosen

@@ -23,6 +23,9 @@ FAILURES = 0.01
 ENOUGH_SHARED = 0.6
 # Up to here a drafter spells nearly byte by byte, and target tokens take many of its steps.
 FEW_TOKENS = 1000
+# Drafter tokens that one proposed target token may take: of such a drafter, and of any other. Each
+# costs a forward that may come to nothing; with 8 for drafters of bytes no more is accepted.
+LONG_SPAN, SHORT_SPAN = 4, 2
 # At most this hot, one greedy guess may be accepted more often than a drawn one.
 NEARLY_GREEDY = 0.3
 
@@ -67,6 +70,11 @@ def order(
         )
         return [methods[0], greedy, *methods[1:]]
     return [*methods, _FALLBACK]
+
+
+def span(drafter_vocabulary: int) -> int:
+    """Drafter tokens that one proposed target token may take, for a drafter with so many ids."""
+    return LONG_SPAN if drafter_vocabulary <= FEW_TOKENS else SHORT_SPAN
 
 
 _FALLBACK = Choice(SLEM, "works for every pair: greedy drafts, matched as strings")

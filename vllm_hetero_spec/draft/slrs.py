@@ -1,45 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SLRS-2: push-forward that also proposes target tokens made of two drafter tokens.
+"""SLRS-n: push-forward that also proposes target tokens made of several drafter tokens.
 
-Before a drafter token is drawn, the likeliest one that can merge is fed, and the row behind it
-tells how much of its mass belongs to merged target tokens: the law of the proposal moves it there.
-Drawn that token, the next one is drawn from the very row. Where the two do not merge, the second is
-kept, and its law is that row without what would have merged (with the plain row the result would be
-biased). `verify.reference.slrs2` is the readable form; its m is 1 here.
+Before anything is drawn, a chain of the likeliest drafter tokens is fed for as long as what they
+spell begins a longer target token. Draws follow its rows until one leaves it; the longest target
+token found along them is proposed. The rows are known beforehand, and so is the law of the
+proposal: over the places where the chain may be left, with what probability it is left for which
+token. `verify.reference.slrs_n` is the readable form.
 
-Feeding a token that is not drawn costs a forward and no memory: the drawn one takes its place.
+What was drawn behind the proposal is thrown away, and the next token drawn afresh from the known
+row there, without what would have made the proposal longer. (To keep a drawn token and tell the
+verifier the plain row would be biased.) Feeding tokens that are not drawn costs forwards and no
+memory: the drawn ones take their places.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.chain import Chain
 from vllm_hetero_spec.draft.rows import TokenMap
-from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.noise import Noise, choose, slices
 
-# Second tokens that are asked whether they merge; all others count as not merging.
+# Tokens behind a chain that are asked whether they merge; all others count as not merging.
 PARTNERS = 64
 
 
 class Merging(Protocol):
-    """What two drafter tokens in a row are to the target."""
+    """What drafter tokens in a row are to the target."""
 
-    mergeable: torch.Tensor  # float32 [V_D], 1 where a drafter token may have a partner, else 0
+    mergeable: torch.Tensor  # float32 [V_D], 1 where `goes_on` of a single drafter token, else 0
 
-    def among(self, d: int, e_ids: np.ndarray) -> np.ndarray:
-        """For each e the target token that d and e make together, -1 where they make none."""
+    def goes_on(self, path: Sequence[int]) -> bool:
+        """Whether some target token spells the tokens of a path and goes on."""
+
+    def among(self, path: Sequence[int], e_ids: np.ndarray) -> np.ndarray:
+        """For each e the target token that it ends or holds the end of, -1 where there is none.
+
+        It begins where the path does and is longer than the path.
+        """
 
     def spell(self, d: int) -> Sequence[int]:
         """Target tokens of a drafter token."""
 
-    def rest(self, d: int, e: int, merged: int) -> Sequence[int]:
-        """Target tokens of what d and e spell behind their merged token."""
+    def rest(self, path: Sequence[int], merged: int) -> Sequence[int]:
+        """Target tokens of what a path spells behind the merged token that begins it."""
 
 
-# Feeds one id to each path named, behind its first `fed` ids, and returns the rows [n, V_D] that
+# Feeds one id to each path named, behind the `written` ones, and returns the rows [n, V_D] that
 # follow, as probabilities.
 Feed = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
@@ -52,6 +62,7 @@ class Path:
         steps: Drafter tokens that it may still draw.
         wanted: Target tokens after which it stops.
         drafted: Drafter ids; the KV of the first `fed` is written.
+        ahead: Tokens of the chain whose KV is written behind those, not drawn yet.
         proposal: Target ids.
         law_of: Index into the laws of each target id, -1 where it was certain.
     """
@@ -60,6 +71,7 @@ class Path:
     wanted: int
     drafted: list[int] = field(default_factory=list)
     fed: int = 0
+    ahead: int = 0
     proposal: list[int] = field(default_factory=list)
     law_of: list[int] = field(default_factory=list)
 
@@ -68,26 +80,15 @@ class Path:
         self.proposal += [first, *rest]
         self.law_of += [law, *[-1] * len(rest)]
 
+    @property
+    def written(self) -> int:
+        """Tokens of the draft and its chain whose KV is written."""
+        return self.fed + self.ahead
 
-class _Head(NamedTuple):
-    """Where a path stands: the law of its next drafter token, and that token if it is drawn."""
-
-    row: torch.Tensor
-    kept: int | None
-
-
-class _Look(NamedTuple):
-    """The row behind a drafter token, and which of its tokens would merge with it."""
-
-    top: int
-    row: torch.Tensor
-    e_ids: np.ndarray  # [n], with
-    t_ids: np.ndarray  # [n], what they make together with top
-
-    def merged(self, e: int) -> int | None:
-        """The target token of top and e."""
-        found = np.flatnonzero(self.e_ids == e)
-        return int(self.t_ids[found[0]]) if len(found) else None
+    @property
+    def laws(self) -> int:
+        """How many laws a new path may come to have."""
+        return max(0, min(self.steps, self.wanted))
 
 
 class Slrs:
@@ -98,12 +99,19 @@ class Slrs:
         merging: Of the pair.
         ends: Drafter ids after which nothing follows.
         noise: Uniform numbers of the batch.
+        span: Drafter tokens that a proposed target token may take, n.
     """
 
     def __init__(
-        self, tokens: TokenMap, merging: Merging, ends: frozenset[int], noise: Noise
+        self,
+        tokens: TokenMap,
+        merging: Merging,
+        ends: frozenset[int],
+        noise: Noise,
+        span: int = 2,
     ) -> None:
-        self._tokens, self._merging, self._ends, self._noise = tokens, merging, ends, noise
+        self._tokens, self._merging, self._ends = tokens, merging, ends
+        self._noise, self._span = noise, span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[Path], feed: Feed) -> torch.Tensor:
         """Fill the paths.
@@ -116,107 +124,130 @@ class Slrs:
         Returns:
             float32 [R, V_T], the laws that `law_of` indexes.
         """
-        laws: list[torch.Tensor] = []
-        heads = {i: _Head(rows[i], None) for i, path in enumerate(paths) if path.steps > 0}
+        # One column more than the target has: see TokenMap.add_laws.
+        laws = rows.new_zeros((sum(path.laws for path in paths), self._tokens.width + 1))
+        used = 0
+        heads = {i: rows[i] for i, path in enumerate(paths) if path.laws}
         while heads:
-            looks = self._look(heads, paths, feed)
-            psi = self._laws(heads, looks)
-            firsts = self._draw(heads, {i: h.row for i, h in heads.items() if h.kept is None})
-            seconds = self._draw(
-                heads, {i: look.row for i, look in looks.items() if firsts[i] == look.top}
-            )
-            kept: dict[int, _Head] = {}
-            for line, i in enumerate(heads):
-                drawn = firsts[i], seconds.get(i)
-                head = self._advance(paths[i], len(laws) + line, drawn, looks.get(i))
-                if head is not None:
-                    kept[i] = head
-            laws += psi.unbind()
-            heads = kept | self._refed([i for i in heads if i not in kept], paths, feed)
-            heads = {i: head for i, head in sorted(heads.items()) if self._goes_on(paths[i])}
-        return torch.stack(laws) if laws else rows.new_zeros((0, self._tokens.width))
+            chains = self._chains(heads, paths, feed)
+            self._add_laws(list(chains.values()), laws[used : used + len(chains)])
+            drawn = self._draw(chains)
+            heads = {}
+            for law, (i, chain) in enumerate(chains.items(), used):
+                row = self._advance(paths[i], law, drawn[i], chain)
+                if row is not None and self._goes_on(paths[i]):
+                    heads[i] = row
+            used += len(chains)
+            heads |= self._refed([i for i in chains if i not in heads], paths, feed)
+            heads = dict(sorted(heads.items()))
+        return laws[:used, :-1]
 
-    def _look(self, heads: dict[int, _Head], paths: Sequence[Path], feed: Feed) -> dict[int, _Look]:
-        """What follows each path's likeliest mergeable token: known before anything is drawn."""
-        able = [i for i in heads if paths[i].steps > 1]
-        if not able:
-            return {}
-        scores = torch.stack([heads[i].row for i in able])[:, : len(self._merging.mergeable)]
-        best = (scores * self._merging.mergeable).max(-1)
-        chosen = [
-            (i, top)
-            for i, score, top in zip(able, best.values.tolist(), best.indices.tolist(), strict=True)
-            if score > 0
-        ]
-        if not chosen:
-            return {}
-        followers = feed([i for i, _ in chosen], [top for _, top in chosen])
-        likely = followers.topk(min(PARTNERS, followers.shape[-1]), -1).indices.cpu().numpy()
-        looks = {}
-        for (i, top), row, e_ids in zip(chosen, followers, likely, strict=True):
-            t_ids = self._merging.among(top, e_ids)
-            looks[i] = _Look(top, row, e_ids[t_ids >= 0], t_ids[t_ids >= 0])
-        return looks
+    def _chains(
+        self, heads: dict[int, torch.Tensor], paths: Sequence[Path], feed: Feed
+    ) -> dict[int, Chain]:
+        """The chain of each path, known before anything is drawn."""
+        chains = {i: Chain(row) for i, row in heads.items()}
+        every = list(chains.values())
+        able = self._merging.mergeable
+        for part, rows in _stacks([chain.row for chain in every]):
+            best = (rows[:, : len(able)] * able).max(-1)
+            tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for chain, top in zip(every[part], tops, strict=True):
+                chain.heir = top if top[1] > 0 else None
+        for depth in range(1, self._span):
+            going = {i: c for i, c in chains.items() if c.heir and paths[i].steps > depth}
+            if not going:
+                break
+            rows = feed(list(going), [chain.heir[0] for chain in going.values() if chain.heir])
+            likely = rows.topk(min(PARTNERS, rows.shape[-1]), -1)
+            e_ids, shares = likely.indices.cpu().numpy(), likely.values.cpu().numpy()
+            for line, (i, chain) in enumerate(going.items()):
+                paths[i].ahead = depth
+                self._prolong(chain, rows[line], e_ids[line], shares[line])
+        return chains
 
-    def _laws(self, heads: dict[int, _Head], looks: dict[int, _Look]) -> torch.Tensor:
-        """The law of each path's next proposal, float32 [n, V_T]."""
-        psi = self._tokens.laws(torch.stack([head.row for head in heads.values()]))
-        for line, (i, head) in enumerate(heads.items()):
-            look = looks.get(i)
-            if look is not None and len(look.e_ids):
-                e_ids = torch.from_numpy(look.e_ids.astype(np.int64)).to(psi.device)
-                t_ids = torch.from_numpy(look.t_ids.astype(np.int64)).to(psi.device)
-                moved = head.row[look.top] * look.row[e_ids]
-                psi[line].index_add_(0, t_ids, moved)
-                psi[line, self._tokens.first[look.top]] -= moved.sum()
-        return psi.clamp_min_(0.0)
+    def _prolong(
+        self, chain: Chain, row: torch.Tensor, e_ids: np.ndarray, shares: np.ndarray
+    ) -> None:
+        """Add the heir to a chain; `e_ids` are the likeliest tokens of its row, with `shares`."""
+        assert chain.heir is not None
+        path = [*chain.tokens, chain.heir[0]]
+        first = self._merging.spell(path[0])[0]
+        chain.prolong(first, row, e_ids, self._merging.among(path, e_ids), shares)
+        if len(path) + 1 < self._span and self._merging.goes_on([*path, e_ids[0]]):
+            chain.heir = int(e_ids[0]), float(shares[0])
 
-    def _draw(self, heads: dict[int, _Head], rows: dict[int, torch.Tensor]) -> dict[int, int]:
-        """One draw from each row; tokens kept from before where `heads` has them and `rows` not."""
-        kept = {
-            i: head.kept for i, head in heads.items() if i not in rows and head.kept is not None
+    def _add_laws(self, chains: Sequence[Chain], psi: torch.Tensor) -> None:
+        """The laws of the next proposals into zeros [n, V_T + 1].
+
+        At first every drawn token stands for the first target token that it begins. Link by link,
+        what merges behind it moves from the longest token found so far to the merged one.
+        """
+        for part, rows in _stacks([chain.row for chain in chains]):
+            self._tokens.add_laws(rows, psi[part])
+        links = [(line, link) for line, chain in enumerate(chains) for link in chain.links]
+        if not links:
+            return
+        sizes = [len(link.e_ids) for _, link in links]
+        places = np.repeat([(line, link.longest) for line, link in links], sizes, 0).T
+        merged = np.concatenate([link.t_ids for _, link in links])
+        table = torch.from_numpy(np.stack([*places, merged])).to(psi.device)
+        mass = torch.from_numpy(np.concatenate([link.shares for _, link in links])).to(psi.device)
+        psi.index_put_((table[0], table[1]), -mass, accumulate=True)
+        psi.index_put_((table[0], table[2]), mass, accumulate=True)
+        psi.clamp_min_(0.0)
+
+    def _draw(self, chains: dict[int, Chain]) -> dict[int, list[int]]:
+        """Draws along each chain, the one that leaves it included."""
+        rows = [row for chain in chains.values() for row in chain.rows]
+        counts = [0] * (max(chains) + 1)
+        for i, chain in chains.items():
+            counts[i] = len(chain.links) + 1
+        uniform = self._noise.uniform(counts)
+        drawn = torch.cat([choose(stack, uniform[part]) for part, stack in _stacks(rows)])
+        every = iter(drawn.tolist())
+        return {
+            i: chain.followed([next(every) for _ in range(counts[i])])
+            for i, chain in chains.items()
         }
-        if not rows:
-            return kept
-        lengths = [int(i in rows) for i in range(max(rows) + 1)]
-        chosen = choose(torch.stack(list(rows.values())), self._noise.uniform(lengths))
-        return kept | dict(zip(rows, chosen.tolist(), strict=True))
 
-    def _advance(
-        self, path: Path, law: int, drawn: tuple[int, int | None], look: _Look | None
-    ) -> _Head | None:
-        """Add what was drawn to a path; its new head where the second token is kept."""
-        first, second = drawn
-        path.drafted.append(first)
-        path.steps -= 1
-        merged = None
-        if look is not None and first == look.top:
-            path.fed = len(path.drafted)
-            assert second is not None
-            merged = look.merged(second)
-            if merged is not None:
-                path.propose(merged, law, self._merging.rest(first, second, merged))
-                path.drafted.append(second)
-                path.steps -= 1
-                return None
-        spelled = self._merging.spell(first)
-        path.propose(spelled[0], law, spelled[1:])
-        if look is None or first != look.top:
+    def _advance(self, path: Path, law: int, drawn: list[int], chain: Chain) -> torch.Tensor | None:
+        """Add what was drawn to a path; its next row where that is known."""
+        spelled = self._merging.spell(drawn[0])
+        if not len(spelled):  # nothing can be drawn from a row of nothing
+            path.steps = 0
             return None
-        row = look.row.clone()
-        row[torch.from_numpy(look.e_ids.astype(np.int64)).to(row.device)] = 0.0
-        return _Head(row / row.sum(), second)
+        followed = len(drawn) - 1
+        token, used = spelled[0], 1
+        if followed:
+            merged = chain.links[followed - 1].merged(drawn[-1])
+            token, used = chain.found(merged, followed)
+        path.fed, path.ahead = len(path.drafted) + min(used, followed), 0
+        path.drafted += drawn[:used]
+        path.steps -= used
+        rest = spelled[1:] if used == 1 else self._merging.rest(drawn[:used], token)
+        path.propose(token, law, rest)
+        return None if used == len(drawn) else chain.links[used - 1].unmerged()
 
-    def _refed(self, indices: Sequence[int], paths: Sequence[Path], feed: Feed) -> dict[int, _Head]:
-        """Heads of paths that go on behind a token that has not been fed yet."""
+    def _refed(
+        self, indices: Sequence[int], paths: Sequence[Path], feed: Feed
+    ) -> dict[int, torch.Tensor]:
+        """Rows of paths that go on behind a token that has not been fed yet."""
         going = [i for i in indices if self._goes_on(paths[i])]
         if not going:
             return {}
         rows = feed(going, [paths[i].drafted[-1] for i in going])
         for i in going:
             paths[i].fed = len(paths[i].drafted)
-        return {i: _Head(row, None) for i, row in zip(going, rows, strict=True)}
+        return dict(zip(going, rows, strict=True))
 
     def _goes_on(self, path: Path) -> bool:
-        ended = path.drafted[-1] in self._ends
-        return path.steps > 0 and len(path.proposal) < path.wanted and not ended
+        if not path.steps or len(path.proposal) >= path.wanted:
+            return False
+        return path.drafted[-1] not in self._ends
+
+
+def _stacks(rows: list[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows [V] as tables [m, V] of a few, and which they are."""
+    for part in slices(len(rows), len(rows[0]), rows[0].device):
+        yield part, torch.stack(rows[part])

@@ -13,7 +13,7 @@ from functools import partial
 
 from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.engine.drafter import Drafter
+from vllm_hetero_spec.engine.drafter import Drafter, Proceed
 from vllm_hetero_spec.engine.kv_pool import KVPool
 from vllm_hetero_spec.engine.laws import DraftLaw
 from vllm_hetero_spec.engine.picking import DraftRow
@@ -38,8 +38,10 @@ class Job:
         penalty: The request's penalties, if any.
         draw: How its drafts are drawn; None for greedy ones.
         steps_left: Drafter steps it may still spend.
-        drafted: Drafter ids so far.
+        drafted: Drafter ids so far, with the drafter's `peaks` (`DraftRow.confidences`).
         proposal: Their translation.
+        confidences: Of each token of the proposal, where they are asked for: known before it was
+            drawn.
         law: The law of the proposal, where it was drawn.
     """
 
@@ -50,7 +52,9 @@ class Job:
     draw: Draw | None = None
     steps_left: int = 0
     drafted: list[int] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     law: DraftLaw | None = None
 
 
@@ -82,17 +86,20 @@ class Rounds:
         self._stats = stats
         self._budget = budget
 
-    def run(self, jobs: list[Job], idle: Iterator[RequestState]) -> None:
+    def run(
+        self, jobs: list[Job], idle: Iterator[RequestState], proceed: Proceed | None = None
+    ) -> None:
         """Fill the jobs' proposals, as far as tokens, blocks and lengths allow.
 
         Args:
             jobs: Requests whose text has been read and whose KV is aligned.
             idle: Requests outside the batch, whose KV may be taken.
+            proceed: Asked between drafter steps whether to go on.
         """
         rows = self._admit(jobs, idle)
         if not rows:
             return
-        self._drafter.run([row for _, row in rows])
+        self._drafter.run([row for _, row in rows], proceed)
         for job, row in rows:
             state = job.state
             state.agreed += len(row.pending)
@@ -107,7 +114,10 @@ class Rounds:
             self._translate(rows)
             rows = [(job, more) for job, row in rows if (more := self._continue(job, row))]
             if rows:
-                self._drafter.run([row for _, row in rows])
+                self._drafter.run([row for _, row in rows], proceed)
+        for job in jobs:
+            if job.peaks:
+                job.confidences = self._confidences(job)
 
     def _admit(self, jobs: list[Job], idle: Iterator[RequestState]) -> list[tuple[Job, DraftRow]]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
@@ -144,8 +154,8 @@ class Rounds:
         """
         if not job.lookahead:
             return 0
-        if job.draw is not None:  # every drawn token proposes at least one target token
-            return min(room, job.lookahead)
+        if job.draw is not None:  # every drawn target token takes at most `span` steps
+            return min(room, job.lookahead * self._drafter.span(job.draw, job.penalty))
         context = job.state.context
         ratio = len(context.ids) / context.num_target
         steps = min(room, max(1, math.ceil(job.lookahead * ratio) + 1))
@@ -171,6 +181,7 @@ class Rounds:
         self._stats.drafter_tokens += len(row.drafted)
         if row.path is not None and row.laws is not None:
             job.proposal = row.path.proposal[: job.lookahead if row.finite else 0]
+            job.confidences = row.confidences[: len(job.proposal)]
             job.law = DraftLaw(row.laws, row.path.law_of[: job.lookahead])
             self._settle(job, row)
             return
@@ -182,10 +193,13 @@ class Rounds:
             if not len(tokens):
                 tokens = row.substitutes[place : place + 1]
             job.proposal += tokens
+            if row.confidences:
+                job.confidences += [row.confidences[place], *[1.0] * (len(tokens) - 1)]
             law_of += [law, *[-1] * (len(tokens) - 1)][: len(tokens)]
             if ended:
                 break
         del job.proposal[job.lookahead if row.finite else 0 :]
+        del job.confidences[len(job.proposal) :]
         if row.laws is not None:
             job.law = DraftLaw(row.laws, law_of[: job.lookahead])
         self._settle(job, row)
@@ -198,6 +212,7 @@ class Rounds:
     def _translate(self, rows: list[tuple[Job, DraftRow]]) -> None:
         for job, row in rows:
             job.drafted += row.drafted
+            job.peaks += row.confidences[: len(row.drafted)]
             self._stats.drafter_tokens += len(row.drafted)
         began = time.perf_counter()
         proposals = self._bridge.to_target(
@@ -210,10 +225,19 @@ class Rounds:
             job.proposal = proposal
             self._settle(job, row)
 
+    def _confidences(self, job: Job) -> list[float]:
+        """The drafter's confidence in each proposed token: in all ids that only it needs."""
+        found, start = [], 0
+        for end in self._bridge.reach(job.drafted, job.proposal):
+            found.append(math.prod(job.peaks[start:end]))
+            start = max(start, end)
+        return found
+
     def _continue(self, job: Job, row: DraftRow) -> DraftRow | None:
         """The row that goes on for a job still short of its lookahead, None where it is done."""
         missing = job.lookahead - len(job.proposal)
-        ended = not row.finite or row.drafted[-1] in self._bridge.drafter_eos
+        stopped = len(row.drafted) < row.steps  # the logits were not finite, or it does not pay
+        ended = stopped or row.drafted[-1] in self._bridge.drafter_eos
         if missing <= 0 or ended or job.steps_left <= 0:
             return None
         made = len(job.proposal) or 1
@@ -238,6 +262,7 @@ class Rounds:
             choose,
             job.draw,
             job.lookahead,
+            job.index,
         )
 
     def _skip(self, job: Job, reason: str) -> None:

@@ -12,10 +12,14 @@ from itertools import chain
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.slrs import Path, Slrs
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.picking import DraftRow, Picker, PickRules
+
+# Told of the rows that picked last, with their confidences, whether the round goes on.
+Proceed = Callable[[Sequence[DraftRow]], bool]
 
 
 class Drafter:
@@ -28,6 +32,7 @@ class Drafter:
         sampling: What sampled drafts propose; None where all are greedy.
         seed: Of the drafter's own random stream.
         ends: Ids after which a draft ends.
+        confidences: Whether rows are to come with confidences.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
     prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
@@ -41,6 +46,7 @@ class Drafter:
         sampling: SampledMethod | None = None,
         seed: int = 0,
         ends: frozenset[int] = frozenset(),
+        confidences: bool = False,
     ) -> None:
         self._ends = ends
         self.model = model
@@ -50,14 +56,19 @@ class Drafter:
             banned=torch.tensor(sorted(banned), dtype=torch.long, device=model.device),
             sampling=sampling,
             generator=torch.Generator(model.device).manual_seed(seed),
+            confidences=confidences,
         )
 
     @torch.inference_mode()
-    def run(self, rows: list[DraftRow]) -> None:
+    def run(self, rows: list[DraftRow], proceed: Proceed | None = None) -> None:
         """Feed every row's pending ids and draft its steps; fills `drafted` and `finite`.
 
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
         Rows with a `choose` cost one wait for the device after the first step.
+
+        Args:
+            rows: The requests of the round.
+            proceed: Asked after every step whether to go on, at the cost of a wait for the device.
         """
         rows = sorted(rows, key=lambda row: (self._rules.takes_paths(row), -row.steps))
         paths = sum(map(self._rules.takes_paths, rows))
@@ -73,12 +84,25 @@ class Drafter:
             return
         self._timed(picker.pick, logits[:active])
         for batch in self._decode_batches(rows[:active], table[:active]):
+            if proceed is not None and not proceed(picker.so_far()):
+                break
             ids = picker.newest[: len(batch.positions)]
             self._timed(picker.pick, self.model.forward(ids, batch))
         picker.collect()
 
+    def span(self, draw: Draw, penalty: Penalty | None) -> int:
+        """Drafter steps that a drawn target token may take, of a request with such a penalty."""
+        return self._rules.span(draw, penalty)
+
+    @torch.inference_mode()
+    def step(self, batch: int) -> None:
+        """One step of decoding for so many requests, on the padding block, to be timed."""
+        ids = torch.zeros(batch, dtype=torch.int64, device=self.model.device)
+        nowhere = np.zeros((batch, 1), np.int32)
+        self.model.forward(ids, self._single(nowhere, np.zeros(batch, np.int64))).argmax(-1)
+
     def _follow(self, rows: list[DraftRow], table: np.ndarray, logits: torch.Tensor) -> None:
-        """Draft rows by SLRS-2, each along a path of its own."""
+        """Draft rows by SLRS-n, each along a path of its own."""
         sampling = self._rules.sampling
         assert sampling is not None
         assert sampling.merging is not None
@@ -92,18 +116,23 @@ class Drafter:
             return draws.rows(logits, indices)
 
         def feed(indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-            positions = base[indices] + [paths[index].fed for index in indices]
+            positions = base[indices] + [paths[index].written for index in indices]
             batch = self._single(table[indices], positions)
             device_ids = torch.tensor(ids, device=self.model.device)
             return drawn_from(self.model.forward(device_ids, batch), indices)
 
         finite = logits.isfinite().any(-1).tolist()
-        slrs = Slrs(sampling.tokens, sampling.merging, self._ends, draws.noise)
+        tokens, merging = sampling.tokens, sampling.merging
+        slrs = Slrs(tokens, merging, self._ends, draws.noise, sampling.span)
         laws = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
         for row, path, sound in zip(rows, paths, finite, strict=True):
             row.finite, row.path, row.laws = sound, path, laws
             row.drafted = path.drafted
             row.sequence.kv_ids.extend(path.drafted[: path.fed])
+        if self._rules.confidences:
+            peaks = laws.amax(-1).tolist() if len(laws) else []
+            for row, path in zip(rows, paths, strict=True):
+                row.confidences = [peaks[law] if law >= 0 else 1.0 for law in path.law_of]
 
     def _single(self, table: np.ndarray, positions: np.ndarray) -> ForwardBatch:
         """One token for each line of the block table."""

@@ -64,6 +64,7 @@ class DrafterModel:
         num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
         block_size: Tokens per block.
         forward_seconds: Time spent so far in forwards and in picking tokens from their logits.
+        forwards: How many there were.
 
     Raises:
         ConfigError: The drafter's layers do not share one kind of KV cache, or the budget does not
@@ -76,6 +77,7 @@ class DrafterModel:
         self.config = config
         self.device = device
         self.forward_seconds = 0.0
+        self.forwards = 0
         with set_current_vllm_config(config):
             runner = runner_class(config, device)
             runner.load_model()
@@ -158,4 +160,5 @@ class DrafterModel:
             hidden = self.model(input_ids=ids, positions=batch.positions)
             logits = self.model.compute_logits(hidden if batch.last is None else hidden[batch.last])
         self.forward_seconds += time.perf_counter() - began
+        self.forwards += 1
         return logits

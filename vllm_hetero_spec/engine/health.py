@@ -185,12 +185,18 @@ def _tiny_pair() -> Finding:
         # Models of random weights agree on nothing, so the target drafts for itself, through text.
         configs: list[dict[str, Any] | None] = [
             None,
-            {"method": "slem", "model": drafter, "num_speculative_tokens": 2},
+            {
+                "method": "slem",
+                "model": drafter,
+                "num_speculative_tokens": 2,
+                "controller": "fixed",
+            },
             {
                 "method": "slem",
                 "model": target,
                 "num_speculative_tokens": 2,
                 "translation": "identity",
+                "controller": "fixed",
             },
         ]
         samples = []

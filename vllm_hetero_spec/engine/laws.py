@@ -3,10 +3,12 @@
 
 A draft is proposed in one step and verified in a later one, usually the next: the scheduler may
 shorten it, or leave its request out for some steps. Its laws wait here under the request's id.
+Where several ranks verify together, all use those of the first: they have to agree on every token.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,3 +78,23 @@ class DraftLaws:
             rows=every[0] if len(every) == 1 else torch.cat(every),
             row_of=torch.tensor(row_of).to(tokens.device),
         )
+
+
+def shared(laws: Mapping[str, DraftLaw], group: Any) -> dict[str, DraftLaw]:
+    """The first rank's laws of a round, on every rank. All ranks have to call it.
+
+    Args:
+        laws: By request; read on the first rank alone.
+        group: vLLM's tensor parallel group.
+    """
+    rounds = {id(law.rows): law.rows for law in laws.values()}
+    number = {key: str(i) for i, key in enumerate(rounds)}
+    sent: dict[str, Any] = {number[key]: rows for key, rows in rounds.items()}
+    sent["laws"] = {
+        req_id: (number[id(law.rows)], list(law.row_of)) for req_id, law in laws.items()
+    }
+    received = group.broadcast_tensor_dict(sent if group.is_first_rank else None, src=0)
+    return {
+        req_id: DraftLaw(received[rows], row_of)
+        for req_id, (rows, row_of) in received["laws"].items()
+    }

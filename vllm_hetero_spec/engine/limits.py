@@ -5,9 +5,38 @@ A token that the target is bound to reject is not worth verifying. Leaving it ou
 because drafts are one-hot rows: any edit that does not look at the verification's randomness is.
 """
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 from vllm_hetero_spec.draft.penalties import Penalty
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# A request's own lookahead in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0 is off.
+LOOKAHEAD_ARG = "hetero_spec_lookahead"
+
+
+def wished_lookahead(request: Any) -> int | None:
+    """The lookahead that a request asks for, None where it leaves it to the engine."""
+    params = request.sampling_params
+    wish = (params.extra_args or {}).get(LOOKAHEAD_ARG) if params is not None else None
+    if wish is None:
+        return None
+    if isinstance(wish, bool) or not isinstance(wish, int) or wish < 0:
+        _complain(repr(wish)[:40])
+        return None
+    return wish
+
+
+@lru_cache(maxsize=8)
+def _complain(found: str) -> None:
+    logger.warning(
+        "A request asks for %s=%s; it must be a whole number from 0 (no speculation). Such "
+        "requests are drafted as if they had not asked.",
+        LOOKAHEAD_ARG,
+        found,
+    )
 
 
 def useful_lookahead(request: Any, length: int, max_model_len: int, lookahead: int) -> int:

@@ -37,7 +37,13 @@ SECONDS = {
 GAUGES = {
     "kv_blocks": "Blocks of the drafter's KV pool.",
     "kv_blocks_held": "Blocks of the drafter's KV pool in use after the last step.",
+    "lookahead": "Target tokens the controller drafts at present; 0 while the target is alone.",
+    "gain": "Tokens per second foreseen with speculation over those of the target alone.",
+    "tokens_per_second": "Tokens per second achieved, as the controller sees it.",
+    "drafter_step_seconds": "Estimated time of a drafter step at the present batch.",
+    "target_step_seconds": "Estimated time of a plain target step at the present batch.",
 }
+BY_POSITION = "acceptance"
 _BUCKETS = [base / 10**power for power in range(4, -1, -1) for base in (1.0, 2.5, 5.0)]
 
 
@@ -75,6 +81,17 @@ class Exporter:
                 for i, values in engines.items()
             }
 
+        rates = gauge(
+            PREFIX + "acceptance_rate",
+            "Rate at which a drafted token is accepted where those before it were.",
+            (*LABELS, "position"),
+            multiprocess_mode="mostrecent",
+        )
+        self._labelled[BY_POSITION] = {
+            i: {key: rates.labels(*values, str(key)).set for key in range(lookahead)}
+            for i, values in engines.items()
+        }
+
     def observe(self, growth: dict[str, Any], engine: int) -> None:
         """Add what one step of one engine counted."""
         for name, value in growth.items():
@@ -98,7 +115,11 @@ class Log:
         """Add what one step of any engine counted."""
         self._skipped.update(growth.get("skipped", {}))
         self._total.update({name: growth[name] for name in COUNTERS | SECONDS if name in growth})
-        self._pools[engine] = growth["kv_blocks_held"], growth["kv_blocks"]
+        held, blocks = self._pools.get(engine, (0, 0))
+        self._pools[engine] = (
+            growth.get("kv_blocks_held", held),
+            growth.get("kv_blocks", blocks),
+        )
 
     def say(self, level: int) -> None:
         """Log the line and start afresh; nothing where there was no step."""

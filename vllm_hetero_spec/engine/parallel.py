@@ -2,8 +2,8 @@
 """Running the drafter whole on one rank of a tensor parallel target.
 
 vLLM's layers read their shard from the process-wide tensor parallel group. While the drafter is
-built or run, that group is exchanged for a copy of world size 1; drafts are one-hot, and the
-scheduler hands them to all ranks, so nothing needs to be broadcast.
+built or run, that group is exchanged for a copy of world size 1. The scheduler hands the drafts to
+all ranks; the laws of sampled ones are broadcast (`engine.laws.shared`).
 """
 
 import copy

@@ -45,12 +45,15 @@ class DraftRow:
         choose: Picks the first token among the drafter's best candidates; its best where None.
         draw: How tokens are drawn; the drafter's best are taken where None.
         wanted: Target tokens to propose; read where tokens are drawn.
+        index: The request's place in the batch.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
+        confidences: Filled by `run`, where asked for: of each drafted id the largest probability
+            that the drafter gave any id in its place, known before one was picked.
         laws: Filled by `run` for rows with `draw`: float32 [R, V_T], shared by all such rows.
         law_of: The row of `laws` of each drafted id.
         substitutes: What each drafted id proposes in the place of nothing.
-        path: Filled by `run` for rows of SLRS-2, with `laws`.
+        path: Filled by `run` for rows of SLRS-n, with `laws`.
     """
 
     sequence: DraftSequence
@@ -61,8 +64,10 @@ class DraftRow:
     choose: Callable[[list[int]], int] | None = None
     draw: Draw | None = None
     wanted: int = 0
+    index: int = 0
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
+    confidences: list[float] = field(default_factory=list)
     laws: torch.Tensor | None = None
     law_of: list[int] = field(default_factory=list)
     substitutes: list[int] = field(default_factory=list)
@@ -78,18 +83,24 @@ class PickRules:
         banned: int64 ids that are never picked: control tokens other than EOS.
         sampling: What sampled drafts propose; None where all are greedy.
         generator: The drafter's own random stream.
+        confidences: Whether they are asked for.
     """
 
     vocab_size: int
     banned: torch.Tensor
     sampling: SampledMethod | None
     generator: torch.Generator
+    confidences: bool = False
 
     def takes_paths(self, row: DraftRow) -> bool:
-        """Whether a row is drafted by SLRS-2, which knows neither races nor penalties."""
-        if self.sampling is None or self.sampling.merging is None or row.draw is None:
-            return False
-        return bool(row.steps) and row.draw.clock is None and row.penalty is None
+        """Whether a row is drafted by SLRS-n."""
+        return bool(row.steps) and row.draw is not None and self.span(row.draw, row.penalty) > 1
+
+    def span(self, draw: Draw, penalty: Penalty | None) -> int:
+        """Drafter tokens that a drawn target token may take; SLRS-n does not race or penalise."""
+        if self.sampling is None or self.sampling.merging is None:
+            return 1
+        return 1 if draw.clock is not None or penalty is not None else self.sampling.span
 
     def draws(self, rows: Sequence[DraftRow], *, laws: bool = True) -> DrawBatch:
         """The draws of rows that are drawn; `laws` keeps room for as many as they have steps."""
@@ -116,6 +127,7 @@ class Picker:
         self._penalties = self._penalised()
         self._picked: list[torch.Tensor] = []
         self._scores: list[torch.Tensor] = []
+        self._peaks: list[torch.Tensor] = []
         drawn = [index for index, row in enumerate(rows) if row.draw is not None and row.steps]
         self._drawn = drawn
         self._index = torch.tensor(drawn, device=device)
@@ -136,6 +148,8 @@ class Picker:
             scores, ids = self._choose(logits)
         else:
             scores, ids = logits.max(dim=-1)
+        if self._rules.confidences:
+            self._peaks.append((scores - logits.logsumexp(dim=-1)).exp())
         if self._draws is not None:
             count = sum(index < len(logits) for index in self._drawn)
             if count:
@@ -145,6 +159,13 @@ class Picker:
             self._penalties.add(ids)
         self._picked.append(ids)
         self._scores.append(scores)
+
+    def so_far(self) -> Sequence[DraftRow]:
+        """The rows that picked last, confidences filled; waits for the device."""
+        rows = self._rows[: len(self._peaks[-1])]
+        for row, peak in zip(rows, self._peaks[-1].tolist(), strict=True):
+            row.confidences.append(peak)
+        return rows
 
     def collect(self) -> None:
         """Read everything and fill the rows."""
@@ -159,8 +180,17 @@ class Picker:
         for row in self._rows:
             # The last drafted token has been chosen but never fed: it has no KV.
             row.sequence.kv_ids.extend(row.drafted[:-1])
+        if self._peaks:
+            self._fill_confidences()
         if self._draws is not None:
             self._hand_out(self._draws)
+
+    def _fill_confidences(self) -> None:
+        for row in self._rows:
+            row.confidences.clear()
+        for peaks in self._peaks:
+            for row, peak in zip(self._rows[: len(peaks)], peaks.tolist(), strict=True):
+                row.confidences.append(peak)
 
     def _hand_out(self, draws: DrawBatch) -> None:
         """Give every sampled row its laws."""

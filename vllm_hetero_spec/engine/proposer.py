@@ -14,16 +14,19 @@ import logging
 import time
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 
 from vllm_hetero_spec.engine import runner as runner_hooks
 from vllm_hetero_spec.engine.batch import Job, Rounds
+from vllm_hetero_spec.engine.costing import measure
 from vllm_hetero_spec.engine.drafter import Drafter
 from vllm_hetero_spec.engine.drafter_config import drafter_vllm_config, kv_budget
 from vllm_hetero_spec.engine.drafter_model import DrafterModel
 from vllm_hetero_spec.engine.kv_pool import KVPool
-from vllm_hetero_spec.engine.laws import DraftLaws
+from vllm_hetero_spec.engine.laws import DraftLaw, DraftLaws, shared
 from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookahead
+from vllm_hetero_spec.engine.pacing import Pace, RoundMeter, controller_of
 from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.requests import Requests, RequestState
 from vllm_hetero_spec.engine.salt import salt_of
@@ -32,11 +35,13 @@ from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.stats import DraftStats, Growth
 from vllm_hetero_spec.engine.tokenizers import load_pair
 from vllm_hetero_spec.engine.verifier import Verifier
+from vllm_hetero_spec.lookahead.costs import CostModel
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
+_STEPS_BETWEEN_GAUGES = 16
 
 
 class HeteroProposer:
@@ -57,9 +62,13 @@ class HeteroProposer:
         self._runner: Any = None
         self._drafter: Drafter | None = None
         self._first_rank = True
+        self._verifying: Any = None  # the group of ranks that need the drafts' laws
         self._failures = 0
         self._rest = 0
         self._laws = DraftLaws()
+        self._pace: Pace | None = None
+        self._calibrated = False
+        self._planning: Any = None  # the group of ranks that draft together
         runner_hooks.install(type(self))
 
     def bind(self, runner: Any) -> None:
@@ -84,22 +93,30 @@ class HeteroProposer:
 
         group = get_tp_group()
         self._first_rank = group.rank_in_group == 0
+        if group.world_size > 1 and self.options.method != "slem":
+            self._verifying = group
         solo = group.world_size > 1 and self.options.tensor_parallel == "rank0"
         if solo and group.rank_in_group != 0:
             return  # the scheduler hands the first rank's drafts to all
         self._group = solo_group() if solo else None
-        with tensor_parallel(self._group):
+        if group.world_size > 1 and not solo:
+            self._planning = group
+        # Ranks verify with the same random numbers: building the drafter on one must not draw any.
+        device = self._runner.device
+        used = [device] if device.type != "cpu" else []
+        with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(self.vllm_config, self._drafter_config, solo=solo),
                 type(self._runner),
-                self._runner.device,
+                device,
                 lambda bytes_for: kv_budget(self.options, self.vllm_config, bytes_for),
             )
         target = self.vllm_config.model_config
         pair = load_pair(target, self._drafter_config, self.options)
         tokenizer, bridge = pair.drafter, pair.bridge
+        drawing = 1 if solo else group.world_size
         self._sampling = sampling_of(
-            self.options, pair, target.get_vocab_size(), model.device, group.world_size
+            self.options, pair, target.get_vocab_size(), model.device, drawing
         )
         self._drafter = Drafter(
             model,
@@ -108,7 +125,9 @@ class HeteroProposer:
             self._sampling.method if self._sampling else None,
             target.seed ^ DRAFT_STREAM,
             bridge.drafter_eos,
+            confidences=self.options.controller != "fixed",
         )
+        self._set_pace(CostModel())
         self._pool = KVPool(model.num_blocks, model.block_size)
         self._requests = Requests(bridge, self._pool, self.stats)
         budget = self.vllm_config.scheduler_config.max_num_batched_tokens
@@ -125,6 +144,26 @@ class HeteroProposer:
             model.block_size,
         )
 
+    def calibrate(self) -> None:
+        """Time target and drafter where the controller wants to know; every rank takes part."""
+        if self._calibrated or self.options.controller != "goodput" or not self.options.calibrate:
+            return
+        self._calibrated = True
+        try:
+            costs = measure(self._runner, self._drafter, self.vllm_config, self.options)
+        except Exception as error:  # the first steps will teach the same, more slowly
+            logger.warning("Target and drafter could not be timed at start-up: %s", error)
+            return
+        if costs is not None:
+            self._set_pace(costs)
+
+    def _set_pace(self, costs: CostModel) -> None:
+        # On a GPU a look at the confidences between two steps would cost a wait for the device.
+        name, cpu = self.options.controller, self._runner.device.type == "cpu"
+        stops = self._planning is None and (name == "confidence" or (name == "goodput" and cpu))
+        controller = controller_of(self.options, costs, stops=stops)
+        self._pace = Pace(controller, stops)
+
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry, without request ids: reached only if the runner hook is missing."""
         raise RuntimeError("vllm_hetero_spec: the model runner hook is not installed")
@@ -139,15 +178,24 @@ class HeteroProposer:
         Returns:
             Per request at most `num_speculative_tokens` target ids; never padded.
         """
-        if self._drafter is None:
-            return [[] for _ in sampled]
         began = time.perf_counter()
-        self.stats.steps += 1
-        try:
-            drafts = self._propose(scheduler_output, sampled)
-        except Exception as error:  # a broken drafter must not fail a request
-            logger.debug("drafter failed", exc_info=True)
-            drafts = self._recover(error, sampled)
+        drafts: list[list[int]] = [[] for _ in sampled]
+        laws: dict[str, DraftLaw] = {}
+        self._verifier.keep(self._runner.requests.keys())
+        if self._drafter is not None:
+            self.stats.steps += 1
+            try:
+                lengths = self._plan(scheduler_output, sampled)
+                drafts, laws = self._propose(scheduler_output, sampled, lengths)
+            except Exception as error:  # a broken drafter must not fail a request
+                logger.debug("drafter failed", exc_info=True)
+                self._recover(error, sampled)
+        if self._verifying is not None:
+            laws = shared(laws, self._verifying)
+        for req_id in self._runner.input_batch.req_ids:
+            self._laws.put(req_id, laws.get(req_id))
+        if self._pace is not None:
+            self._pace.end()
         self.stats.propose_seconds += time.perf_counter() - began
         return drafts
 
@@ -171,33 +219,61 @@ class HeteroProposer:
             self._requests.clear()
             self._pool.reset()
 
-    def _propose(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:
-        runner = self._runner
+    def _plan(self, scheduler_output: Any, sampled: list[list[int]]) -> list[int]:
+        """Target tokens to draft for each request, the same on all ranks that draft."""
+        runner, pace = self._runner, self._pace
+        assert pace is not None
         salts = {new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs}
         self._requests.forget(runner.requests, salts)
-        self._verifier.keep(runner.requests.keys())
+        pace.begin(runner, scheduler_output, sampled)
+        unread = self._requests.unread(runner.input_batch)
+        lookahead = scheduler_output.num_spec_tokens_to_schedule
+        lengths = pace.plan(sampled, unread, lookahead)
+        if self._planning is not None:
+            lengths = self._planning.broadcast_object(lengths, src=0)
+        if self.stats.steps % _STEPS_BETWEEN_GAUGES == 1:
+            self.stats.show(pace.controller.gauges())
+        return lengths
+
+    def _propose(
+        self, scheduler_output: Any, sampled: list[list[int]], lengths: list[int]
+    ) -> tuple[list[list[int]], dict[str, DraftLaw]]:
+        """Drafts of the lengths planned, and the laws of those that were drawn by request."""
+        runner, pace = self._runner, self._pace
+        assert pace is not None
         drafts: list[list[int]] = [[] for _ in sampled]
+        laws: dict[str, DraftLaw] = {}
         if self._rest:
             self._rest -= 1
             self._skip_all(sampled, "backing_off")
-            return drafts
-        lookahead = scheduler_output.num_spec_tokens_to_schedule
+            return drafts, laws
+        wanted = None
+        if not pace.reads_all:
+            wanted = {index for index, length in enumerate(lengths) if length}
+            self.stats.skip("not_worth_it", times=sum(map(bool, sampled)) - len(wanted))
+            if not wanted:
+                return drafts, laws
         jobs = [
-            self._job(index, state, lookahead if sampled[index] else 0)
-            for index, state in self._requests.read(runner.input_batch, sampled)
+            self._job(index, state, lengths[index])
+            for index, state in self._requests.read(runner.input_batch, sampled, wanted)
         ]
+        assert self._drafter is not None
+        meter = RoundMeter(self.stats, self._drafter.model)
         with tensor_parallel(self._group):
-            self._rounds.run(jobs, self._requests.outside(runner.input_batch))
+            self._rounds.run(jobs, self._requests.outside(runner.input_batch), pace.proceed)
+        pace.drafted(meter.read(), jobs)
         for job in jobs:
-            request = runner.requests[runner.input_batch.req_ids[job.index]]
-            proposal = job.proposal
-            if job.law is None:  # shortening is lossless for one-hot drafts alone
-                proposal = acceptable(proposal, request)
-            drafts[job.index] = proposal
-            self._laws.put(runner.input_batch.req_ids[job.index], job.law)
-            self.stats.drafted(len(proposal))
+            if job.law is None:  # shortening by value is lossless for one-hot drafts alone
+                request = runner.requests[runner.input_batch.req_ids[job.index]]
+                job.proposal = acceptable(job.proposal, request)
+        pace.trim(jobs)
+        for job in jobs:
+            if job.law is not None:
+                laws[runner.input_batch.req_ids[job.index]] = job.law
+            drafts[job.index] = job.proposal
+            self.stats.drafted(len(job.proposal))
         self._failures = 0
-        return drafts
+        return drafts, laws
 
     def _job(self, index: int, state: RequestState, lookahead: int) -> Job:
         runner = self._runner
@@ -216,10 +292,9 @@ class HeteroProposer:
             if tokens:
                 self.stats.skip(reason, detail)
 
-    def _recover(self, error: Exception, sampled: list[list[int]]) -> list[list[int]]:
+    def _recover(self, error: Exception, sampled: list[list[int]]) -> None:
         """Drop all drafter state, of which no part can be trusted, and rest."""
         self._skip_all(sampled, "drafter_error", f"{type(error).__name__}: {error}")
         self.reset()
         self._rest = min(2**self._failures, _LONGEST_REST)
         self._failures += 1
-        return [[] for _ in sampled]

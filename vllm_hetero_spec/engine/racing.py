@@ -6,7 +6,7 @@ and the token's place in its output, also in steps without drafts: vLLM's last s
 replaced, as well as the rule of verification.
 """
 
-import random
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -38,11 +38,17 @@ class Clocks:
         self.drafted: Sequence[int] = ()  # draft tokens of each request in the step under way
 
     def seed(self, req_id: str) -> int:
-        """The seed of a request's races: its own, or one drawn when it is first asked for."""
+        """The seed of a request's races: its own, or one made of the engine's and its id.
+
+        Nothing is drawn: ranks that verify together get the same.
+        """
         if req_id not in self._seeds:
             given = self._runner.requests[req_id].sampling_params.seed
-            # Odd seeds are given ones, so that drawn ones never coincide with them.
-            self._seeds[req_id] = random.getrandbits(61) << 1 if given is None else given << 1 | 1
+            if given is None:
+                name = f"{self._runner.model_config.seed} {req_id}".encode()
+                made = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 3
+            # Odd seeds are given ones, so that made ones never coincide with them.
+            self._seeds[req_id] = made << 1 if given is None else given << 1 | 1
         return self._seeds[req_id]
 
     def keep(self, live: Collection[str]) -> None:

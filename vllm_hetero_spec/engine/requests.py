@@ -2,7 +2,7 @@
 """What the drafter knows of each request: its text in drafter ids, and the KV written for it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,18 +126,33 @@ class Requests:
             if self._states[req_id].sequence is not None:
                 yield self._states[req_id]
 
-    def read(self, batch: Any, sampled: list[list[int]]) -> list[tuple[int, RequestState]]:
+    def unread(self, batch: Any) -> list[int]:
+        """Context tokens that the drafter has yet to read of each request, roughly."""
+        found = []
+        for index, req_id in enumerate(batch.req_ids):
+            state = self._states.get(req_id)
+            length = int(batch.num_tokens_no_spec[index])
+            known = state.context.num_target if state is not None else 0
+            found.append(length - known + (state.pending if state is not None else 0))
+        return found
+
+    def read(
+        self, batch: Any, sampled: list[list[int]], wanted: Collection[int] | None = None
+    ) -> list[tuple[int, RequestState]]:
         """Take in what the batch's requests have gained since the last call.
 
         Args:
             batch: The model runner's input batch.
             sampled: Target ids each request sampled in this step, empty while it is prefilling.
+            wanted: Batch indices of the requests to read; all where None.
 
         Returns:
             Batch index and state of every request that can be drafted for, KV aligned.
         """
         found, news = [], []
         for index, req_id in enumerate(batch.req_ids):
+            if wanted is not None and index not in wanted:
+                continue
             length = int(batch.num_tokens_no_spec[index])
             tokens = batch.token_ids_cpu[index]
             state = self._states.get(req_id)

@@ -28,6 +28,9 @@ class Proposer(Protocol):
     def report(self) -> dict[str, Any]:
         """What was counted since the last report."""
 
+    def calibrate(self) -> None:
+        """Called on every rank when the engine is warm, before the first request."""
+
 
 def install(proposer: type[Proposer]) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
@@ -42,6 +45,9 @@ def install(proposer: type[Proposer]) -> None:
         if "load_model" in vars(runner):
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
+    for worker in _family(WorkerBase):
+        if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
+            patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
     patching.add(WorkerBase, RPC, _worker_stats)
     metrics.require_in_worker(proposer)
 
@@ -63,6 +69,22 @@ def wrap_load(proposer: type[Proposer]) -> Callable[[Any], Any]:
             return original(self, *args, **kwargs)
 
         return load_model
+
+    return wrap
+
+
+def wrap_warm(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`compile_or_warm_up_model` that then lets a drafter of ours calibrate."""
+
+    def wrap(original: Any) -> Any:
+        def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, *args, **kwargs)
+            drafter = getattr(self.model_runner, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.calibrate()
+            return found
+
+        return compile_or_warm_up_model
 
     return wrap
 

@@ -10,11 +10,12 @@ import torch
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.merging import PairMerging
 from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.selection import span
 from vllm_hetero_spec.engine.choice import choose
 from vllm_hetero_spec.engine.requests import RequestState
 from vllm_hetero_spec.engine.tokenizers import Pair
-from vllm_hetero_spec.text.merges import Merges
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
 
 # vLLM takes lower temperatures for 0.
@@ -69,8 +70,9 @@ def sampling_of(
         )
         if method == "push_forward":
             return found
-        merging = PairMerging(pair, maps, device)
-        return replace(found, method=replace(found.method, merging=merging))
+        merging = PairMerging(pair.target, pair.drafter, maps, device)
+        reach = span(pair.drafter.vocab_size)
+        return replace(found, method=replace(found.method, merging=merging, span=reach))
     twins = maps.d2t.tolist()
     return _sampling(
         maps.d2t,
@@ -80,25 +82,6 @@ def sampling_of(
         lambda d: twins[d : d + 1] if twins[d] >= 0 else (),
         renormalise=method != "union",
     )
-
-
-class PairMerging:
-    """Target tokens of two drafter tokens of a pair (`draft.slrs.Merging`)."""
-
-    def __init__(self, pair: Pair, maps: VocabularyMaps, device: torch.device) -> None:
-        self._target, self._drafter, self._maps = pair.target, pair.drafter, maps
-        self._merges = Merges(pair.target, pair.drafter, maps)
-        self.mergeable = torch.from_numpy(self._merges.mergeable().astype(np.float32)).to(device)
-
-    def among(self, d: int, e_ids: np.ndarray) -> np.ndarray:
-        return self._merges.among(d, e_ids)
-
-    def spell(self, d: int) -> Sequence[int]:
-        return self._maps.target_tokens(d).tolist()
-
-    def rest(self, d: int, e: int, merged: int) -> Sequence[int]:
-        joined = self._drafter.token_bytes[d] + self._drafter.token_bytes[e]
-        return self._target.encode_bytes(joined[len(self._target.token_bytes[merged]) :])
 
 
 def _maps(pair: Pair) -> VocabularyMaps:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from vllm_hetero_spec.lookahead.controllers import Gauges
+
 logger = logging.getLogger("vllm.hetero_spec")
 
 RPC = "hetero_spec_stats"
@@ -22,9 +24,10 @@ REASONS = {
     "untranslatable": "the text cannot be spelt in the drafter's vocabulary",
     "no_text": "the request has no token ids (prompt embeddings)",
     "nothing_proposed": "the drafted text gave no whole target token",
+    "not_worth_it": "the target alone is faster at present; see the option controller",
 }
 # Expected now and then in normal operation: counted, but not worth a warning.
-_QUIET = frozenset({"catching_up", "nothing_proposed"})
+_QUIET = frozenset({"catching_up", "nothing_proposed", "not_worth_it"})
 
 
 @dataclass
@@ -47,6 +50,11 @@ class DraftStats:
         fuzzy_tokens: Emitted tokens that only the fuzzy rule accepted.
         fuzzy_variation: Sum of total variations at the places where the fuzzy rule applied.
         kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
+        lookahead: Target tokens the controller drafts at present, 0 while the target is alone.
+        gain: Tokens per second it foresees, over those of the target alone.
+        tokens_per_second: What it achieves.
+        drafter_step_seconds, target_step_seconds: Its estimates for the present batch.
+        acceptance: By position, the rate at which tokens whose predecessors were accepted are.
     """
 
     steps: int = 0
@@ -65,9 +73,17 @@ class DraftStats:
     fuzzy_variation: float = 0.0
     kv_blocks: int = 0
     kv_blocks_held: int = 0
+    lookahead: int = 0
+    gain: float = 0.0
+    tokens_per_second: float = 0.0
+    drafter_step_seconds: float = 0.0
+    target_step_seconds: float = 0.0
+    acceptance: dict[int, float] = field(default_factory=dict)
 
-    def skip(self, reason: str, detail: str = "") -> None:
-        """Count one undrafted request; the first of each reason is logged once."""
+    def skip(self, reason: str, detail: str = "", times: int = 1) -> None:
+        """Count undrafted requests; the first of each reason is logged once."""
+        if times <= 0:
+            return
         if not self.skipped[reason] and reason not in _QUIET:
             logger.warning(
                 "Not speculating for some requests (%s): %s%s. They complete as without a drafter; "
@@ -76,7 +92,7 @@ class DraftStats:
                 REASONS[reason],
                 f": {detail}" if detail else "",
             )
-        self.skipped[reason] += 1
+        self.skipped[reason] += times
 
     def drafted(self, length: int) -> None:
         """Count one draft of `length` target tokens; nothing where it is empty."""
@@ -85,13 +101,30 @@ class DraftStats:
             self.draft_tokens += length
             self.lengths[length] += 1
 
+    def show(self, gauges: Gauges) -> None:
+        """Take over what the controller thinks at present."""
+        self.lookahead = gauges.lookahead
+        self.gain, self.tokens_per_second = gauges.gain, gauges.tokens_per_second
+        self.drafter_step_seconds = gauges.drafter_seconds
+        self.target_step_seconds = gauges.target_seconds
+        self.acceptance = {j: float(rate) for j, rate in enumerate(gauges.acceptance)}
+
     def as_dict(self) -> dict[str, Any]:
         """The numbers, and `skipped` as a plain dictionary."""
         numbers = {name: getattr(self, name) for name in (*_COUNTED, *_HELD)}
         return numbers | {"skipped": dict(self.skipped)}
 
 
-_HELD = ("kv_blocks", "kv_blocks_held")  # go up and down
+# What goes up and down.
+_HELD: dict[str, type] = {
+    "kv_blocks": int,
+    "kv_blocks_held": int,
+    "lookahead": int,
+    "gain": float,
+    "tokens_per_second": float,
+    "drafter_step_seconds": float,
+    "target_step_seconds": float,
+}
 _COUNTED = {
     f.name: f.type for f in fields(DraftStats) if f.type in (int, float) and f.name not in _HELD
 }
@@ -108,9 +141,11 @@ class Growth:
         self._numbers: tuple[Any, ...] = _read(DraftStats())
         self._skipped: dict[str, int] = {}
         self._lengths: dict[int, int] = {}
+        self._acceptance: dict[int, float] = {}
+        self._held: dict[str, Any] = {}
 
     def take(self, stats: DraftStats) -> dict[str, Any]:
-        """The fields that grew, `skipped` and `lengths` among them, and what is held now.
+        """The fields that grew, `skipped` and `lengths` among them, and gauges that moved.
 
         Plain numbers in plain dictionaries, which vLLM's serializer takes.
         """
@@ -123,14 +158,17 @@ class Growth:
             if now != last
         }
         self._numbers = numbers
-        for name in _HELD:
-            grown[name] = int(getattr(stats, name))
+        held = {name: kind(getattr(stats, name)) for name, kind in _HELD.items()}
+        grown |= {name: now for name, now in held.items() if self._held.get(name) != now}
+        self._held = held
         if stats.skipped != self._skipped:
             grown["skipped"] = _grown(stats.skipped, self._skipped)
             self._skipped = dict(stats.skipped)
         if stats.lengths != self._lengths:
             grown["lengths"] = _grown(stats.lengths, self._lengths)
             self._lengths = dict(stats.lengths)
+        if stats.acceptance != self._acceptance:
+            grown["acceptance"] = self._acceptance = stats.acceptance
         return grown
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rule verifies, and everything of the model runner that the rule needs changed."""
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +12,8 @@ from vllm_hetero_spec.engine.racing import Clocks, RacingSampler
 from vllm_hetero_spec.engine.rejection_sampler import HeteroRejectionSampler, Rule
 from vllm_hetero_spec.engine.stats import DraftStats
 from vllm_hetero_spec.verify.rules import block_rule, token_rule
+
+logger = logging.getLogger("vllm.hetero_spec")
 
 
 class Verifier:
@@ -37,6 +40,13 @@ class Verifier:
             assert options.threshold is not None
             self._fuzzy = FuzzyRule(options.divergence, options.threshold, self._req_ids, stats)
             self._rule = self._fuzzy
+            logger.warning(
+                "Fuzzy verification is LOSSY: sampled drafts whose %s divergence from the target "
+                "is below %g pass as they are. Every request is accounted for in the log when it "
+                "ends.",
+                options.divergence,
+                options.threshold,
+            )
 
     def install(self) -> None:
         """Take the place of the runner's rejection sampler, and of its randomness for races."""

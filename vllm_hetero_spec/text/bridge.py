@@ -2,8 +2,10 @@
 """The bridge between a target's tokenizer and a drafter's: contexts one way, drafts the other."""
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol, cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
@@ -50,6 +52,9 @@ class Bridge(Protocol):
         A draft that cannot be translated gives [] and is counted.
         """
 
+    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+        """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
+
 
 class IdentityBridge:
     """The bridge of two equal tokenizers."""
@@ -81,6 +86,9 @@ class IdentityBridge:
             self._until_eos(draft)[: max(0, limit)]
             for _, draft, limit in zip(contexts, drafts, limits, strict=True)
         ]
+
+    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+        return list(range(1, len(proposal) + 1))
 
     def _until_eos(self, draft: Sequence[int]) -> list[int]:
         for index, token_id in enumerate(draft):
@@ -149,6 +157,15 @@ class TextBridge:
             self.to_target([context], [draft], [limit])[0]
             for context, draft, limit in zip(contexts, drafts, limits, strict=True)
         ]
+
+    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+        theirs = self._target.token_bytes
+        ours = list(accumulate(len(self._drafter.token_bytes[i]) for i in draft))
+        ends = accumulate(len(theirs[i]) for i in proposal)
+        reached = [min(bisect_left(ours, end) + 1, len(draft)) for end in ends]
+        if proposal and not theirs[proposal[-1]]:  # the end of the text, which has no bytes
+            reached[-1] = len(draft)
+        return reached
 
     def _encode_tails(self, contexts: Sequence[TextContext]) -> list[list[int]]:
         tails = [context.tail for context in contexts]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafter token, coming after another, makes the target write one longer token first.
+"""Which drafter token, coming after others, makes the target write one longer token first.
 
-A drafter that says "New" and "York" may mean a target that has "NewYork". For two drafter tokens d
-and e, mu(d, e) is the target's first token of their joined bytes, where it is longer than d. What
-the target's vocabulary allows bounds the candidates; its real tokenizer decides.
+A drafter that says "New" and "York" may mean a target that has "NewYork". For drafter tokens d and
+e, mu(d, e) is the target's first token of their joined bytes, where it is longer than d; the same
+for a path of several tokens in the place of d. What the target's vocabulary allows bounds the
+candidates; its real tokenizer decides.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from vllm_hetero_spec.text.vocabulary import Ids, VocabularyMaps, encode_strings
 # Entries of the tables of ``of`` kept at most (8 bytes each), and verdicts of ``among`` (some 200).
 TABLE_PAIRS = 1 << 22
 MEMO_PAIRS = 1 << 18
-# Drafter tokens whose candidates are remembered: a few numbers each.
+# Paths whose candidates are remembered: a few numbers each.
 MEMO_RANGES = 1 << 14
 
 
@@ -28,7 +29,8 @@ class Merges:
 
     mu(d, e) is the first id the target gives for the bytes of d and e in a row, where its bytes
     begin the joined bytes and end past those of d: inside e or at its end. It is not defined for d
-    outside the intersection, nor for tokens the target cannot spell, EOS and special tokens.
+    outside the intersection, nor for tokens the target cannot spell, EOS and special tokens. Of a
+    path only the first token has to be in the intersection.
     """
 
     def __init__(
@@ -48,21 +50,25 @@ class Merges:
         self._strings = [drafter.token_bytes[d] for d in order]
         self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _order
         self._place[self._order] = np.arange(len(order))
-        self._ranges: dict[int, NDArray[np.int32]] = {}
+        self._ranges: dict[bytes, NDArray[np.int32]] = {}
         self._tables: OrderedDict[int, tuple[Ids, Ids]] = OrderedDict()
-        self._pairs: dict[tuple[int, int], int] = {}
+        self._pairs: dict[tuple[bytes, int], int] = {}
         self._table_pairs, self._memo_pairs = table_pairs, memo_pairs
         self._kept = 0  # entries in _tables
 
     def mergeable(self) -> NDArray[np.bool_]:
         """[V_D]: whether some target token spells a drafter token and goes on."""
-        strings = self._target_strings
         found = np.zeros(self._drafter.vocab_size, bool)
-        for d in self._order[self._maps.d2t[self._order] >= 0].tolist():
-            data = self._drafter.token_bytes[d]
-            after = bisect_left(strings, data) + 1
-            found[d] = after < len(strings) and strings[after].startswith(data)
+        for d in self._order.tolist():
+            found[d] = self.goes_on((d,))
         return found
+
+    def goes_on(self, path: Sequence[int]) -> bool:
+        """Whether some target token spells the tokens of a path and goes on."""
+        data = self._joined(path)
+        after = bisect_right(self._target_strings, data)
+        longer = self._target_strings[after : after + 1]
+        return bool(data) and bool(longer) and longer[0].startswith(data)
 
     def of(self, drafter_id: int) -> tuple[Ids, Ids]:
         """All e with mu(drafter_id, e) defined, ascending, and for each the target id mu.
@@ -75,7 +81,7 @@ class Merges:
             self._tables.move_to_end(drafter_id)
             return known
         candidates = self.candidates(drafter_id)
-        merged = self._merged(drafter_id, candidates)
+        merged = self._merged(self._joined((drafter_id,)), candidates)
         found = candidates[merged >= 0], merged[merged >= 0]
         self._tables[drafter_id] = found
         self._kept += len(found[0])
@@ -84,23 +90,24 @@ class Merges:
             self._kept -= len(dropped)
         return found
 
-    def among(self, drafter_id: int, drafter_ids: Ids) -> Ids:
-        """mu(drafter_id, e) for each e of ``drafter_ids``, -1 where it is not defined."""
+    def among(self, path: Sequence[int], drafter_ids: Ids) -> Ids:
+        """mu(path, e) for each e of ``drafter_ids``, -1 where it is not defined."""
         result = np.full(len(drafter_ids), -1, np.int32)
-        ranges = self._candidate_ranges(drafter_id)
+        data = self._joined(path)
+        ranges = self._candidate_ranges(data)
         places = self._place[drafter_ids]
         index = np.searchsorted(ranges[0], places, "right") - 1
         possible = np.flatnonzero(index >= 0)
         possible = possible[places[possible] < ranges[1][index[possible]]]
 
         asked = drafter_ids[possible].tolist()
-        unknown = [e for e in set(asked) if (drafter_id, e) not in self._pairs]
+        unknown = [e for e in set(asked) if (data, e) not in self._pairs]
         if len(self._pairs) + len(unknown) > self._memo_pairs:
             self._pairs.clear()
             unknown = list(set(asked))
-        merged = self._merged(drafter_id, np.array(unknown, np.int32))
-        self._pairs |= {(drafter_id, e): t for e, t in zip(unknown, merged.tolist(), strict=True)}
-        result[possible] = [self._pairs[drafter_id, e] for e in asked]
+        merged = self._merged(data, np.array(unknown, np.int32))
+        self._pairs |= {(data, e): t for e, t in zip(unknown, merged.tolist(), strict=True)}
+        result[possible] = [self._pairs[data, e] for e in asked]
         return result
 
     def candidates(self, drafter_id: int) -> Ids:
@@ -108,26 +115,31 @@ class Merges:
 
         Every e of ``of`` is among them; nothing is encoded to find them.
         """
-        ranges = self._candidate_ranges(drafter_id).T.tolist()
+        ranges = self._candidate_ranges(self._joined((drafter_id,))).T.tolist()
         return np.sort(np.concatenate([self._order[:0], *(self._order[a:b] for a, b in ranges)]))
 
-    def _candidate_ranges(self, drafter_id: int) -> NDArray[np.int32]:
+    def _joined(self, path: Sequence[int]) -> bytes:
+        """Bytes of a path; none where it has no merges: see the class."""
+        if self._maps.d2t[path[0]] < 0 or any(self._place[d] < 0 for d in path):
+            return b""
+        return b"".join([self._drafter.token_bytes[d] for d in path])
+
+    def _candidate_ranges(self, data: bytes) -> NDArray[np.int32]:
         """[2, n]: ascending begins and ends of stretches of ``_order``."""
-        known = self._ranges.get(drafter_id)
+        known = self._ranges.get(data)
         if known is None:
             if len(self._ranges) >= MEMO_RANGES:
                 self._ranges.clear()
-            found = self._find_ranges(drafter_id)
-            known = self._ranges[drafter_id] = np.array(found, np.int32).reshape(-1, 2).T.copy()
+            found = self._find_ranges(data)
+            known = self._ranges[data] = np.array(found, np.int32).reshape(-1, 2).T.copy()
         return known
 
-    def _find_ranges(self, drafter_id: int) -> list[tuple[int, int]]:
-        if self._maps.d2t[drafter_id] < 0 or self._place[drafter_id] < 0:
+    def _find_ranges(self, data: bytes) -> list[tuple[int, int]]:
+        if not data:
             return []
-        data = self._drafter.token_bytes[drafter_id]
         strings = self._target_strings
         found = []
-        index = bisect_left(strings, data) + 1  # the token itself is in the target's vocabulary
+        index = bisect_right(strings, data)
         while index < len(strings) and strings[index].startswith(data):
             rest = strings[index][len(data) :]
             begin = bisect_left(self._strings, rest)
@@ -138,8 +150,7 @@ class Merges:
             index = _end_of_range(strings, strings[index], index)
         return found
 
-    def _merged(self, drafter_id: int, drafter_ids: Ids) -> Ids:
-        data = self._drafter.token_bytes[drafter_id]
+    def _merged(self, data: bytes, drafter_ids: Ids) -> Ids:
         joined = [data + self._drafter.token_bytes[e] for e in drafter_ids.tolist()]
         merged = np.full(len(joined), -1, np.int32)
         for index, ids in enumerate(encode_strings(self._target, joined)):

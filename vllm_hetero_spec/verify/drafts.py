@@ -78,19 +78,21 @@ class DraftBatch:
         drawn = self.rows[self.row_of.clamp_min(0), self.tokens.clamp_min(0)]
         return torch.where(self.row_of >= 0, drawn, 1.0)
 
-    def subtract(self, rest: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(rest - row)+ for the rows of some tokens, in place.
+    def residual(self, p: torch.Tensor, index: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V], (support * p - row)+ at some tokens.
 
         Args:
-            rest: float32 [n, V].
-            index: int64 [n] into `tokens`.
+            p: float32 [N, V], the target's law at each token.
+            index: int64 [n] into `tokens`; few of them at a time, to bound the memory.
+            support: float32 [n].
         """
+        rest = p[index].mul_(support[:, None])
         tokens = self.tokens[index, None]
         dense = torch.zeros_like(index, dtype=torch.bool)
         if self.rows is not None and self.row_of is not None:
             row_of = self.row_of[index]
             dense = row_of >= 0
-            rest -= self.rows[row_of.clamp_min(0)].masked_fill_(~dense[:, None], 0.0)
+            rest.addcmul_(self.rows[row_of.clamp_min(0)], dense[:, None].to(p.dtype), value=-1)
         certain = ~dense[:, None] & (tokens >= 0)
         places = tokens.clamp_min(0)
         rest.scatter_(1, places, rest.gather(1, places).masked_fill(certain, 0.0))

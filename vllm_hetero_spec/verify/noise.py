@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uniform numbers per request: one with a seed draws from a generator of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-# Rows that are copied to float64 at the same time, to bound the memory of a large vocabulary.
-_CHUNK = 16
+# Numbers that are worked on at the same time: on a CPU what its caches hold, on other devices what
+# keeps them busy. Bounds the memory of temporary rows, whatever the vocabulary.
+_CELLS_ON_CPU = 1 << 18
+_CELLS = 1 << 22
 
 
 class Noise:
@@ -42,6 +44,13 @@ class Noise:
         return drawn
 
 
+def slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Parts of a table of so many rows that are worked on one after the other."""
+    cells = _CELLS_ON_CPU if device.type == "cpu" else _CELLS
+    step = max(1, cells // max(1, width))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
 def choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One index per row, with probability in proportion to its weight.
 
@@ -53,8 +62,7 @@ def choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         int64 [n]. Inverts the cumulative sum in float64: no weight of 0 is ever chosen.
     """
     chosen = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
-    for start in range(0, len(weights), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for part in slices(len(weights), weights.shape[1], weights.device):
         sums = weights[part].to(torch.float64).cumsum(-1)
         aim = (uniform[part, None] * sums[:, -1:]).minimum(
             sums[:, -1:].nextafter(sums.new_zeros(1))

@@ -13,49 +13,58 @@ the result would be wrong.
 
 import torch
 
+from vllm_hetero_spec.verify.noise import slices
+
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-# Rows whose clocks exist at the same time, to bound the memory of a large vocabulary.
-_CHUNK = 8
+# Largest float32 below 1: nothing arrives later than what it stands for, about 16.6.
+_LATEST = 1.0 - 2.0**-24
 
 
-def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def race(
+    rows: torch.Tensor,
+    seeds: torch.Tensor,
+    places: torch.Tensor,
+    index: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The winner of each row's race.
 
     Args:
-        rows: float [n, V], rates: probabilities, or any multiple of them.
+        rows: float32 [m, V], rates: probabilities, or any multiple of them.
         seeds: int64 [n], of each row's request.
         places: int64 [n], index of the token in the request's output.
+        index: int64 [n], the rows that race; all of them where None.
 
     Returns:
         int64 [n] token ids; tokens of rate 0 never win.
     """
-    winners = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-    ids = torch.arange(rows.shape[-1], device=rows.device)
-    for start in range(0, len(rows), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        keys = _mixed(_mixed(seeds[part]) ^ _mixed(places[part] + 1))
-        score = rows[part].to(torch.float64).log() - _log_arrivals(keys[:, None] + ids * _GAMMA)
-        winners[part] = score.argmax(-1)
+    winners = torch.empty_like(seeds)
+    keys = _mixed(_mixed(seeds + _GAMMA) ^ _mixed(places + 1 + _GAMMA))
+    ids = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * _GAMMA
+    for part in slices(len(seeds), rows.shape[-1], rows.device):
+        rates = rows[part if index is None else index[part]]
+        winners[part] = (rates / _arrivals(keys[part, None] + ids)).argmax(-1)
     return winners
 
 
-def _log_arrivals(keys: torch.Tensor) -> torch.Tensor:
-    """Logarithms of independent Exp(1) arrival times, one per key."""
-    fraction = (_mixed(keys) >> 11) & ((1 << 53) - 1)
-    uniform = (fraction.to(torch.float64) + 0.5) * 2.0**-53
-    return (-uniform.log()).log()
+def _arrivals(keys: torch.Tensor) -> torch.Tensor:
+    """Independent Exp(1) arrival times, float32, one per key; the keys are changed in place.
+
+    Of a uniform number it is the small values that win races, and these float32 tells apart.
+    """
+    fraction = _mixed(keys).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    uniform = fraction.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_max_(_LATEST)
+    return uniform.neg_().log1p_().neg_()
 
 
 def _mixed(keys: torch.Tensor) -> torch.Tensor:
-    """splitmix64's output function; integer overflow wraps around."""
-    keys = keys + _GAMMA
-    keys = (keys ^ _shifted(keys, 30)) * _MIX[0]
-    keys = (keys ^ _shifted(keys, 27)) * _MIX[1]
-    return keys ^ _shifted(keys, 31)
+    """splitmix64's output function, in place; integer overflow wraps around."""
+    keys.bitwise_xor_(_shifted(keys, 30)).mul_(_MIX[0])
+    keys.bitwise_xor_(_shifted(keys, 27)).mul_(_MIX[1])
+    return keys.bitwise_xor_(_shifted(keys, 31))
 
 
 def _shifted(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift to the right: the sign bit does not follow."""
-    return (keys >> bits) & ((1 << (64 - bits)) - 1)
+    return (keys >> bits).bitwise_and_((1 << (64 - bits)) - 1)

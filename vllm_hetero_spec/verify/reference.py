@@ -250,6 +250,44 @@ def slrs2(pair: Pair, q: Drafter, k: int, chance: Chance, m: int = 1) -> Stream:
             row = q(path)
 
 
+def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance) -> Stream:
+    """Push-forward that also proposes target tokens made of up to n draft tokens.
+
+    Before drawing, a chain c_1 c_2 ... is laid: the likeliest token of each row behind the one
+    before, while what they spell begins a longer target token. d_1, d_2, ... follow these rows
+    until one leaves the chain. K is the longest target token that tau finds along them; psi adds
+    up, over the places where the chain may be left, with what probability it is left for what K.
+
+    What was drawn behind K is thrown away. The next token is drawn afresh from the known row
+    there, without the tokens that would have made K longer: as nothing depends on what was thrown
+    away, any row would do. To keep the token and tell the plain row is biased.
+    """
+    path: tuple[int, ...] = ()
+    row, left = q(path), k
+    while left > 0:
+        chain = _chain(pair, q, path, row, min(n, left) - 1)
+        rows = [row, *(q(path + chain[: j + 1]) for j in range(len(chain)))]
+        psi, follow = np.zeros(len(pair.target)), 1.0
+        for j, behind in enumerate(rows):
+            for d, probability in enumerate(behind):
+                if chain[j : j + 1] != (d,):
+                    psi[_longest(pair, (*chain[:j], d))[0]] += follow * probability
+            follow *= behind[chain[j]] if j < len(chain) else 0.0
+        drawn: tuple[int, ...] = ()
+        while drawn == chain[: len(drawn)]:
+            drawn += (chance.draw(rows[len(drawn)]),)
+        token, used = _longest(pair, drawn)
+        yield Proposal(token, psi)
+        yield from _revealed(pair, pair.spell(drawn[:used])[len(pair.target[token]) :])
+        path, left = path + drawn[:used], left - used
+        if used == len(drawn):
+            row = q(path)
+        else:
+            every = range(len(pair.drafter))
+            row = rows[used] * [_longest(pair, (*drawn[:used], d))[1] == used for d in every]
+            row = row / row.sum()
+
+
 def lazy_residual(
     p: Row, psi_of: Callable[[int], float], known: dict[int, float], chance: Chance
 ) -> int:
@@ -345,6 +383,38 @@ def _known(pair: Pair, t: int) -> Proposal:
 
 def _revealed(pair: Pair, text: bytes) -> Stream:
     return (_known(pair, t) for t in pair.tau(text))
+
+
+def _chain(pair: Pair, q: Drafter, path: tuple[int, ...], row: Row, length: int) -> tuple[int, ...]:
+    """Up to `length` draft tokens, each the likeliest; the first among those that can go on."""
+    row = row * [begins_longer(pair, (d,)) for d in range(len(pair.drafter))]
+    chain: tuple[int, ...] = ()
+    while len(chain) < length and row.any():
+        longer = (*chain, int(np.argmax(row)))
+        if not begins_longer(pair, longer):
+            break
+        chain, row = longer, q(path + longer)
+    return chain
+
+
+def begins_longer(pair: Pair, path: Sequence[int]) -> bool:
+    """Whether some target token spells the path, whose first token has a twin, and goes on."""
+    text = pair.spell(path)
+    longer = any(len(t) > len(text) and t.startswith(text) for t in pair.target)
+    return longer and pair.twin(path[0]) is not None
+
+
+def _longest(pair: Pair, drawn: tuple[int, ...]) -> tuple[int, int]:
+    """The longest target token found along the draws, and how many of them it takes.
+
+    The first j make one together where tau's first token is longer than the first j - 1.
+    """
+    token, used = pair.kappa(drawn[0])[0], 1
+    for j in range(2, len(drawn) + 1):
+        first = pair.tau(pair.spell(drawn[:j]))[0]
+        if len(pair.target[first]) > len(pair.spell(drawn[: j - 1])):
+            token, used = first, j
+    return token, used
 
 
 def _mergeable(pair: Pair, row: Row, m: int) -> list[int]:

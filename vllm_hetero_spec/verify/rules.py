@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token rule and the block rule over a batch (`verify.reference` has them for reading).
+"""The rules of verification over a batch (`verify.reference` has them for reading).
 
-Both look at all target rows once to see how far a draft is accepted, and compute a residual only
-at the one place per request where it ends.
+The token rule looks at the probabilities of the draft's tokens alone to see how far it is accepted,
+and computes a residual only at the one place per request where it ends.
 """
 
 import torch
 
-from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
+from vllm_hetero_spec.verify.noise import Noise, choose, slices
+from vllm_hetero_spec.verify.race import race
 
 
 def token_rule(drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise) -> Verdict:
@@ -43,9 +44,10 @@ def block_rule(drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: 
         support = (support * ratios[:, place - 1]).clamp_max(1.0)
         inside = (drafts.counts > place).nonzero()[:, 0]
         survival = support.clone()  # at a draft's end S_j is all of P_j
-        rest = support[inside, None] * p[drafts.starts[inside] + place]
-        excess = drafts.subtract(rest, drafts.starts[inside] + place).sum(-1)
-        survival[inside] = excess / (1.0 - support[inside] + excess)
+        for part in slices(len(inside), p.shape[1], p.device):
+            some = inside[part]
+            excess = drafts.residual(p, drafts.starts[some] + place, support[some]).sum(-1)
+            survival[some] = excess / (1.0 - support[some] + excess)
         survival.nan_to_num_(0.0)
         survives = (uniform[:, place - 1] < survival) & (drafts.counts >= place)
         accepted = torch.where(survives, place, accepted)
@@ -66,6 +68,34 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
     short = (accepted < drafts.counts).nonzero()[:, 0]
     last[short] = best[drafts.starts[short] + accepted[short]]
     return Verdict.of(drafts, accepted, last)
+
+
+def race_rule(
+    drafts: DraftBatch,
+    p: torch.Tensor,
+    bonus: torch.Tensor,
+    seeds: torch.Tensor,
+    places: torch.Tensor,
+) -> Verdict:
+    """Accept while the draft is what the target's own race gives (`verify.race`).
+
+    Nothing is raced for behind a token that is not accepted.
+
+    Args:
+        drafts: N draft tokens of B requests; rows do not matter.
+        p: float32 [N, V], the target's law at each draft token.
+        bonus: int64 [B], the winner of the race behind each draft.
+        seeds: int64 [B], of the requests' races.
+        places: int64 [B], index of each draft's first token in its request's output.
+    """
+    best = drafts.tokens.new_full((len(drafts.tokens),), FILLER)
+    alive = torch.arange(drafts.size, device=p.device)
+    for place in range(drafts.width):
+        alive = alive[drafts.counts[alive] > place]
+        index = drafts.starts[alive] + place
+        best[index] = race(p, seeds[alive], places[alive] + place, index)
+        alive = alive[best[index] == drafts.tokens[index]]
+    return greedy_rule(drafts, best, bonus)
 
 
 def passes(drafts: DraftBatch, p: torch.Tensor, noise: Noise) -> torch.Tensor:
@@ -92,11 +122,12 @@ def corrected(
     ends = [1] * drafts.size
     uniform = noise.uniform(ends)
     short = (accepted < drafts.counts).nonzero()[:, 0]
-    if len(short):
-        index = drafts.starts[short] + accepted[short]
-        rest = drafts.subtract(support[short, None] * p[index], index)
+    for part in slices(len(short), p.shape[1], p.device):
+        some = short[part]
+        index = drafts.starts[some] + accepted[some]
+        rest = drafts.residual(p, index, support[some])
         # Rounding can leave nothing where the two laws are the same; then p itself is right.
         empty = rest.sum(-1) <= 0
         rest[empty] = p[index[empty]]
-        last[short] = choose(rest, uniform[short])
+        last[some] = choose(rest, uniform[some])
     return Verdict.of(drafts, accepted, last)

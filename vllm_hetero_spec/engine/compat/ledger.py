@@ -241,6 +241,14 @@ LEDGER = (
         "never",
     ),
     Seam(
+        "distributed/parallel_state.py:GroupCoordinator.broadcast_tensor_dict",
+        "call",
+        "all ranks verify sampled drafts with the first one's laws",
+        "every step of a sampled method raises under tensor parallelism",
+        "never",
+        "self tensor_dict src",
+    ),
+    Seam(
         "v1/sample/rejection_sampler.py:RejectionSampler.__init__",
         "subclass",
         "verification, timed",

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws come from the rows whose laws are kept, however the batch is cut into parts."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.verify import noise
+from vllm_hetero_spec.verify.race import race
+
+FIRST = torch.tensor([2, 0, 2, 1, 3])
+REQUESTS = 9
+
+
+def batch(clocks: bool, steps: int = 3) -> DrawBatch:
+    draws = [
+        Draw(0.5 + index / 4, index % 4, 0.95, clock=100 + index if clocks else None, place=index)
+        for index in range(REQUESTS)
+    ]
+    method = SampledMethod(TokenMap(FIRST, 4), torch.tensor([1, 2, 1, 3, 1]))
+    generator = torch.Generator().manual_seed(3)
+    return DrawBatch(draws, [steps] * REQUESTS, method, generator)
+
+
+def logits(step: int) -> torch.Tensor:
+    return torch.randn(REQUESTS, 5, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("clocks", [False, True])
+@pytest.mark.parametrize("cells", [5, 11, 23])
+def test_parts_change_nothing(clocks: bool, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = batch(clocks)
+    expected = [whole.draw(logits(step)) for step in range(3)]
+    monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
+    parts = batch(clocks)
+    assert [parts.draw(logits(step)).tolist() for step in range(3)] == [
+        chosen.tolist() for chosen in expected
+    ]
+    assert torch.equal(parts.laws, whole.laws)
+    rows = batch(clocks).rows(logits(0), [4, 0, 7, 8, 1, 2, 3, 5, 6])
+    assert rows.sum(-1).tolist() == pytest.approx([1.0] * REQUESTS)
+
+
+def test_laws_are_those_of_the_rows() -> None:
+    draws = batch(clocks=False, steps=1)
+    draws.draw(logits(0))
+    rows = batch(clocks=False).rows(logits(0), range(REQUESTS))
+    expected = np.zeros((REQUESTS, 4), np.float32)
+    for d, t in enumerate(FIRST.tolist()):
+        expected[:, t] += rows[:, d].numpy()
+    np.testing.assert_allclose(draws.laws.numpy(), expected, atol=1e-6)
+
+
+def test_raced_drafts_begin_with_the_winner_of_their_law() -> None:
+    draws = batch(clocks=True)
+    chosen = torch.stack([draws.draw(logits(step)) for step in range(3)])
+    places = torch.arange(REQUESTS)
+    for step in range(3):
+        laws = draws.laws[step * REQUESTS : (step + 1) * REQUESTS]
+        winners = race(laws, 100 + torch.arange(REQUESTS), places)
+        assert FIRST[chosen[step]].tolist() == winners.tolist()
+        places = places + torch.tensor([1, 2, 1, 3, 1])[chosen[step]]

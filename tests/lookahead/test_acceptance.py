@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance: unbiased although drafts end at the first rejection, calibrated, and up to date."""
+
+import math
+
+import numpy as np
+import pytest
+
+from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates, StepsOfDraft
+from vllm_hetero_spec.lookahead.simulation import Fates, Text
+
+TRUE = np.array([0.9, 0.6, 0.8, 0.4])
+
+
+def verify(generator: np.random.Generator, rates: np.ndarray, length: int) -> int:
+    """Leading tokens accepted."""
+    for position in range(length):
+        if generator.random() >= rates[position]:
+            return position
+    return length
+
+
+def test_censoring_does_not_bias() -> None:
+    """Deep positions are seen only behind accepted ones, and drafts have all lengths."""
+    generator = np.random.default_rng(0)
+    found, survival = [], []
+    for _ in range(60):
+        rates = PositionRates(4)
+        for _ in range(30):
+            lengths = generator.integers(1, 5, size=16).tolist()
+            rates.observe(lengths, [verify(generator, TRUE, length) for length in lengths])
+        found.append(rates.rates())
+        survival.append(rates.survival())
+    error = np.std(found, axis=0) / math.sqrt(len(found))
+    # The prior leaves a few tests' worth of bias, most where tests are few.
+    assert (np.abs(np.mean(found, axis=0) - TRUE) < 4 * error + [0.01, 0.01, 0.02, 0.05]).all()
+    assert np.mean(survival, axis=0) == pytest.approx(np.cumprod(TRUE), abs=0.035)
+
+
+def test_counting_untested_positions_would_be_caught() -> None:
+    """Accepted over drafted, without regard to what was tested, is the survival, not the rate."""
+    generator = np.random.default_rng(0)
+    accepted = [verify(generator, TRUE, 4) for _ in range(2000)]
+    naive = np.mean([[a > j for j in range(4)] for a in accepted], axis=0)
+    assert naive == pytest.approx(np.cumprod(TRUE), abs=0.03)
+    assert (TRUE - naive)[1:].min() > 0.05
+
+
+def test_what_was_never_tested_is_as_the_position_before() -> None:
+    rates = PositionRates(6)
+    assert rates.rates() == pytest.approx(np.full(6, rates.rates()[0]))
+    rates.observe([2] * 200, [1] * 200)
+    assert rates.rates()[0] > 0.95
+    assert rates.rates()[1] < 0.05
+    assert rates.rates()[2:] == pytest.approx(rates.rates()[1])
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
+def test_rates_follow_a_change(before: float, after: float) -> None:
+    generator = np.random.default_rng(3)
+    rates = PositionRates(4)
+    for rate in (before, after):
+        for _ in range(400):
+            rates.observe([4], [verify(generator, np.full(4, rate), 4)])
+        assert rates.rates()[0] == pytest.approx(rate, abs=0.12)
+
+
+def test_depths_no_longer_drafted_are_forgotten() -> None:
+    """Some bad luck at depth two must not forbid it for ever."""
+    rates = PositionRates(2)
+    rates.observe([2] * 8, [1] * 8)
+    unlucky = rates.rates()[1]
+    for _ in range(800):
+        rates.observe([1], [1])
+    assert unlucky < 0.3
+    assert rates.rates()[1] > 0.8
+
+
+def test_ageing_keeps_the_rates_and_lets_news_count() -> None:
+    generator = np.random.default_rng(4)
+    old, fresh = PositionRates(2), PositionRates(2)
+    for rates in (old, fresh):
+        for _ in range(300):
+            rates.observe([2], [verify(generator, np.array([0.2, 0.2]), 2)])
+    before = fresh.rates()[0]
+    fresh.age(0.01)
+    assert fresh.rates()[0] == pytest.approx(before, abs=0.12)
+    for rates in (old, fresh):
+        rates.observe([2] * 10, [2] * 10)
+    assert fresh.rates()[0] > old.rates()[0] + 0.15
+
+
+# ----------------------------------------------------------------------------- confidence
+
+
+class Binned:
+    """The other candidate: a rising map of bins, each with a discounted count."""
+
+    def __init__(self, bins: int = 12) -> None:
+        self._edges = np.linspace(-3.0, 3.0, bins - 1)
+        self._tested = np.full(bins, 2.0)  # the prior: take the confidence at its word
+        middles = np.concatenate([[-3.5], (self._edges[1:] + self._edges[:-1]) / 2, [3.5]])
+        self._accepted = 2.0 / (1.0 + np.exp(-middles))
+
+    def _bin(self, confidences: np.ndarray) -> np.ndarray:
+        inside = np.clip(confidences, 1e-6, 1 - 1e-6)
+        return np.searchsorted(self._edges, np.log(inside / (1 - inside)))
+
+    def predict(self, confidences: np.ndarray) -> np.ndarray:
+        from vllm_hetero_spec.lookahead.curve import _isotonic
+
+        return _isotonic(self._accepted / self._tested, self._tested)[self._bin(confidences)]
+
+    def observe(self, confidences: np.ndarray, accepted: np.ndarray) -> None:
+        keep = 0.5 ** (len(confidences) / 256)
+        index = self._bin(confidences)
+        bins = len(self._tested)
+        self._tested = self._tested * keep + np.bincount(index, minlength=bins) + 1e-3
+        self._accepted *= keep
+        self._accepted += np.bincount(index, weights=accepted, minlength=bins) + 5e-4
+
+
+TEXTS = {
+    "calibrated": Text(),
+    "sure of itself": Text(0.6, 0.1, 0.5, 0.7, bias=2.0),
+    "timid": Text(0.95, 0.6, 0.6, 0.7, bias=-1.5),
+    "useless": Text(0.02, 0.01, 0.5, 0.7, bias=4.0),
+    "noisy": Text(0.9, 0.3, 0.6, 2.0),
+}
+
+
+def excess_loss(fates: Fates, predicted: np.ndarray) -> float:
+    """Mean logarithmic loss above that of the best anyone can know."""
+    p, q = fates.told.ravel(), np.clip(predicted.ravel(), 1e-4, 1 - 1e-4)
+    entropy = p * np.log(q) + (1 - p) * np.log(1 - q) - p * np.log(p) - (1 - p) * np.log(1 - p)
+    return float(-entropy.mean())
+
+
+def losses(text: Text, tests: int, seed: int) -> tuple[float, float]:
+    """Excess loss of the regression and of the bins after so many tests."""
+    generator = np.random.default_rng(seed)
+    confidence, binned = Confidence(), Binned()
+    for _ in range(tests // 4):
+        fates = text.draw(4, 1, generator)
+        told = fates.confidence.ravel()
+        accepted = generator.random(4) < fates.accepted.ravel()
+        confidence.observe(told.tolist(), [0] * 4, accepted.tolist())
+        binned.observe(told, accepted)
+    held_out = text.draw(2000, 1, generator)
+    told = held_out.confidence.ravel()
+    return (
+        excess_loss(held_out, confidence.predict(told, np.zeros(len(told)))),
+        excess_loss(held_out, binned.predict(told)),
+    )
+
+
+@pytest.mark.parametrize(("tests", "share"), [(8, 0.7), (24, 0.7), (96, 0.8)])
+def test_the_regression_is_the_better_map(tests: int, share: float) -> None:
+    """Why not bins: the loss is much lower while tests are few, over texts of all kinds."""
+    found = np.array([losses(text, tests, s) for text in TEXTS.values() for s in range(8)])
+    ours, bins = found.mean(0)
+    assert ours < share * bins
+
+
+def test_the_regression_is_no_worse_for_long() -> None:
+    """Bins win after many tests, by too little to matter."""
+    found = np.array([losses(text, 800, s) for text in TEXTS.values() for s in range(4)])
+    ours, bins = found.mean(0)
+    assert ours < bins + 0.01
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_calibrated_after_some_hundred_tests(text: Text) -> None:
+    generator = np.random.default_rng(5)
+    confidence = Confidence()
+    for _ in range(200):
+        fates = text.draw(4, 1, generator)
+        accepted = generator.random(4) < fates.accepted.ravel()
+        confidence.observe(fates.confidence.ravel().tolist(), [0] * 4, accepted.tolist())
+    held_out = text.draw(4000, 1, generator)
+    predicted = confidence.predict(held_out.confidence, np.zeros(1))
+    assert predicted.mean() == pytest.approx(held_out.accepted.mean(), abs=0.05)
+    assert excess_loss(held_out, predicted) < 0.03
+
+
+def test_position_counts_where_it_matters() -> None:
+    """Deeper tokens are accepted less than their confidence says."""
+    generator = np.random.default_rng(6)
+    confidence = Confidence()
+    for _ in range(400):
+        for position, rate in ((0, 0.9), (4, 0.4)):
+            confidence.observe([0.8] * 2, [position] * 2, (generator.random(2) < rate).tolist())
+    assert confidence.chance(0.8, 0) > 0.8
+    assert confidence.chance(0.8, 4) < 0.5
+
+
+def test_extremes_and_single_tokens() -> None:
+    """Confidences of 0 and 1 are harmless, and the scalar form is the same function."""
+    confidence = Confidence()
+    for _ in range(100):
+        confidence.observe([0.0, 1.0, 1.0], [0, 1, 2], [True, False, True])
+    for value in (0.0, 1e-300, 0.3, 1.0 - 1e-16, 1.0):
+        for position in (0, 5, 63):
+            alone = confidence.chance(value, position)
+            assert 0 < alone < 1
+            assert confidence.predict(np.array([value]), np.array([position])) == pytest.approx(
+                alone, rel=1e-9
+            )
+    assert math.isnan(confidence.predict(np.array([np.nan]), np.array([0]))[0])
+
+
+def test_a_useless_drafter_that_is_sure_of_itself_is_found_out() -> None:
+    """Eight rejections in a row are enough."""
+    confidence = Confidence()
+    for _ in range(8):
+        confidence.observe([0.99], [0], [False])
+    assert confidence.chance(0.99, 0) < 0.3
+
+
+def test_one_batch_of_surprises_does_not_run_away() -> None:
+    confidence = Confidence()
+    confidence.observe([0.999] * 500, [0] * 500, [False] * 500)
+    assert confidence.chance(0.999, 0) > 0.001
+    for _ in range(5):
+        confidence.observe([0.999] * 500, [0] * 500, [True] * 450 + [False] * 50)
+    assert confidence.chance(0.999, 0) == pytest.approx(0.9, abs=0.05)
+
+
+# ----------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(("extra", "each"), [(0.0, 1.0), (1.0, 0.7), (1.0, 2.5), (0.0, 0.4)])
+def test_steps_of_a_draft(extra: float, each: float) -> None:
+    """Drafter steps for target tokens, where a step may yield none or several."""
+    steps = StepsOfDraft()
+    assert steps.expected(4) == pytest.approx(4)
+    for tokens in (2, 5, 3, 4, 1) * 40:
+        steps.observe(tokens, extra + each * tokens)
+    for tokens in (1, 3, 5):
+        assert steps.expected(tokens) == pytest.approx(extra + each * tokens, rel=0.08)
+    assert steps.each == pytest.approx(each, rel=0.08)
+
+
+def test_steps_of_a_single_length() -> None:
+    """All drafts alike: right for that length, sensible for others."""
+    steps = StepsOfDraft()
+    for _ in range(100):
+        steps.observe(4, 6)
+    assert steps.expected(4) == pytest.approx(6, rel=0.03)
+    assert 1 <= steps.expected(1) < steps.expected(8) < 13

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What controllers answer to single questions; how they fare over time is in test_goodput.py."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, Plan
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.simulation import Clock
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def calibrated(
+    drafter: float = 0.002, row: float = 0.0, catch_up: float | None = None
+) -> CostModel:
+    """A target of 30 ms and a drafter step of `drafter` seconds."""
+    return CostModel(
+        target=[(n, 0.03 + row * n) for n in SIZES],
+        drafter=[(n, drafter) for n in SIZES],
+        catch_up=catch_up,
+    )
+
+
+def good_drafts(controller: Goodput, clock: Clock, rounds: int, batch: int = 1) -> None:
+    """Serve some rounds in which every token is accepted."""
+    for _ in range(rounds):
+        plan = controller.plan(batch, [6] * batch)
+        longest = max(plan.lookahead)
+        for length in plan.lookahead:
+            if length:
+                controller.observe_acceptance(length, length, [0.9] * length, length)
+        if longest:
+            drafting = sum(length > 0 for length in plan.lookahead)
+            controller.observe_draft(drafting, longest, 0.002 * longest, longest=longest)
+        controller.observe_step(batch, batch + sum(plan.lookahead), 0.03)
+        clock.now += 0.03 + 0.002 * longest
+        controller.emitted(batch + sum(plan.lookahead), 0.03 + 0.002 * longest)
+
+
+def test_fixed() -> None:
+    controller: Controller = Fixed(4)
+    assert controller.plan(4, [8, 3, 0, 4]).lookahead == (4, 3, 0, 4)
+    assert controller.trim([[0.1] * 4, [], [0.9]]) == [4, 0, 1]
+    assert controller.proceed([[0.1], []]) == [True, True]
+    assert controller.gauges().lookahead == 4
+
+
+def test_confidence_stop() -> None:
+    """The first token below the threshold is kept, and the last."""
+    controller: Controller = ConfidenceStop(0.4, 5)
+    assert controller.plan(2, [8, 2]).lookahead == (5, 2)
+    assert controller.trim([[0.9, 0.4, 0.39, 0.9], [0.1, 0.9], [0.8, 0.9], []]) == [3, 1, 2, 0]
+    assert controller.proceed([[0.9, 0.5], [0.9, 0.3], []]) == [True, False, True]
+
+
+def test_limits_are_kept() -> None:
+    clock = Clock()
+    controller: Controller = Goodput(calibrated(), 8, clock=clock)
+    plan = controller.plan(4, [8, 2, 0, 1])
+    assert 2 <= plan.lookahead[0] <= 8
+    assert plan.lookahead[1:] == (2, 0, 1)
+    assert controller.plan(3, [0, 0, 0]) == Plan((0, 0, 0))
+    assert controller.plan(3, []) == Plan(())
+    assert max(controller.plan(1, [1000]).lookahead) <= 8
+
+
+def test_costs_first() -> None:
+    """Without calibration: a plain step, then few drafts of few requests, then as deep as pays."""
+    clock = Clock()
+    controller = Goodput(CostModel(), 6, clock=clock)
+    assert controller.regime == "measuring"
+    assert controller.plan(8, [6] * 8) == Plan((0,) * 8)
+    controller.observe_step(8, 8, 0.03)
+    plan = controller.plan(8, [6] * 8)
+    assert plan.probe
+    assert 0 < sum(length > 0 for length in plan.lookahead) <= 4
+    assert max(plan.lookahead) <= 2
+    controller.observe_draft(4, 2, 0.004, longest=2)
+    controller.observe_step(8, 16, 0.03)
+    good_drafts(controller, clock, 30, batch=8)
+    assert controller.regime == "drafting"
+    assert controller.gauges().lookahead == 6
+
+
+def test_off_and_on() -> None:
+    """A drafter as slow as the target is left alone; where it pays, it is used to the full."""
+    clock = Clock()
+    slow = Goodput(calibrated(drafter=0.03), 6, clock=clock)
+    slow.plan(1, [6])
+    assert slow.regime == "target alone"
+    assert slow.gauges().off
+    assert slow.gauges().lookahead == 0
+    fast = Goodput(calibrated(), 6, clock=clock)
+    good_drafts(fast, clock, 40)
+    gauges = fast.gauges()
+    assert fast.regime == "drafting"
+    assert (gauges.off, gauges.lookahead) == (False, 6)
+    assert gauges.gain > 3
+    assert gauges.tokens_per_second > 100
+    assert gauges.drafter_seconds == pytest.approx(0.002, rel=0.1)
+    assert gauges.target_seconds == pytest.approx(0.03, rel=0.1)
+    assert gauges.verify_seconds == pytest.approx(0.03, rel=0.1)
+    assert len(gauges.acceptance) == 6
+    assert gauges.acceptance[0] > 0.8
+
+
+def test_a_new_batch_size_is_known_at_once() -> None:
+    """Rows are free for few requests and dear for many: no learning, no inertia."""
+    costs = CostModel(
+        target=[(n, max(0.03, 0.003 * n)) for n in SIZES], drafter=[(n, 0.002) for n in SIZES]
+    )
+    clock = Clock()
+    controller = Goodput(costs, 4, clock=clock)
+    good_drafts(controller, clock, 20)
+    for batch, off in ((32, True), (1, False), (32, True), (2, False)):
+        controller.plan(batch, [4] * batch)
+        assert controller.gauges().off == off
+
+
+def test_drafts_that_fall_short_count_for_what_they_are() -> None:
+    """The drafter ends after two tokens, whatever is asked: a longer lookahead gains nothing."""
+    clock = Clock()
+    controller = Goodput(calibrated(drafter=0.006), 6, clock=clock)
+    deep = 0
+    for _ in range(300):
+        wanted = max(controller.plan(1, [6]).lookahead)
+        if wanted:
+            made = min(wanted, 2)
+            controller.observe_acceptance(made, made, [0.9] * made, wanted)
+            controller.observe_draft(1, wanted, 0.006 * wanted, longest=made)
+        controller.observe_step(1, 1 + min(wanted, 2), 0.03)
+        clock.now += 0.03 + 0.006 * wanted
+        deep += wanted > 2
+    assert controller.gauges().lookahead == 2
+    assert deep < 60
+
+
+def test_a_costly_catch_up_is_weighed() -> None:
+    """Requests with a long unread context are left out where the gain does not pay for it."""
+    clock = Clock()
+    controller = Goodput(calibrated(drafter=0.018, catch_up=1e-3), 4, clock=clock)
+    good_drafts(controller, clock, 30, batch=4)
+    assert not controller.gauges().off
+    near = controller.plan(4, [4] * 4, [2, 2, 2, 2])
+    assert min(near.lookahead) > 0
+    cheap = Goodput(calibrated(drafter=0.018, catch_up=1e-7), 4, clock=clock)
+    good_drafts(cheap, clock, 30, batch=4)
+    assert min(cheap.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead) > 0
+    dear = Goodput(calibrated(drafter=0.018, catch_up=0.1), 4, clock=clock)
+    good_drafts(dear, clock, 30, batch=4)
+    assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[2] == 0
+    assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[0] > 0
+
+
+def test_rows_without_a_price_are_all_verified() -> None:
+    clock = Clock()
+    controller = Goodput(calibrated(), 6, clock=clock)
+    good_drafts(controller, clock, 40)
+    assert controller.trim([[0.01, 0.01], [0.5] * 3, []]) == [2, 3, 0]
+
+
+def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
+    clock = Clock()
+    controller = Goodput(calibrated(drafter=1e-4, row=0.01), 6, clock=clock)
+    for _ in range(50):
+        for rows in range(2, 14):
+            controller.observe_step(2, rows, 0.03 + 0.01 * rows)
+        controller.plan(2, [6, 6])
+        controller.observe_acceptance(4, 4, [0.99] * 4, 4)
+        controller.observe_acceptance(4, 0, [0.02] * 4, 4)
+    controller.plan(2, [6, 6])
+    sure, doubtful = controller.trim([[0.99] * 4, [0.02] * 4])
+    assert sure == 4
+    assert doubtful == 0
+
+
+def test_between_drafter_steps() -> None:
+    """Going on is worth it behind sure tokens only, and nobody goes on beyond the longest draft."""
+    clock = Clock()
+    controller = Goodput(calibrated(drafter=0.01), 6, stops=True, clock=clock)
+    for seen, accepted in ((0.95, True), (0.05, False)) * 150:
+        controller.plan(1, [6])
+        controller.observe_acceptance(1, int(accepted), [seen])
+        controller.observe_draft(1, 1, 0.01, longest=1)
+        controller.observe_step(1, 2, 0.03)
+    controller.plan(1, [6])
+    assert controller.proceed([[0.95]]) == [True]
+    assert controller.proceed([[0.05]]) == [False]
+    assert controller.proceed([[0.95] * 6]) == [False]
+    assert controller.proceed([[]]) == [False]
+
+
+def test_confidences_may_be_unknown() -> None:
+    """None at all, or NaN for single tokens: the rates of positions stand in."""
+    clock = Clock()
+    controller = Goodput(calibrated(), 6, clock=clock)
+    for _ in range(100):
+        length = max(controller.plan(1, [6]).lookahead)
+        if length:
+            controller.observe_acceptance(length, length)
+        controller.observe_step(1, 1 + length, 0.03)
+        clock.now += 0.04
+    assert controller.gauges().lookahead == 6
+    assert controller.trim([[math.nan, 0.9, math.nan]]) == [3]
+    controller.observe_acceptance(3, 1, [math.nan, 0.9, math.nan], 3)
+    assert max(controller.plan(1, [6]).lookahead) > 0
+
+
+def test_nothing_breaks_without_observations() -> None:
+    clock = Clock()
+    for costs in (CostModel(), calibrated(), calibrated(drafter=0.1)):
+        controller = Goodput(costs, 4, clock=clock)
+        for _ in range(200):
+            plan = controller.plan(3, [4, 4, 4])
+            assert len(plan.lookahead) == 3
+            controller.trim([[0.5] * length for length in plan.lookahead])
+            clock.now += 0.03
+
+
+def test_pure() -> None:
+    """Neither torch nor vLLM is needed, nor loaded."""
+    modules = "controllers", "goodput", "simulation"
+    lines = [f"import vllm_hetero_spec.lookahead.{name}" for name in modules]
+    lines.append("import sys; assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

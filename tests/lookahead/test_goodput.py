@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On simulated machines: never slower than the target alone, as fast as the best fixed lookahead.
+
+Runs take ten simulated seconds, learning and probing included; measurements have noise of 5 %.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_hetero_spec.lookahead.controllers import Fixed
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.simulation import (
+    Clock,
+    Machine,
+    Outcome,
+    Phase,
+    Seconds,
+    Text,
+    run,
+    static_rate,
+)
+
+LONGEST = 8
+LOW = 0.97  # of what is to be reached
+
+TARGETS: dict[str, Seconds] = {
+    "gpu": lambda rows: max(0.030, 0.0004 * rows),  # rows are free up to 75
+    "small gpu": lambda rows: max(0.030, 0.0015 * rows),  # up to 20
+    "cpu": lambda rows: 0.020 + 0.005 * rows,  # never
+}
+GOOD, USELESS, PROUD = Text(0.95, 0.5), Text(0.02, 0.01, 0.5), Text(0.02, 0.01, 0.5, bias=5.0)
+
+
+def machine(target: Seconds, drafter: float) -> Machine:
+    """A drafter whose step takes that share of the target's for one request."""
+    step = drafter * target(1)
+    return Machine(
+        target=target,
+        drafter=lambda batch: step * (1 + 0.01 * batch),
+        overhead=lambda batch: 0.0003 + 0.00005 * batch,
+        catch_up=2e-5,
+        noise=0.05,
+    )
+
+
+def calibration(on: Machine) -> CostModel:
+    """As a start-up measures it: powers of two."""
+    return CostModel(
+        target=[(2**i, on.target(2**i)) for i in range(9)],
+        drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
+    )
+
+
+def serve(*phases: Phase, costs: CostModel | None = None, seed: int = 0) -> tuple[Outcome, Goodput]:
+    clock = Clock()
+    controller = Goodput(costs or CostModel(), LONGEST, clock=clock)
+    return run(controller, clock, phases, limit=LONGEST, seed=seed), controller
+
+
+def best_fixed(on: Machine, text: Text, batch: int) -> int:
+    """The best lookahead in the long run, by its exact rate; 0 is the target alone."""
+    return max(range(LONGEST + 1), key=lambda k: static_rate(text, on, batch, k))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [(USELESS, 0.1), (PROUD, 0.1), (GOOD, 1.0), (GOOD, 0.08)],
+    ids=["useless", "useless and proud", "slow", "good"],
+)
+def test_never_slower_and_as_fast_as_the_best_fixed(
+    target: str, text: Text, drafter: float
+) -> None:
+    on = machine(TARGETS[target], drafter)
+    for batch in (1, 2, 4, 8, 16, 32):
+        phase = Phase(batch, 10.0, text, on)
+        ours, _ = serve(phase, costs=calibration(on), seed=batch)
+        assert ours.speedup > LOW, batch
+        assert ours.probing < 0.015 * ours.seconds, batch
+        assert len(ours.switches) <= 6, batch
+        best = best_fixed(on, text, batch)
+        if static_rate(text, on, batch, best) > 1.1 * static_rate(text, on, batch, 0):
+            # The same drafts meet the fixed lookahead.
+            fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=batch)
+            assert ours.rate > LOW * fixed.rate, batch
+
+
+@pytest.mark.parametrize("text", [USELESS, GOOD], ids=["useless", "good"])
+def test_without_calibration(text: Text) -> None:
+    """Everything is learnt from the first steps."""
+    on = machine(TARGETS["gpu"], 0.08)
+    for batch in (1, 8, 32):
+        ours, controller = serve(Phase(batch, 10.0, text, on), seed=batch)
+        assert ours.speedup > LOW, batch
+        assert controller.gauges().off == (text is USELESS)
+        best = best_fixed(on, text, batch)
+        fixed = run(Fixed(best), Clock(), [Phase(batch, 10.0, text, on)], limit=LONGEST, seed=batch)
+        assert ours.rate > 0.96 * fixed.rate, batch
+
+
+def test_a_load_that_comes_and_goes_is_followed() -> None:
+    """1, 32, 1 requests: drafting pays for one and not for 32; both changes are seen at once."""
+    on = machine(TARGETS["small gpu"], 0.08)
+    ours, _ = serve(
+        Phase(1, 6.0, GOOD, on), Phase(32, 6.0, GOOD, on), Phase(1, 6.0, GOOD, on),
+        costs=calibration(on),
+    )  # fmt: skip
+    changes = [(at, regime) for at, regime in ours.switches if at > 5.9]
+    assert [regime for _, regime in changes] == ["target alone", "drafting"]
+    assert 6.0 <= changes[0][0] < 8.0
+    assert 12.0 <= changes[1][0] < 14.0
+
+
+@pytest.mark.parametrize("useless", [USELESS, PROUD], ids=["modest", "proud"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) -> None:
+    """Off within seconds, on again within ten, and hardly slower than the target meanwhile."""
+    on = machine(TARGETS["gpu"], 0.08)
+    phases = (
+        Phase(batch, 8.0, GOOD, on), Phase(batch, 12.0, useless, on), Phase(batch, 15.0, GOOD, on),
+    )  # fmt: skip
+    ours, controller = serve(*phases, costs=calibration(on))
+    before, _ = serve(phases[0], costs=calibration(on))
+    until, _ = serve(*phases[:2], costs=calibration(on))
+    assert until.alone - before.alone > 0.92 * (until.seconds - before.seconds)
+    changes = [(at, regime) for at, regime in ours.switches if at > 7.9]
+    assert [regime for _, regime in changes] == ["target alone", "drafting"]
+    assert changes[0][0] < 16.0
+    assert 20.0 < changes[1][0] < 30.0
+    assert controller.regime == "drafting"
+
+
+def test_a_drafter_that_becomes_slow_and_recovers() -> None:
+    """Another process takes the drafter's device for a while."""
+    quick = machine(TARGETS["gpu"], 0.08)
+    slow = replace(quick, drafter=lambda batch: 0.06)
+    ours, _ = serve(
+        Phase(4, 6.0, GOOD, quick), Phase(4, 12.0, GOOD, slow), Phase(4, 25.0, GOOD, quick),
+        costs=calibration(quick),
+    )  # fmt: skip
+    changes = [(at, regime) for at, regime in ours.switches if at > 5.9]
+    assert [regime for _, regime in changes] == ["target alone", "drafting"]
+    assert changes[0][0] < 10.0
+    assert 18.0 < changes[1][0] < 35.0
+
+
+def test_no_flapping_on_the_edge() -> None:
+    """A drafter that gains and costs the same for a minute: few changes, and nothing lost."""
+    on = machine(TARGETS["gpu"], 0.5)
+    text = Text(0.5, 0.5)
+    assert static_rate(text, on, 4, 1) == pytest.approx(static_rate(text, on, 4, 0), rel=0.03)
+    ours, _ = serve(Phase(4, 60.0, text, on), costs=calibration(on))
+    assert ours.speedup > 0.98
+    assert len(ours.switches) <= 24
+
+
+def test_probes_of_a_long_context_are_dear_and_rare() -> None:
+    """What a probe costs counts its catch-up: hundreds of tokens at 1 ms each."""
+    on = replace(machine(TARGETS["gpu"], 0.08), catch_up=1e-3)
+    ours, controller = serve(Phase(1, 60.0, USELESS, on), costs=calibration(on))
+    assert ours.speedup > LOW
+    assert 2 <= controller.gauges().probes < 30
+    assert ours.probing < 0.02 * ours.seconds

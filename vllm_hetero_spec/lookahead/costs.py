@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step of the target, a step of the drafter and the work around a draft cost, in seconds.
+
+Calibrated at start-up where possible, corrected by every step that is run. A plain step of the
+target (one row per request) and one that verifies drafts are two kinds: it is their difference that
+decides whether to speculate, so neither may be mistaken for the other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_hetero_spec.lookahead.curve import CostCurve, Points
+
+_PLAIN, _VERIFY = 0, 1
+# Context tokens fed to the drafter per request that belong to any round: what was emitted last.
+_USUAL_FEED = 4
+# From here on a catch-up is long enough to say what one token of it costs.
+_LONG_FEED = 64
+_TRUSTED_FEED = 256.0  # tokens of measurement that a calibration of it weighs as much as
+_KEEP = 0.9  # weight of one long catch-up against the next
+_LEAST_OVERHEAD = 1e-6  # seconds
+
+
+class CostModel:
+    """Costs of one pair of models on one machine.
+
+    Args:
+        target: Calibrated (rows, seconds) of target steps that only verify and decode.
+        drafter: Calibrated (batch, seconds) of single drafter steps.
+        verify: As `target` for steps with more rows than requests, where those were calibrated
+            apart; else `target` stands for both.
+        overhead: Calibrated (batch, seconds) of what a round of drafting costs beside its forwards.
+        catch_up: Seconds per context token that the drafter reads; 0 and learnt where None.
+
+    Rows are all tokens that a target step computes, bonus rows included. Everything works without
+    calibration: unknown costs are learnt from the first steps.
+    """
+
+    def __init__(
+        self,
+        target: Points = (),
+        drafter: Points = (),
+        verify: Points = (),
+        overhead: Points = (),
+        catch_up: float | None = None,
+    ) -> None:
+        self._target = CostCurve({_PLAIN: target, _VERIFY: verify}, kinds=2)
+        self._drafter = CostCurve({0: drafter})
+        self._overhead = CostCurve({0: overhead})
+        # Tokens caught up and their seconds, discounted.
+        self._caught = (0.0, 0.0)
+        if catch_up is not None:
+            self._caught = (_TRUSTED_FEED, _TRUSTED_FEED * catch_up)
+
+    @property
+    def knows_target(self) -> bool:
+        """Whether any step of the target was calibrated or measured."""
+        return self._target.known
+
+    @property
+    def knows_drafter(self) -> bool:
+        """Whether any step of the drafter was calibrated or measured."""
+        return self._drafter.known
+
+    def target(self, batch: int, rows: float) -> float:
+        """Seconds of a target step with `rows` rows of `batch` requests; rises with both."""
+        plain = self._target.seconds(batch, _PLAIN)
+        if rows <= batch:
+            return plain
+        return max(plain, self._target.seconds(rows, _VERIFY))
+
+    def more_rows(self, batch: int, count: int) -> float:
+        """Seconds that `count` rows of drafts add to a plain step, by the steeper of two views."""
+        rows = batch + count
+        rise = self._target.seconds(rows, _VERIFY) - self._target.seconds(batch, _VERIFY)
+        return max(rise, self.target(batch, rows) - self.target(batch, batch))
+
+    def row(self, rows: float) -> float:
+        """Seconds that one row more adds to a step that verifies `rows` rows.
+
+        Where it is uncertain it counts for less, so that it is tried.
+        """
+        return self._target.slope(rows, _VERIFY)
+
+    def plain_doubt(self, batch: int) -> float:
+        """How uncertain a plain step is: standard deviation as a share of its seconds."""
+        return self._target.doubt(batch, _PLAIN)
+
+    def verify_doubt(self, rows: float) -> float:
+        """The same of a step that verifies drafts."""
+        return self._target.doubt(rows, _VERIFY)
+
+    def drafter_doubt(self, batch: float) -> float:
+        """The same of a drafter step."""
+        return self._drafter.doubt(batch)
+
+    def drafter(self, batch: float) -> float:
+        """Seconds of one drafter step of `batch` requests."""
+        return self._drafter.seconds(batch)
+
+    def drafting(self, batch: float, steps: float) -> float:
+        """Seconds of a round of drafting, catch-up of long contexts not counted."""
+        overhead = self._overhead.seconds(batch) if self._overhead.known else 0.0
+        return overhead + steps * self._drafter.seconds(batch)
+
+    def catch_up(self, pending: int) -> float:
+        """Seconds to feed a request's context tokens, beyond what any round feeds."""
+        return max(0, pending - _USUAL_FEED) * self._each
+
+    def loosen_drafter(self, spread: float) -> None:
+        """The drafter was left alone for long: its steps may have changed by about this share."""
+        self._drafter.loosen(spread)
+
+    def observe_target(self, batch: int, rows: int, seconds: float) -> None:
+        """One target step without prefill."""
+        kind = _VERIFY if rows > batch else _PLAIN
+        self._target.observe(max(rows, batch), seconds, kind)
+
+    def observe_drafting(
+        self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
+    ) -> None:
+        """One round of drafting.
+
+        Args:
+            batch: Requests that drafted, the mean over the steps where some ended earlier.
+            steps: Drafter forwards, the one that catches up included.
+            seconds: Of all forwards.
+            overhead: Seconds of the rest of the round: translation, copies, picking.
+            fed: Context tokens fed in the catch-up, over all requests.
+        """
+        if not (batch > 0 and steps > 0 and seconds > 0):
+            return
+        if overhead > 0 or self._overhead.known:
+            self._overhead.observe(batch, max(overhead, _LEAST_OVERHEAD))
+        extra = max(0.0, fed - _USUAL_FEED * batch)
+        known = self._drafter.known
+        # Even a long catch-up bounds what a step takes from above.
+        quick = known and seconds < steps * self._drafter.seconds(batch)
+        if extra < _LONG_FEED or quick:
+            forwards = max(seconds - extra * self._each, seconds / 2)
+            self._drafter.observe(batch, forwards / steps)
+        elif known:
+            tokens, spent = self._caught
+            more = seconds - steps * self._drafter.seconds(batch)
+            self._caught = tokens * _KEEP + extra, spent * _KEEP + more
+
+    @property
+    def _each(self) -> float:
+        """Seconds per token caught up."""
+        tokens, seconds = self._caught
+        return max(seconds, 0.0) / tokens if tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is known, as JSON takes it; `from_dict` reads it as a calibration."""
+        return {
+            "target": self._target.points(_PLAIN),
+            "verify": self._target.points(_VERIFY),
+            "drafter": self._drafter.points(),
+            "overhead": self._overhead.points(),
+            "catch_up": self._each if self._caught[0] else None,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "CostModel":
+        """The model that `to_dict` described.
+
+        Raises:
+            ValueError: It is not such a description.
+        """
+        try:
+            curves = {name: _points(saved[name]) for name in _CURVES}
+            catch_up = saved["catch_up"]
+            catch_up = None if catch_up is None else float(catch_up)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not saved costs: {error!r}") from error
+        if catch_up is not None and not 0 <= catch_up < math.inf:
+            raise ValueError(f"not saved costs: catch_up is {catch_up}")
+        return cls(**curves, catch_up=catch_up)
+
+
+_CURVES = ("target", "verify", "drafter", "overhead")
+
+
+def _points(saved: Sequence[Sequence[float]]) -> Points:
+    return [(float(size), float(seconds)) for size, seconds in saved]

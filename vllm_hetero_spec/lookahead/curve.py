@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds as a function of a size, learnt from measurements that are few, noisy and drift.
+
+The logarithm of the seconds is kept at sizes 1, 2, 3, ..., 8, 10, 12, ... together with how
+uncertain each value is and how strongly the values move together (a Kalman filter). One measurement
+thus corrects its neighbours as well, the more so the less is known of them. Between the sizes the
+curve is a straight line, and it never falls.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Points = Sequence[tuple[float, float]]  # (size, seconds)
+
+_SIZES = [1.0, 2.0, 3.0, *(float(part << octave) for octave in range(9) for part in range(4, 8))]
+_KNOTS = np.array(_SIZES)
+_OCTAVES = np.log2(_KNOTS)
+
+# Standard deviations of the logarithm, so roughly shares of the seconds.
+_NOISE = 0.06  # of one measurement
+_CALIBRATED = (0.2, 0.05, 0.15)  # the whole curve; growth per octave; one size against others
+_UNKNOWN = (10.0, 0.3, 0.3)  # the same without any calibration
+_JUMP = 0.5  # of the whole curve after a lasting change
+# Sizes this many octaves apart have little to do with each other; two kinds of step share most.
+_REACH = 2.0
+_ACROSS_KINDS = 0.8
+# What is known fades back to the calibration's uncertainty over about this many measurements.
+_FADE, _FADE_EVERY = 1500, 8
+# A measurement further off than this many standard deviations is cut down to it; as many in a row
+# on one side are no accident.
+_SURPRISE = 3.0
+_LASTING = 3
+_GROWTH = 0.1  # without calibration: logarithm of seconds per doubling of the size
+
+
+class CostCurve:
+    """One curve for each kind of step; kinds correct each other.
+
+    Args:
+        points: Calibrated (size, seconds) of each kind, in any order; of a kind without points
+            those of kind 0 are taken. Sizes and seconds above 0.
+        kinds: How many kinds of step there are.
+    """
+
+    def __init__(self, points: Mapping[int, Points] | None = None, kinds: int = 1) -> None:
+        known = {kind: clean for kind, raw in (points or {}).items() if (clean := _clean(raw))}
+        self._kinds = kinds
+        self._seen = np.zeros(kinds * len(_KNOTS), bool)
+        self._measured = 0
+        fallback = known.get(0) or next(iter(known.values()), None)
+        level, growth, shape = _CALIBRATED if fallback else _UNKNOWN
+        means = []
+        for kind in range(kinds):
+            calibrated = known.get(kind) or fallback
+            means.append(_line(calibrated) if calibrated else _GROWTH * _OCTAVES - 5.0)
+            for size, _ in known.get(kind, ()):
+                self._seen[
+                    kind * len(_KNOTS) + int(np.abs(_OCTAVES - math.log2(size)).argmin())
+                ] = 1
+        self._log = np.concatenate(means)
+        near = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES) / _REACH)
+        across = np.full((kinds, kinds), _ACROSS_KINDS)
+        np.fill_diagonal(across, 1.0)
+        together = np.kron(across, shape**2 * near + growth**2 * np.outer(_OCTAVES, _OCTAVES))
+        self._covariance = level**2 + together
+        self._drift = _CALIBRATED[0] ** 2 + together
+        self._surprises = 0
+        self._monotone: list[list[float]] | None = None
+        self._slopes: list[list[float]] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a calibration or a measurement at all."""
+        return bool(self._seen.any())
+
+    def seconds(self, size: float, kind: int = 0) -> float:
+        """Of a step of this size; beyond the largest size the line goes on."""
+        values = self._values(kind)
+        low, share = _place(size)
+        return max(values[low] + share * (values[low + 1] - values[low]), values[0])
+
+    def slope(self, size: float, kind: int = 0) -> float:
+        """Seconds that one more adds at this size: the least that is likely, at least 0."""
+        if self._slopes is None:
+            self._slopes = [self._gentle(kind) for kind in range(self._kinds)]
+        return self._slopes[kind][_place(size)[0]]
+
+    def doubt(self, size: float, kind: int = 0) -> float:
+        """Standard deviation of the logarithm of `seconds(size, kind)`."""
+        at, low, high, _ = self._expect(size, kind)
+        column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
+        return math.sqrt(max(low * column[at] + high * column[at + 1], 0.0))
+
+    def loosen(self, spread: float) -> None:
+        """Long unmeasured: the whole curve may have moved by this standard deviation."""
+        self._covariance += spread**2
+
+    def observe(self, size: float, seconds: float, kind: int = 0) -> None:
+        """Learn from one measurement; what is not a positive number is ignored."""
+        if not (size > 0 and 0 < seconds < math.inf):
+            return
+        self._measured += 1
+        if not self._measured % _FADE_EVERY:
+            self._covariance += (self._drift - self._covariance) * (_FADE_EVERY / _FADE)
+        at, low, high, expected = self._expect(size, kind)
+        off = math.log(seconds / expected)
+        column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
+        spread = float(low * column[at] + high * column[at + 1]) + _NOISE**2
+        bound = _SURPRISE * math.sqrt(spread)
+        self._surprises = self._count(off, bound)
+        if abs(self._surprises) >= _LASTING:
+            self._covariance += _JUMP**2
+            column += _JUMP**2
+            spread += _JUMP**2
+            bound = math.inf
+            self._surprises = 0
+        self._log += column * (max(-bound, min(bound, off)) / spread)
+        self._covariance -= column[:, None] * (column / spread)
+        self._seen[at + (high > low)] = True
+        self._monotone = self._slopes = None
+
+    def points(self, kind: int = 0) -> list[tuple[float, float]]:
+        """The curve at all sizes that were calibrated or measured, as calibration takes it."""
+        seen = self._seen.reshape(self._kinds, -1).any(0)
+        return [(float(size), self.seconds(size, kind)) for size in _KNOTS[seen]]
+
+    def _count(self, off: float, bound: float) -> int:
+        """Surprises in a row: positive above, negative below, 0 after none."""
+        if abs(off) <= bound:
+            return 0
+        side = 1 if off > 0 else -1
+        return self._surprises + side if self._surprises * side > 0 else side
+
+    def _expect(self, size: float, kind: int) -> tuple[int, float, float, float]:
+        """Where a size lies: the value below, its logarithm's derivatives by that one and the next,
+        and its seconds.
+        """
+        below, share = _place(size)
+        share = min(max(share, 0.0), 1.0)
+        at = kind * len(_KNOTS) + below
+        low, high = (1.0 - share) * math.exp(self._log[at]), share * math.exp(self._log[at + 1])
+        expected = low + high
+        return at, low / expected, high / expected, expected
+
+    def _values(self, kind: int) -> list[float]:
+        """Seconds at all knots."""
+        if self._monotone is None:
+            self._monotone = [self._rising(kind) for kind in range(self._kinds)]
+        return self._monotone[kind]
+
+    def _gentle(self, kind: int) -> list[float]:
+        """Slopes between all knots, a standard deviation below what is expected."""
+        span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
+        spread = self._covariance[span, span]
+        variance = spread.diagonal()[1:] + spread.diagonal()[:-1] - 2.0 * spread.diagonal(1)
+        values = np.array(self._values(kind))
+        rise = np.log(values[1:] / values[:-1]) - np.sqrt(np.maximum(variance, 0.0))
+        slopes = values[:-1] * np.expm1(np.maximum(rise, 0.0)) / np.diff(_KNOTS)
+        gentle: list[float] = slopes.tolist()
+        return gentle
+
+    def _rising(self, kind: int) -> list[float]:
+        """Seconds at all knots; where noise made them fall, the mean of the neighbours."""
+        span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
+        logs = self._log[span]
+        if (np.diff(logs) < 0).any():
+            logs = _isotonic(logs, 1.0 / self._covariance.diagonal()[span])
+        values: list[float] = np.exp(logs).tolist()
+        return values
+
+
+def _place(size: float) -> tuple[int, float]:
+    """The knot below a size, and how far the size is towards the next; above 1 past the last."""
+    low = min(max(bisect_right(_SIZES, size) - 1, 0), len(_SIZES) - 2)
+    return low, (size - _SIZES[low]) / (_SIZES[low + 1] - _SIZES[low])
+
+
+def _clean(points: Points) -> list[tuple[float, float]]:
+    """Usable points in order of size, the mean where a size comes twice."""
+    found: dict[float, list[float]] = {}
+    for size, seconds in points:
+        if size > 0 and 0 < seconds < math.inf:
+            found.setdefault(float(size), []).append(seconds)
+    return [(size, sum(found[size]) / len(found[size])) for size in sorted(found)]
+
+
+def _line(points: Points) -> np.ndarray:
+    """Logarithms at the knots of the rising line through the points."""
+    sizes = np.array([size for size, _ in points])
+    seconds = _isotonic(np.array([value for _, value in points]), np.ones(len(points)))
+    if len(points) == 1:
+        return np.log(seconds[0]) + _GROWTH * (_OCTAVES - math.log2(sizes[0]))
+    line = np.interp(_KNOTS, sizes, seconds)
+    for a, beyond in ((0, sizes[0] > _KNOTS), (len(points) - 2, sizes[-1] < _KNOTS)):
+        slope = (seconds[a + 1] - seconds[a]) / (sizes[a + 1] - sizes[a])
+        line[beyond] = seconds[a] + slope * (_KNOTS[beyond] - sizes[a])
+    return np.log(np.maximum(line, seconds[0] / 2))
+
+
+def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The rising values nearest to the given ones (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, members
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, total, members = value, weight, 1
+        while pools and pools[-1][0] > mean:
+            before, heavy, count = pools.pop()
+            mean = (before * heavy + mean * total) / (heavy + total)
+            total, members = heavy + total, count + members
+        pools.append((mean, total, members))
+    return np.concatenate([np.full(members, mean) for mean, _, members in pools])

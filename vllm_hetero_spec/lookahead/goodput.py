@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts as far as it raises tokens per second, and not at all where the target alone is faster.
+
+A renewal process that earns tokens and costs seconds is run best by doing whatever earns more than
+lambda tokens for each second it takes, lambda being the rate achieved (Dinkelbach). Three decisions
+follow: the lookahead of a round and whether to draft at all (`plan`), whether one more drafter step
+is worth its time (`proceed`), and which proposed tokens are worth a row of the target (`trim`).
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
+from vllm_hetero_spec.lookahead.controllers import Gauges, Plan
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.experience import Experience
+from vllm_hetero_spec.lookahead.outlook import Outlook, Replay
+from vllm_hetero_spec.lookahead.probes import ProbeBudget
+from vllm_hetero_spec.lookahead.switch import Switch, Trial
+from vllm_hetero_spec.lookahead.throughput import Throughput
+
+# A lookahead is kept while it is this near to the best.
+_GOOD_ENOUGH = 0.99
+# Probes: requests, tokens of each at first and at most; more follow where one raises the gain so
+# much, or where it is this near to worthwhile.
+_PROBED, _FIRST_PROBE, _LONGEST_PROBE, _NEWS, _NEAR = 4, 2, 4, 0.02, 0.92
+_LEAST_LOSS = 0.1  # of what a probe takes, whatever it is thought to earn
+# A lookahead or a number of requests whose costs are less certain than this share has to be
+# approached step by step.
+_UNCERTAIN = 0.45
+# While off, what is known of acceptance counts half after so many seconds, and the drafter's steps
+# may have changed by this share.
+_MEMORY, _LOOSE = 10.0, 0.5
+# While on, a plain step now and then keeps the cost of the alternative known: after so many steps
+# where it could change the decision, sooner where next to nothing is known.
+_CONTROL, _EARLY_CONTROL, _UNKNOWN = 8, 2, 0.045
+# Steps after which all lookaheads are foreseen anew; at once where the batch is another, after a
+# probe, in the beginning, and while the cost of the one in use is less certain than this share.
+_LOOK_EVERY, _SETTLED = 8, 0.06
+# Seconds over which a request's catch-up must pay, or as long as it has been left alone; and the
+# share of the time that it is granted where nothing is gained.
+_HORIZON, _LEAST_SHARE = 2.0, 0.02
+
+
+@dataclass
+class _Probe:
+    """A probe under way: what was foreseen before it, and the seconds it has lost so far."""
+
+    gain: float
+    seconds: float = 0.0
+
+
+class Goodput:
+    """The controller that maximises tokens per second.
+
+    Args:
+        costs: Calibrated where possible; corrected by what is observed.
+        positions: Longest draft, in target tokens.
+        stops: The drafter asks `proceed` between its steps.
+        clock: Seconds that never run back.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        positions: int,
+        *,
+        stops: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._costs, self._positions, self._stops, self._clock = costs, positions, stops, clock
+        self._experience = Experience(positions)
+        self._steps = StepsOfDraft()
+        self._throughput = Throughput()
+        self._budget = ProbeBudget(clock())
+        self._probe: _Probe | None = None
+        self._learnt = clock()
+        self._outlook: Outlook | None = None
+        self._switch, self._trial = Switch(), Trial()
+        self._plain_ago = 0
+        self._batch, self._lookahead, self._worth = 1, 0, 0.0
+        self._looks, self._looked_at, self._looked_ago = 0, 0, 0
+
+    @property
+    def regime(self) -> str:
+        """What it does at present: measuring, drafting or target alone."""
+        if self._outlook is None:
+            return "measuring"
+        return "target alone" if self._switch.off else "drafting"
+
+    # ------------------------------------------------------------------------------- decisions
+
+    def plan(self, batch: int, limits: Sequence[int], pending: Sequence[int] | None = None) -> Plan:
+        """How far to draft; see `Controller`."""
+        now = self._clock()
+        self._batch = batch
+        limits = [min(limit, self._positions) for limit in limits]
+        ended, self._probe = self._probe, None
+        if ended is not None:
+            self._budget.spend(ended.seconds)
+        nothing = Plan((0,) * len(limits))
+        if not any(limits) or not self._costs.knows_target:
+            return nothing
+        pending = pending or [0] * len(limits)
+        if not self._costs.knows_drafter:
+            return self._maybe_probe(now, limits, pending) or nothing
+        outlook = self._look(now, limits, ended)
+        self._switch.turn(max(outlook.gain, self._promise(limits)), batch)
+        if self._switch.off:
+            return self._maybe_probe(now, limits, pending) or nothing
+        if self._control_is_due(outlook.gain):
+            self._plain_ago = 0
+            return nothing
+        self._plain_ago += 1
+        self._lookahead = self._choose(outlook)
+        share = max(outlook.gain - 1.0, _LEAST_SHARE)
+        chosen = [i for i in self._able(limits, pending) if self._pays(share, pending[i])]
+        return self._draft_for(chosen[: self._familiar()], self._lookahead, limits)
+
+    def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Which requests draft on; see `Controller`."""
+        if self._probe is not None:
+            return [True] * len(confidences)
+        lengths = [len(request) for request in confidences]
+        rates = self._experience.rates
+        hope = [
+            survival[-1] * rates[len(survival)] if 0 < len(survival) < self._positions else 0.0
+            for survival in self._experience.follow(confidences)
+        ]
+        price = self._worth * self._costs.row(self._batch + sum(lengths))
+        hope = [h if h >= price else 0.0 for h in hope]
+        active = sum(h > 0 for h in hope)
+        step = self._costs.drafter(max(active, 1)) * self._steps.each
+        enough = sum(hope) >= self._worth * step
+        return [enough and h > 0 for h in hope]
+
+    def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many proposed tokens to verify; see `Controller`.
+
+        Depth by depth over the whole batch, the most promising requests first, so that no token's
+        fate depends on what was drawn after it was.
+        """
+        lengths = [len(request) for request in confidences]
+        if self._probe is not None or not any(lengths):
+            return lengths
+        survival = self._experience.follow(confidences)
+        kept = [0] * len(lengths)
+        rows = self._batch
+        alive = [i for i, length in enumerate(lengths) if length]
+        while alive:
+            alive.sort(key=lambda i: -survival[i][kept[i]])
+            going = []
+            for i in alive:
+                if survival[i][kept[i]] < self._worth * self._costs.row(rows):
+                    break
+                kept[i] += 1
+                rows += 1
+                if kept[i] < len(survival[i]):
+                    going.append(i)
+            alive = going
+        return kept
+
+    # ------------------------------------------------------------------------------- observations
+
+    def observe_step(self, batch: int, rows: int, seconds: float) -> None:
+        """A target step took so long; see `Controller`."""
+        if self._probe is not None:
+            self._probe.seconds += self._costs.more_rows(batch, rows - batch)
+        self._costs.observe_target(batch, rows, seconds)
+
+    def observe_draft(
+        self,
+        batch: float,
+        steps: float,
+        seconds: float,
+        *,
+        overhead: float = 0.0,
+        fed: int = 0,
+        longest: int = 0,
+    ) -> None:
+        """A round of drafting took so long; see `Controller`."""
+        if self._probe is not None:
+            self._probe.seconds += seconds + overhead
+        self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
+        self._steps.observe(longest, steps)
+
+    def observe_acceptance(
+        self,
+        verified: int,
+        accepted: int,
+        confidences: Sequence[float] = (),
+        wanted: int = 0,
+    ) -> None:
+        """One request's draft was verified; see `Controller`."""
+        if self._probe is not None:
+            self._probe.seconds -= accepted * self._alone()
+        self._experience.hear(verified, accepted, confidences, wanted)
+
+    def emitted(self, tokens: int, seconds: float) -> None:
+        """The step gave so many tokens; see `Controller`."""
+        self._throughput.add(self._batch, tokens, seconds)
+        if not self._switch.off and not self._trial.over(self._experience.drafts):
+            self._trial.charge(seconds - tokens * self._alone())
+
+    def gauges(self) -> Gauges:
+        """The present, for metrics."""
+        batch, lookahead = self._batch, 0 if self._switch.off else self._lookahead
+        known = self._costs.knows_target
+        return Gauges(
+            lookahead=lookahead,
+            off=self._switch.off,
+            tokens_per_second=self._worth,
+            gain=self._outlook.gain if self._outlook else 0.0,
+            drafter_seconds=self._costs.drafter(batch) if self._costs.knows_drafter else 0.0,
+            target_seconds=self._costs.target(batch, batch) if known else 0.0,
+            verify_seconds=self._costs.target(batch, batch * (lookahead + 1)) if known else 0.0,
+            acceptance=tuple(self._experience.rates),
+            probes=self._budget.count,
+            switches=self._switch.changes,
+        )
+
+    # ------------------------------------------------------------------------------- inside
+
+    def _look(self, now: float, limits: Sequence[int], probe: _Probe | None) -> Outlook:
+        """Foresee all lookaheads at the present batch, where that is due: after a probe always."""
+        batch = self._batch
+        alone = 1.0 / self._alone()
+        foreseen = alone
+        if self._outlook is not None and self._looked_at == batch:
+            self._looked_ago += 1
+            if probe is None and self._looked_ago < self._patience(self._outlook):
+                return self._outlook
+            foreseen = max(alone, *self._outlook.rates)
+        self._looks, self._looked_at, self._looked_ago = self._looks + 1, batch, 0
+        if self._experience.learn(0.5 ** (self._idle(now) / _MEMORY) if self._switch.off else 1.0):
+            self._learnt = now
+        self._worth = max(alone, self._throughput.rate(batch, foreseen))
+        replay = Replay(self._costs, self._steps, self._experience, self._stops)
+        self._outlook = replay.outlook(batch, limits, self._worth)
+        if probe is not None:
+            gain = self._outlook.gain
+            self._budget.settle(now, news=gain > min(probe.gain + _NEWS, _NEAR))
+        return self._outlook
+
+    def _patience(self, outlook: Outlook) -> float:
+        """Steps to the next look."""
+        used = outlook.doubts[: self._lookahead][-1:] or [0.0]
+        if not self._switch.off and used[0] > _SETTLED:
+            return 1.0
+        return min(self._looks / 4, _LOOK_EVERY)
+
+    def _promise(self, limits: Sequence[int]) -> float:
+        """The gain if drafts were good, for the time of the trial; 0 after it."""
+        if self._trial.over(self._experience.drafts):
+            return 0.0
+        good = Replay(self._costs, self._steps, Experience(self._positions), self._stops)
+        outlook = good.outlook(self._batch, limits, self._worth)
+        return max(outlook.hopeful) / outlook.alone
+
+    def _choose(self, outlook: Outlook) -> int:
+        """The best lookahead, or the last one where it is as good; as deep as is good if rounds
+        are ended early anyway.
+        """
+        doubts = enumerate(outlook.doubts[1:], 1)
+        within = next((k for k, doubt in doubts if doubt > _UNCERTAIN), len(outlook.doubts))
+        last, rates = self._lookahead, outlook.hopeful[:within]
+        if self._stops:
+            return max(k for k, rate in enumerate(rates, 1) if rate >= _GOOD_ENOUGH * max(rates))
+        if 0 < last <= within and rates[last - 1] >= _GOOD_ENOUGH * max(rates):
+            return last
+        return rates.index(max(rates)) + 1
+
+    def _control_is_due(self, gain: float) -> bool:
+        """Whether a step without drafts could show that drafting does not pay."""
+        doubt = self._costs.plain_doubt(self._batch)
+        apart = _EARLY_CONTROL if doubt > _UNKNOWN else _CONTROL
+        return self._plain_ago >= apart and 2.0 * doubt > math.log(gain)
+
+    def _pays(self, share: float, pending: int) -> bool:
+        """Whether a request's catch-up is worth it at this gain over the target alone."""
+        horizon = max(_HORIZON / self._batch, pending * self._alone())
+        return self._costs.catch_up(pending) <= share * horizon
+
+    def _maybe_probe(
+        self, now: float, limits: Sequence[int], pending: Sequence[int]
+    ) -> Plan | None:
+        """Drafts for a few requests, where their time has come."""
+        if self._budget.early(now):
+            return None
+        length = _FIRST_PROBE
+        if self._outlook is not None:
+            length = min(self._choose(self._outlook), _LONGEST_PROBE)
+        able = self._able(limits, pending)
+        sizes = {1, min(_PROBED, len(able))}
+        if self._trial.over(self._experience.drafts):
+            sizes.add(min(self._familiar(), len(able)))
+        losses = {n: self._foreseen_loss(length, [pending[i] for i in able[:n]]) for n in sizes}
+        for count in (min(sizes, key=lambda n: losses[n] / n), 1):
+            if self._budget.affords(losses[count]):
+                self._costs.loosen_drafter(_LOOSE * min(1.0, self._idle(now) / _MEMORY))
+                self._probe = _Probe(self._outlook.gain if self._outlook else 0.0)
+                return self._draft_for(able[:count], length, limits, probe=True)
+        self._budget.defer(now, losses[1])
+        return None
+
+    def _foreseen_loss(self, length: int, pending: Sequence[int]) -> float:
+        """Seconds that a round for so many requests is thought to cost beyond what it earns."""
+        batch, count = self._batch, len(pending)
+        cost = self._costs.more_rows(batch, count * length)
+        cost += sum(map(self._costs.catch_up, pending))
+        if self._costs.knows_drafter:
+            cost += self._costs.drafting(count, self._steps.expected(length))
+        earned = count * float(self._experience.survival[:, :length].sum(1).mean())
+        if not self._trial.over(self._experience.drafts):
+            earned = 0.0
+        return max(cost - earned * self._alone(), _LEAST_LOSS * cost)
+
+    def _able(self, limits: Sequence[int], pending: Sequence[int]) -> list[int]:
+        """Requests that may be drafted for, those that the drafter knows best first."""
+        return sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
+
+    def _familiar(self) -> int:
+        """For how many requests the drafter's cost is known well enough to draft."""
+        count = self._batch
+        while count > 1 and self._costs.drafter_doubt(count) > _UNCERTAIN:
+            count //= 2
+        return count
+
+    def _idle(self, now: float) -> float:
+        """Seconds since drafts were last learnt from."""
+        return now - self._learnt
+
+    def _alone(self) -> float:
+        """Seconds that the target alone takes for a token."""
+        return self._costs.target(self._batch, self._batch) / self._batch
+
+    @staticmethod
+    def _draft_for(
+        chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
+    ) -> Plan:
+        lookahead = [0] * len(limits)
+        for i in chosen:
+            lookahead[i] = min(length, limits[i])
+        return Plan(tuple(lookahead), probe)
