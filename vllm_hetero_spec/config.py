@@ -218,7 +218,7 @@ def _check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
     split = target_tensor_parallel > 1 and given.get("tensor_parallel") == "sharded"
     if split and given["method"] not in ("slem", "hetero"):
         raise ConfigError(
-            f"method {given['method']!r} does not run with \"tensor_parallel\": \"sharded\"; "
+            f'method {given["method"]!r} does not run with "tensor_parallel": "sharded"; '
             'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'
         )
 
