@@ -114,12 +114,12 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    temperature, nucleus, count = 0.8, 0.5, 600
+    temperature, count = 0.8, 600
     model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
     prompt = load.prompts[0][:200]
     start = AutoTokenizer.from_pretrained(demo_pair / "target").encode(prompt)
 
-    def shares(path: list[int]) -> dict[int, float]:
+    def shares(path: list[int], nucleus: float) -> dict[int, float]:
         with torch.inference_mode():
             row = (model(torch.tensor([[*start, *path]])).logits[0, -1] / temperature).softmax(-1)
         best = row.sort(descending=True)
@@ -127,8 +127,13 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
         scaled = best.values[:kept] / best.values[:kept].sum()
         return dict(zip(best.indices.tolist(), scaled.tolist(), strict=False))
 
-    law = {(a, b): p * q for a, p in shares([]).items() for b, q in shares([a]).items()}
-    assert len(law) > 4
+    def law_of(nucleus: float) -> dict[tuple[int, int], float]:
+        firsts = shares([], nucleus).items()
+        return {(a, b): p * q for a, p in firsts for b, q in shares([a], nucleus).items()}
+
+    # How sure the model is depends on its training: as narrow as leaves some choice.
+    nucleus = next(share / 20 for share in range(10, 20) if len(law_of(share / 20)) > 4)
+    law = law_of(nucleus)
     sample = assisted.run(
         Load(
             [prompt] * count,
