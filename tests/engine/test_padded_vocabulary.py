@@ -55,8 +55,8 @@ class Watch:
             self.padding_won += int((logits.argmax(-1) >= size).sum())
             return logits
 
-        def watched_run(rows: list[Any]) -> None:
-            run(rows)
+        def watched_run(rows: list[Any], *proceed: Any) -> None:
+            run(rows, *proceed)
             self.ids |= {i for row in rows for i in row.drafted}
 
         patch.setattr(drafter.model, "forward", watched_forward)
