@@ -119,6 +119,7 @@ def measure(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[C
                 "model": str(drafter),
                 "num_speculative_tokens": arguments.num_speculative_tokens,
                 "verification": arguments.verification,
+                "controller": "fixed",
             }
             spec = EngineSpec(str(arguments.target), config, max_batch_size=arguments.samples)
             with VllmEngine(spec) as engine:
