@@ -239,7 +239,7 @@ def test_a_real_suite(demo_pair: Path, write: Write, monkeypatch: pytest.MonkeyP
     file = write("""\
 targets:
   - model: demo:target
-    drafters: [demo:drafter]
+    drafters: [{model: demo:drafter, speculative: {controller: fixed}}]
 methods: [slem]
 peers: [alone]
 datasets:

@@ -194,6 +194,26 @@ def test_the_law_of_a_race() -> None:
         assert 0.5 * np.abs(share - P[0]).sum() < 0.006
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_without_a_draft_uses_none_of_its_numbers(rule: str) -> None:
+    """Its seed gives the same text whether or not its neighbours have drafts."""
+    own = torch.Generator().manual_seed(5)
+    before = own.get_state()
+    tokens, p = torch.tensor([0, 3]), torch.tensor(P[:2], dtype=torch.float32)
+    drafts = DraftBatch(tokens, [1, 0, 1])
+    generators = {1: own, 2: torch.Generator().manual_seed(6)}
+    found = RULES[rule][0](drafts, p, torch.tensor([7, 8, 9]), Noise(CPU, generators))
+    assert torch.equal(own.get_state(), before)
+    assert found.tokens[1, 0] == 8
+    alone = RULES[rule][0](
+        DraftBatch(tokens[1:], [1]),
+        p[1:],
+        torch.tensor([9]),
+        Noise(CPU, {0: torch.Generator().manual_seed(6)}),
+    )
+    assert torch.equal(found.tokens[2], alone.tokens[0])
+
+
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_race_rule(lengths: list[int], seed: int) -> None:

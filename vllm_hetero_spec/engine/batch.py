@@ -154,8 +154,9 @@ class Rounds:
         """
         if not job.lookahead:
             return 0
-        if job.draw is not None:  # every drawn target token takes at most `span` steps
-            return min(room, job.lookahead * self._drafter.span(job.draw, job.penalty))
+        if job.draw is not None:  # a drawn target token takes a step, or half of its span
+            span = max(2, self._drafter.span(job.draw, job.penalty))
+            return min(room, job.lookahead * span // 2)
         context = job.state.context
         ratio = len(context.ids) / context.num_target
         steps = min(room, max(1, math.ceil(job.lookahead * ratio) + 1))

@@ -105,6 +105,7 @@ class Pace:
         self._plan = Plan(())
         self._req_ids: Sequence[str] = ()
         self._own: dict[int, int] = {}  # batch indices of requests that decide for themselves
+        self._stopped = False  # whether `proceed` ended the round's drafts
 
     def begin(self, runner: Any, scheduler_output: Any, sampled: Sequence[Sequence[int]]) -> None:
         """A step of the target has ended: learn from it."""
@@ -141,6 +142,7 @@ class Pace:
         """
         limits = [lookahead if tokens else 0 for tokens in sampled]
         self._own = {}
+        self._stopped = False
         if self._wishes:
             for index, req_id in enumerate(self._req_ids):
                 wish = self._wishes.get(req_id)
@@ -179,7 +181,8 @@ class Pace:
         for job in jobs:
             if job.confidences and job.index not in self._own:
                 told[job.index] = job.confidences
-                draft = _Draft(job.confidences, self._plan.lookahead[job.index])
+                wanted = 0 if self._stopped else self._plan.lookahead[job.index]
+                draft = _Draft(job.confidences, wanted)
                 self._drafts[self._req_ids[job.index]] = draft
         lengths = self.controller.trim(told)
         for job in jobs:
@@ -207,7 +210,9 @@ class Pace:
             if row.index in self._own:
                 return True
             told[row.index] = row.confidences
-        return any(self.controller.proceed(told)[row.index] for row in rows)
+        worth = self.controller.proceed(told)
+        self._stopped = not any(worth[row.index] for row in rows)
+        return not self._stopped
 
     def _say(self) -> None:
         regime = self.controller.regime

@@ -16,7 +16,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.rules import greedy_rule
+from vllm_hetero_spec.verify.rules import race_rule
 
 # The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
 _PROCESSED = {
@@ -69,9 +69,7 @@ class Clocks:
         self, drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise
     ) -> Verdict:
         """Accept while the draft is what the target's own race gives (`verify.rules`)."""
-        seeds, places = self.batch()
-        index = drafts.request_of
-        return greedy_rule(drafts, race(p, seeds[index], places[index] + drafts.place_of), bonus)
+        return race_rule(drafts, p, bonus, *self.batch())
 
 
 class RacingSampler(torch.nn.Module):

@@ -119,8 +119,10 @@ def corrected(
 ) -> Verdict:
     """The token behind what was accepted: the bonus, or a draw from (support * p - row)+."""
     last = bonus.clone()
-    ends = [1] * drafts.size
-    uniform = noise.uniform(ends)
+    # A request without a draft uses up none of its numbers, as in a step where nobody has one: its
+    # seed means the same whoever is in the batch.
+    uniform = noise.uniform([min(1, length) for length in drafts.lengths])
+    number = (drafts.counts > 0).cumsum(0) - 1
     short = (accepted < drafts.counts).nonzero()[:, 0]
     for part in slices(len(short), p.shape[1], p.device):
         some = short[part]
@@ -129,5 +131,5 @@ def corrected(
         # Rounding can leave nothing where the two laws are the same; then p itself is right.
         empty = rest.sum(-1) <= 0
         rest[empty] = p[index[empty]]
-        last[some] = choose(rest, uniform[some])
+        last[some] = choose(rest, uniform[number[some]])
     return Verdict.of(drafts, accepted, last)
