@@ -45,6 +45,18 @@ def test_each_size_is_the_median_of_some_and_long_ones_are_left_out(clock: list[
     assert 64 not in points
 
 
+def test_what_a_context_token_costs(clock: list[float]) -> None:
+    ran: list[int] = []
+
+    def read(tokens: int) -> None:
+        ran.append(tokens)
+        clock[0] += 0.01 + 0.002 * tokens + (9.0 if len(ran) == 3 else 0.0)
+
+    assert costing.time_catch_up(read, 128, 0.01) == pytest.approx(0.002)
+    assert set(ran) == {128}
+    assert costing.time_catch_up(lambda tokens: None, 128, 0.01) == 0.0  # never below nothing
+
+
 def test_ranks_stop_together(clock: list[float]) -> None:
     asked: list[bool] = []
 

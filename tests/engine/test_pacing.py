@@ -90,6 +90,41 @@ def test_what_requests_ask_for_goes_first() -> None:
     assert pace.plan([[1]] * 3, [0] * 3, 4) == [0, 0, 4]
 
 
+def test_a_draft_that_was_ended_did_not_run_dry() -> None:
+    """The controller is asked once a step, and told what was wanted only where that was drafted."""
+    told: list[tuple[Any, ...]] = []
+    asked: list[int] = []
+
+    class Stopping(Scripted):
+        def proceed(self, confidences: Any) -> list[bool]:
+            asked.append(len(confidences))
+            return [len(request) == 1 for request in confidences]
+
+        def observe_acceptance(self, *figures: Any) -> None:
+            told.append(figures)
+
+    pace = Pace(Stopping(4, 4), stops=True)
+    runner = runner_of("a", "b")
+    for drafted in ({}, {"a": [7, 8], "b": [9]}):
+        pace.begin(runner, step_of(2 + len(drafted), drafted, new=("a", "b")), [[7], [9]])
+        pace.plan([[1]] * 2, [0] * 2, 4)
+        rows: list[Any] = [SimpleNamespace(index=i, confidences=[0.5]) for i in range(2)]
+        assert pace.proceed is not None
+        assert pace.proceed(rows)
+        for row in rows:
+            row.confidences = [0.5, 0.4]
+        if not drafted:  # the second round is not asked for a second time
+            assert not pace.proceed(rows)
+        jobs: list[Any] = [
+            SimpleNamespace(index=i, confidences=[0.5] * n, proposal=[1] * n)
+            for i, n in ((0, 2), (1, 1))
+        ]
+        pace.trim(jobs)
+    assert asked == [2, 2, 2]
+    pace.begin(runner, step_of(5, {"a": [7, 8], "b": [9]}), [[7, 1], [9, 1]])
+    assert [figures[-1] for figures in told] == [0, 0, 4, 4]
+
+
 @pytest.mark.parametrize("wish", [True, -1, 1.5, "two", [3]])
 def test_an_odd_wish_is_no_wish(wish: Any, caplog: pytest.LogCaptureFixture) -> None:
     request = SimpleNamespace(sampling_params=SamplingParams(extra_args={LOOKAHEAD_ARG: wish}))

@@ -32,6 +32,8 @@ logger = logging.getLogger("vllm.hetero_spec")
 # Seconds that either model may be timed for; sizes that would take longer are extrapolated.
 BUDGET = 2.0
 _REPEATS = 3
+# Context tokens read to learn what one costs: enough to outweigh the rest of the forward.
+_CONTEXT = 128
 Points = list[tuple[int, float]]
 
 
@@ -64,6 +66,19 @@ def time_steps(
         if agree(spent > BUDGET):
             break
     return points
+
+
+def time_catch_up(read: Callable[[int], Any], tokens: int, step: float) -> float:
+    """Seconds that each context token adds to a forward of the drafter.
+
+    Args:
+        read: Reads so many.
+        tokens: How many to read at once.
+        step: Seconds of a forward of one token.
+    """
+    read(tokens)
+    took = sorted(_timed(read, tokens) for _ in range(_REPEATS))[_REPEATS // 2]
+    return max(0.0, took - step) / tokens
 
 
 def target_step(runner: Any) -> Callable[[int], Any]:
@@ -179,7 +194,9 @@ def measure(
     if drafter is None:
         return None
     alone = options.tensor_parallel == "rank0"
-    costs = CostModel(target, time_steps(drafter.step, most, bool if alone else agree))
+    steps = time_steps(drafter.step, most, bool if alone else agree)
+    context = min(_CONTEXT, drafter.max_length, runner.max_num_tokens)
+    costs = CostModel(target, steps, catch_up=time_catch_up(drafter.read, context, steps[0][1]))
     logger.info("Timed target and drafter in %.1f s.", time.perf_counter() - began)
     if group.is_first_rank:
         kept.write(costs)

@@ -16,7 +16,8 @@ from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.slrs import Path, Slrs
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.picking import DraftRow, Picker, PickRules
+from vllm_hetero_spec.engine.kv_pool import BlockTable
+from vllm_hetero_spec.engine.picking import DraftRow, DraftSequence, Picker, PickRules
 
 # Told of the rows that picked last, with their confidences, whether the round goes on.
 Proceed = Callable[[Sequence[DraftRow]], bool]
@@ -100,6 +101,13 @@ class Drafter:
         ids = torch.zeros(batch, dtype=torch.int64, device=self.model.device)
         nowhere = np.zeros((batch, 1), np.int32)
         self.model.forward(ids, self._single(nowhere, np.zeros(batch, np.int64))).argmax(-1)
+
+    @torch.inference_mode()
+    def read(self, tokens: int) -> None:
+        """One forward over so many context tokens, on the padding block, to be timed."""
+        pages = -(-tokens // self.model.block_size)
+        row = DraftRow(DraftSequence(BlockTable()), [0] * tokens, steps=0)
+        self._catch_up([row], np.zeros((1, pages), np.int32)).argmax(-1)
 
     def _follow(self, rows: list[DraftRow], table: np.ndarray, logits: torch.Tensor) -> None:
         """Draft rows by SLRS-n, each along a path of its own."""
