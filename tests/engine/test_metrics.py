@@ -27,6 +27,7 @@ from vllm_hetero_spec.engine.metric_sinks import (
     SECONDS,
 )
 from vllm_hetero_spec.engine.stats import REASONS, DraftStats, Growth
+from vllm_hetero_spec.lookahead.controllers import Gauges
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -58,6 +59,19 @@ def test_growth_is_what_came_since_the_last_time() -> None:
         "skipped": {"catching_up": 1, "nothing_proposed": 1},
         "gain": 1.5,
     }
+
+
+def test_off_is_a_share_of_recent_steps() -> None:
+    stats, gauges = DraftStats(), Gauges(0, off=True)
+    shares = []
+    for off in (0, 16, 16, 0):
+        stats.steps += 16
+        stats.off_steps += off
+        stats.show(gauges)
+        shares.append(stats.off_fraction)
+    assert shares == pytest.approx([0.0, 0.3, 0.51, 0.357])
+    stats.show(gauges)  # no step since
+    assert stats.off_fraction == shares[-1]
 
 
 def test_counters_that_were_set_back_count_from_zero() -> None:

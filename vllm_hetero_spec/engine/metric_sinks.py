@@ -16,6 +16,7 @@ LABELS = ("model_name", "engine")  # of each of vLLM's own metrics
 # What is exported: a field of DraftStats and what it means. Times are those of one step.
 COUNTERS = {
     "steps": "Steps in which the drafter was asked for drafts.",
+    "off_steps": "Steps for which the controller left every request undrafted.",
     "drafts": "Drafts proposed to the target.",
     "draft_tokens": "Target tokens in proposed drafts.",
     "drafter_tokens": "Tokens the drafter generated for those drafts.",
@@ -38,6 +39,7 @@ GAUGES = {
     "kv_blocks": "Blocks of the drafter's KV pool.",
     "kv_blocks_held": "Blocks of the drafter's KV pool in use after the last step.",
     "lookahead": "Target tokens the controller drafts at present; 0 while the target is alone.",
+    "off_fraction": "Share of recent steps for which the controller left every request undrafted.",
     "gain": "Tokens per second foreseen with speculation over those of the target alone.",
     "tokens_per_second": "Tokens per second achieved, as the controller sees it.",
     "drafter_step_seconds": "Estimated time of a drafter step at the present batch.",

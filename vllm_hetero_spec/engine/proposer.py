@@ -164,6 +164,11 @@ class HeteroProposer:
         controller = controller_of(self.options, costs, stops=stops)
         self._pace = Pace(controller, stops)
 
+    @property
+    def regime(self) -> str:
+        """What the controller does at present; empty where this rank does not draft."""
+        return "" if self._pace is None else self._pace.controller.regime
+
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry, without request ids: reached only if the runner hook is missing."""
         raise RuntimeError("vllm_hetero_spec: the model runner hook is not installed")
@@ -231,6 +236,7 @@ class HeteroProposer:
         lengths = pace.plan(sampled, unread, lookahead)
         if self._planning is not None:
             lengths = self._planning.broadcast_object(lengths, src=0)
+        self.stats.off_steps += not any(lengths)
         if self.stats.steps % _STEPS_BETWEEN_GAUGES == 1:
             self.stats.show(pace.controller.gauges())
         return lengths

@@ -27,6 +27,7 @@ REASONS = {
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
 # Expected now and then in normal operation: counted, but not worth a warning.
+_FADE = 0.3  # weight of the newest steps in `off_fraction`
 _QUIET = frozenset({"catching_up", "nothing_proposed", "not_worth_it"})
 
 
@@ -36,6 +37,7 @@ class DraftStats:
 
     Attributes:
         steps: Calls of the proposer.
+        off_steps: Those in which the controller left every request undrafted.
         drafts: Drafts handed to the target.
         draft_tokens: Target tokens in those drafts.
         drafter_tokens: Tokens the drafter generated for them.
@@ -51,6 +53,7 @@ class DraftStats:
         fuzzy_variation: Sum of total variations at the places where the fuzzy rule applied.
         kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
         lookahead: Target tokens the controller drafts at present, 0 while the target is alone.
+        off_fraction: Share of `off_steps` among recent steps.
         gain: Tokens per second it foresees, over those of the target alone.
         tokens_per_second: What it achieves.
         drafter_step_seconds, target_step_seconds: Its estimates for the present batch.
@@ -58,6 +61,7 @@ class DraftStats:
     """
 
     steps: int = 0
+    off_steps: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     drafter_tokens: int = 0
@@ -74,11 +78,15 @@ class DraftStats:
     kv_blocks: int = 0
     kv_blocks_held: int = 0
     lookahead: int = 0
+    off_fraction: float = 0.0
     gain: float = 0.0
     tokens_per_second: float = 0.0
     drafter_step_seconds: float = 0.0
     target_step_seconds: float = 0.0
     acceptance: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shown = 0, 0  # steps and off_steps when the gauges were last set
 
     def skip(self, reason: str, detail: str = "", times: int = 1) -> None:
         """Count undrafted requests; the first of each reason is logged once."""
@@ -103,6 +111,10 @@ class DraftStats:
 
     def show(self, gauges: Gauges) -> None:
         """Take over what the controller thinks at present."""
+        steps, off = self.steps - self._shown[0], self.off_steps - self._shown[1]
+        if steps > 0:
+            self.off_fraction += _FADE * (off / steps - self.off_fraction)
+        self._shown = self.steps, self.off_steps
         self.lookahead = gauges.lookahead
         self.gain, self.tokens_per_second = gauges.gain, gauges.tokens_per_second
         self.drafter_step_seconds = gauges.drafter_seconds
@@ -120,6 +132,7 @@ _HELD: dict[str, type] = {
     "kv_blocks": int,
     "kv_blocks_held": int,
     "lookahead": int,
+    "off_fraction": float,
     "gain": float,
     "tokens_per_second": float,
     "drafter_step_seconds": float,
