@@ -99,6 +99,7 @@ def serve(engine: str, arguments: argparse.Namespace, prompts: Sequence[str]) ->
     llm = LLM(
         str(arguments.target),
         dtype="float32",
+        enforce_eager=True,
         speculative_config=spec,
         max_model_len=1024,
         max_num_seqs=most,

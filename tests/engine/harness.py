@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # Read by vLLM when an engine starts: in this process, so that tests reach into the worker.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -53,6 +54,12 @@ def proposer_of(llm: Any) -> Any:
     """The proposer in this process's worker."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     return worker.model_runner.drafter
+
+
+def profile(llm: Any, requests: int = 5) -> None:
+    """Sample for requests that do not exist, as vLLM does at start-up unless eager on a CPU."""
+    runner = proposer_of(llm)._runner
+    runner._dummy_sampler_run(torch.zeros(requests, runner.model_config.get_hidden_size()))
 
 
 def metrics_of(llm: Any) -> dict[str, int]:

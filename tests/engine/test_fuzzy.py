@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, profile, slem
 from target_law import Setting, counted, follows, law_of, load
 from vllm import SamplingParams
 
@@ -40,6 +40,7 @@ def test_the_threshold_decides_what_is_lost(
         assert "LOSSY" in said.out + said.err + caplog.text
         logger = logging.getLogger("vllm.hetero_spec")  # vLLM has set it up by now
         monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+        profile(llm)
         caplog.set_level(logging.INFO, logger.name)
         outputs = llm.generate([prompt] * SAMPLES, params, use_tqdm=False)
         llm.generate([prompt], params, use_tqdm=False)  # the step that reports those before it

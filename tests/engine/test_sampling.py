@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, profile, slem
 from target_law import LENGTH, Path3, Setting, counted, distance, follows, law_of, load, p_value
 from vllm import SamplingParams
 
@@ -127,6 +127,7 @@ def llm(request: pytest.FixtureRequest, demo_pair: Path, drafters: Path) -> Iter
     spec = slem(drafters / drafter, lookahead=3, method=method, verification=verification)
     room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
     with engine(demo_pair / "target", spec, **room) as llm:
+        profile(llm)
         yield llm
 
 

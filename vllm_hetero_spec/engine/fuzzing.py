@@ -50,8 +50,11 @@ class FuzzyRule:
     ) -> Verdict:
         """See `verify.rules.token_rule`."""
         found = fuzzy_rule(drafts, p, bonus, noise, self._divergence, self._threshold)
+        req_ids = self._req_ids()
+        if not req_ids:  # vLLM profiles with requests that do not exist
+            return found.verdict
         figures = zip(
-            self._req_ids(),
+            req_ids,
             (found.verdict.accepted + 1).tolist(),
             found.only_fuzzy.tolist(),
             found.variation.tolist(),

@@ -52,10 +52,13 @@ class DraftLaws:
         """The drafts of a step with their laws, which are handed out once.
 
         Args:
-            req_ids: Requests of the batch, [B].
+            req_ids: Requests of the batch, [B]; none where vLLM profiles with made-up ones, whose
+                drafts are certain.
             lengths: Tokens left of each request's draft; cut at the end, never elsewhere.
             tokens: int64 [N], the draft tokens.
         """
+        if not req_ids:
+            return DraftBatch(tokens, lengths)
         rounds: dict[int, tuple[torch.Tensor, int]] = {}  # rows and where they will start
         row_of: list[int] = []
         total = 0

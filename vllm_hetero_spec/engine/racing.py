@@ -56,9 +56,16 @@ class Clocks:
         for req_id in self._seeds.keys() - live:
             del self._seeds[req_id]
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [B] seeds, and places of the next token in each request's output."""
+    def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [B] seeds, and places of the next token in each request's output.
+
+        Args:
+            size: Of the batch; vLLM profiles with requests that do not exist, which all race alike.
+        """
         req_ids = self._runner.input_batch.req_ids
+        if not req_ids:
+            nothing = torch.zeros(size, dtype=torch.int64, device=self._runner.device)
+            return nothing, nothing.clone()
         requests = self._runner.requests
         seeds = [self.seed(req_id) for req_id in req_ids]
         places = [len(requests[req_id].output_token_ids) for req_id in req_ids]
@@ -69,7 +76,7 @@ class Clocks:
         self, drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise
     ) -> Verdict:
         """Accept while the draft is what the target's own race gives (`verify.rules`)."""
-        return race_rule(drafts, p, bonus, *self.batch())
+        return race_rule(drafts, p, bonus, *self.batch(drafts.size))
 
 
 class RacingSampler(torch.nn.Module):
@@ -94,7 +101,7 @@ class RacingSampler(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One token for each request of the batch, behind its draft if it has one."""
         logits = apply_top_k_top_p(logits, k, p)
-        seeds, places = self._clocks.batch()
+        seeds, places = self._clocks.batch(len(logits))
         if self._clocks.drafted:
             places += torch.tensor(self._clocks.drafted).to(places.device)
         return race(logits.softmax(-1), seeds, places), self._processed(logits)
