@@ -194,13 +194,13 @@ class Picker:
 
     def _hand_out(self, draws: DrawBatch) -> None:
         """Give every sampled row its laws."""
-        nulls = draws.substitutes
+        nulls, laws = draws.substitutes, draws.laws  # one tensor, by which a round is known
         position = 0
         for ids in self._picked:
             for index in self._drawn:
                 if index < len(ids):
                     row = self._rows[index]
-                    row.laws = draws.laws
+                    row.laws = laws
                     row.law_of.append(position)
                     if nulls:
                         row.substitutes.append(nulls[position])
