@@ -97,7 +97,10 @@ def test_engines_that_take_too_long() -> None:
     assert list(resident.processes(engine.pid)) == []
 
 
-def test_an_interrupt_ends_the_engine() -> None:
+def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
+    # Where the tests run in the background of a shell, interrupts are ignored to begin with.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with start("work") as engine:
         later(0.5, os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

@@ -32,15 +32,40 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def prompt(code_prompts: list[str]) -> str:
-    return code_prompts[0][:200]
+    return code_prompts[0][:48]
 
 
 @pytest.fixture(scope="module")
-def laws(demo_pair: Path, prompt: str) -> dict[str, dict[Path3, float]]:
+def models(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's pair, twice as sure of themselves, and a drafter of random weights.
+
+    A flat law would hide in rare sequences what a wrong rule does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("target", "drafter", "garbled"):
+        source = demo_pair / name.replace("garbled", "drafter")
+        shutil.copytree(source, folder / name)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        with torch.no_grad():
+            if name == "garbled":
+                torch.manual_seed(0)
+                for parameter in model.parameters():
+                    parameter.normal_(std=0.05)
+            else:
+                model.model.norm.weight.mul_(2.0)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def laws(models: Path, prompt: str) -> dict[str, dict[Path3, float]]:
     """The target's law under every setting."""
-    model, start = load(demo_pair / "target", prompt)
+    model, start = load(models / "target", prompt)
     found = {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
     assert abs(sum(found["cold"].values()) - 1) < 0.02
+    assert sum(found["hot"].values()) > 0.5
     return found
 
 
@@ -104,29 +129,12 @@ if LONG:
     ]
 
 
-@pytest.fixture(scope="module")
-def drafters(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's drafter, and one of random weights with the same tokenizer."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("drafters")
-    for name in ("drafter", "garbled"):
-        shutil.copytree(demo_pair / "drafter", folder / name)
-    model = AutoModelForCausalLM.from_pretrained(folder / "garbled", dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.05)
-    model.save_pretrained(folder / "garbled")
-    return folder
-
-
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def llm(request: pytest.FixtureRequest, demo_pair: Path, drafters: Path) -> Iterator[Any]:
+def llm(request: pytest.FixtureRequest, models: Path) -> Iterator[Any]:
     method, verification, drafter = request.param
-    spec = slem(drafters / drafter, lookahead=3, method=method, verification=verification)
+    spec = slem(models / drafter, lookahead=3, method=method, verification=verification)
     room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
-    with engine(demo_pair / "target", spec, **room) as llm:
+    with engine(models / "target", spec, **room) as llm:
         profile(llm)
         yield llm
 
@@ -142,7 +150,7 @@ def test_samples_follow_the_targets_law(
 
 
 def test_a_seed_gives_the_same_text_twice(llm: Any, prompt: str) -> None:
-    params = [params_of(SETTINGS["nucleus"], s if s % 3 else None) for s in range(150)]
+    params = [params_of(SETTINGS["hot"], s if s % 3 else None) for s in range(150)]
     first, again = (
         [o.outputs[0].token_ids for o in llm.generate([prompt] * 150, params, use_tqdm=False)]
         for _ in range(2)
@@ -178,15 +186,13 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 
 
 @pytest.mark.parametrize("method", ["slem", "tli", "push_forward", "slrs", "union"])
-def test_chunked_prompts(
-    demo_pair: Path, drafters: Path, prompt: str, laws: dict, method: str
-) -> None:
+def test_chunked_prompts(models: Path, prompt: str, laws: dict, method: str) -> None:
     """Prompts read in pieces, by the target and by the drafter, beside requests that sample."""
     if not LONG and method != "push_forward":
         pytest.skip("one method stands for all in the short run")
-    spec = slem(drafters / "drafter", lookahead=3, method=method)
+    spec = slem(models / "drafter", lookahead=3, method=method)
     room = {"max_num_seqs": 32, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
-    with engine(demo_pair / "target", spec, **room) as llm:
+    with engine(models / "target", spec, **room) as llm:
         check(sample(llm, prompt, max(600, SAMPLES // 4), seeds=False), laws)
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
