@@ -127,6 +127,7 @@ class Driver:
                 names.append(engine.add_request(str(index), prompt, sampling))
             except (ValueError, VLLMClientError) as error:
                 engine.abort_request(names, internal=True)
+                self._warm.clear()  # the next warm-up takes what the aborted ones still count
                 raise refusal(error) from error
 
         while running or len(requests) < len(load.prompts):
