@@ -62,13 +62,20 @@ class Phase:
     seconds: float
     steps: Sequence[Step]
 
+    @property
+    def settled(self) -> float:
+        """Seconds until the first step with all requests in it: until then prompts are read."""
+        return next((step.at for step in self.steps if step.tokens >= self.batch), 0.0)
+
     def rate(self, after: float) -> float:
-        """Tokens per second, those of the first `after` seconds left out."""
-        return sum(step.tokens for step in self.steps if step.at > after) / (self.seconds - after)
+        """Tokens per second, those of the first `after` seconds left out, or of longer reading."""
+        start = next(step.at for step in self.steps if step.at >= max(after, self.settled))
+        tokens = sum(step.tokens for step in self.steps if step.at > start)
+        return tokens / (self.steps[-1].at - start)
 
     @property
     def followed(self) -> float:
-        """Seconds until the controller did for the first time what it did most of the later half.
+        """Seconds from `settled` until the controller did what it did most of the later half.
 
         Steps count by the time they took.
         """
@@ -77,7 +84,8 @@ class Phase:
             if step.at > self.seconds / 2:
                 spent[step.regime] = spent.get(step.regime, 0.0) + step.at - before.at
         usual = max(spent, key=lambda regime: spent[regime])
-        return next(step.at for step in self.steps if step.regime == usual)
+        found = next(step.at for step in self.steps if step.regime == usual)
+        return max(0.0, found - self.settled)
 
 
 def serve(engine: str, arguments: argparse.Namespace, prompts: Sequence[str]) -> list[Phase]:
@@ -127,13 +135,13 @@ class _Load:
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._texts = enumerate(itertools.cycle(prompts))
+        self._prompts, self._numbers = prompts, itertools.count()
         self._live: dict[str, None] = {}
         worker = self._engine.engine_core.engine_core.model_executor.driver_worker.worker
         self._drafter = getattr(worker.model_runner, "drafter", None)
 
     def run(self, batch: int, seconds: float) -> Phase:
-        """Keep so many requests in flight for so long."""
+        """Keep so many requests in flight for so long, every engine from the first prompt on."""
         surplus = list(self._live)[batch:]
         self._engine.abort_request(surplus)
         for request_id in surplus:
@@ -143,11 +151,12 @@ class _Load:
         return Phase(batch, time.perf_counter() - began, steps)
 
     def _steps(self, batch: int, began: float, seconds: float) -> Iterator[Step]:
+        texts = itertools.cycle(self._prompts)
         while time.perf_counter() - began < seconds:
             while len(self._live) < batch:
-                number, text = next(self._texts)
-                self._live[str(number)] = None
-                self._engine.add_request(str(number), text, self._params)
+                name = str(next(self._numbers))
+                self._live[name] = None
+                self._engine.add_request(name, next(texts), self._params)
             tokens = 0
             for output in self._engine.step():
                 tokens += len(output.outputs[0].token_ids)
