@@ -14,11 +14,12 @@ import calibrate_acceptance
 from _demo_corpus import Corpus, standard_library
 from _demo_training import Budget, ModelSpec
 from _markdown import compared, markdown_table, with_error
-from _place_rows import PairRows
-from calibrate_acceptance import measure, title
+from calibrate_acceptance import title, verdict
 from oracle_acceptance import load
 from train_demo_models import PairBudget, train_pair
 
+from vllm_hetero_spec.advice.alphas import measure
+from vllm_hetero_spec.advice.place_rows import PairRows
 from vllm_hetero_spec.draft.calibration import Estimate
 
 TARGET = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
@@ -88,9 +89,21 @@ def test_figures_of_every_method(pair: PairRows) -> None:
         assert value["union"] <= value["tli"] <= value["target_shared"]
         assert value["ersd_slrs"] <= value["slrs_3"]
         assert sorted(result.ranking) == ["push_forward", "slem_greedy", "slrs_2", "slrs_3", "tli"]
-        assert result.verdict().startswith(
+        assert verdict(result).startswith(
             f"temperature {result.temperature:g}: {title(result.ranking[0])} comes first"
         )
+
+
+def test_a_greedy_target_accepts_by_argument(pair: PairRows) -> None:
+    (greedy, warm), _ = measure(pair, TEXTS, [0.0, 1.0], 5, 64, [2], 0)
+    assert greedy.ranking == ["slem_greedy"]
+    assert greedy.predicted == "slem"
+    rows = [pair.read(text, 64, 64, torch.Generator()) for text in TEXTS]
+    (alone,), places = measure(pair, TEXTS, [0.0], 64, 64, [2], 0)
+    hits = sum(sum(r.p.argmax(-1) == torch.tensor(r.greedy)).item() for r in rows)
+    assert alone.figures["slem_greedy"].value == pytest.approx(hits / places)
+    assert 0 < hits < places
+    assert len(warm.ranking) == 4
 
 
 def test_the_script_prints_what_it_measures(

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.model_folder import check_model, widened_columns
+from vllm_hetero_spec.cli.options import DEFAULT, dictionary, positive
 from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
 from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
@@ -28,34 +29,34 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("target", help="Hugging Face name or folder")
     parser.add_argument("drafter", help="Hugging Face name or folder; any tokenizer")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
-    parser.add_argument("--num-prompts", type=_positive, default=8, metavar="N", help=_DEFAULT)
-    parser.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help=_DEFAULT)
+    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help=DEFAULT)
+    parser.add_argument("--max-tokens", type=positive, default=96, metavar="N", help=DEFAULT)
     parser.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="requests that run at the same time (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=_DEFAULT)
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help=_DEFAULT)
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=DEFAULT)
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help=DEFAULT)
     parser.add_argument(
         "--num-speculative-tokens",
-        type=_positive,
+        type=positive,
         default=4,
         metavar="K",
         help="lookahead in target tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--speculative-config",
-        type=_dictionary,
+        type=dictionary,
         default={},
         metavar="JSON",
         help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
     )
     parser.add_argument(
         "--engine-args",
-        type=_dictionary,
+        type=dictionary,
         default={},
         metavar="JSON",
         help='arguments of vllm.LLM for both runs, as {"tensor_parallel_size": 2}',
@@ -63,26 +64,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
     parser.set_defaults(run=run)
-
-
-_DEFAULT = "default: %(default)s"
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
-def _dictionary(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return found
 
 
 def run(arguments: argparse.Namespace) -> None:

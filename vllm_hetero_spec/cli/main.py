@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.cli import bench, compare, doctor, inspect
+from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measurement import MeasurementError
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_parser(commands)
     bench.add_parser(commands)
     inspect.add_parser(commands)
+    advise.add_parser(commands)
     doctor.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracle_acceptance import greedy_decode
+from transformers import DynamicCache
 
 from vllm_hetero_spec.draft.merging import PairMerging
 from vllm_hetero_spec.draft.rows import TokenMap
@@ -132,6 +132,18 @@ class PairRows:
             return [first]
         rest = greedy_decode(self._drafter_model, [*ids, first], _GREEDY_TOKENS - 1, set(ends))
         return [first, *rest]
+
+
+def greedy_decode(model: Any, ids: list[int], new_tokens: int, eos: set[int]) -> list[int]:
+    """Up to `new_tokens` ids after `ids`, the EOS that ends them included."""
+    out: list[int] = []
+    cache, row = DynamicCache(), torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        while len(out) < new_tokens and (not out or out[-1] not in eos):
+            logits = model(input_ids=row, past_key_values=cache, use_cache=True).logits
+            out.append(int(logits[0, -1].argmax()))
+            row = torch.tensor([[out[-1]]], device=model.device)
+    return out
 
 
 def _ends(model: Any) -> list[int] | None:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a drafter takes, told from its files without loading them."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MIB = 1 << 20
+# Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_RUN_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a drafter takes beside the target.
+
+    Attributes:
+        weight_bytes: As they will lie in memory; None where the weights are not on this machine.
+        kv_bytes_per_token: Keys and values of one drafter token.
+        tokens: Longest context of the figures below, in drafter tokens.
+        sequences: Contexts at the same time.
+    """
+
+    weight_bytes: int | None
+    kv_bytes_per_token: int
+    tokens: int
+    sequences: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of all sequences at that length."""
+        return self.kv_bytes_per_token * self.tokens * self.sequences
+
+    def __str__(self) -> str:
+        weights = "unknown weights"
+        if self.weight_bytes is not None:
+            weights = f"{_mib(self.weight_bytes)} weights"
+        return (
+            f"{weights} + {_mib(self.kv_bytes)} KV for batch {self.sequences} of "
+            f"{self.tokens:,} tokens"
+        )
+
+
+def local_folder(name: str) -> Path | None:
+    """Where the files of a model are on this machine; None where there are none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def missing_weights(name: str) -> str:
+    """Why a model's weights cannot be read here, in a clause; "" where they can."""
+    folder = local_folder(name)
+    if folder is not None:
+        for index in folder.glob("*.safetensors.index.json"):
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            absent = sorted(file for file in files if not (folder / file).is_file())
+            if absent:
+                return f"{name} lacks {absent[0]}"
+        if any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
+            return ""
+        if Path(name).is_dir():
+            return f"{name} holds no weights"
+    return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
+
+
+def memory_of(config: Any, folder: Path | None, dtype: str, sequences: int, tokens: int) -> Memory:
+    """What a drafter takes.
+
+    Args:
+        config: Its transformers configuration.
+        folder: Where its files are; None where there are none.
+        dtype: What vLLM runs it in.
+        sequences: Contexts at the same time.
+        tokens: Of each, where it can read so many.
+    """
+    text = config.get_text_config()
+    element = _RUN_BYTES.get(dtype, 2)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Memory(
+        None if folder is None else _weight_bytes(folder, element),
+        2 * text.num_hidden_layers * heads * width * element,
+        min(tokens, getattr(text, "max_position_embeddings", tokens)),
+        sequences,
+    )
+
+
+def _weight_bytes(folder: Path, element: int) -> int | None:
+    """Of all safetensors files, from their headers; of older formats the files as they are."""
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return sum(_tensor_bytes(file, element) for file in files)
+    return sum(file.stat().st_size for file in folder.glob("*.bin")) or None
+
+
+def _tensor_bytes(file: Path, element: int) -> int:
+    with file.open("rb") as data:
+        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+    header.pop("__metadata__", None)
+    total = 0
+    for tensor in header.values():
+        begin, end = tensor["data_offsets"]
+        count = math.prod(tensor["shape"])
+        total += count * element if tensor["dtype"] in _FLOATS else end - begin
+    return total
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB" if size < 10 * _MIB else f"{size / _MIB:,.0f} MiB"
