@@ -26,9 +26,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.advice.alphas import Alphas, measure, method_of
 from vllm_hetero_spec.advice.place_rows import PairRows
-from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.selection import span
+from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 

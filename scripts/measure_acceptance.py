@@ -24,10 +24,10 @@ from _markdown import as_json, compared, markdown_table, with_error
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import METHODS, VERIFICATIONS, ConfigError
 from vllm_hetero_spec.draft.calibration import Estimate
 from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
+from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measurement import Load, MeasurementError, Sample
 
 # In the order of the theory: each of the first four should accept no less than the one before.

@@ -29,8 +29,8 @@ from _markdown import markdown_table
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.prompts import load_prompts
 
 
 @dataclass(frozen=True)

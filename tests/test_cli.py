@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from vllm_hetero_spec.cli import compare
 from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.cli.model_folder import widened_columns
-from vllm_hetero_spec.cli.prompts import BUILT_IN, load_prompts
+from vllm_hetero_spec.inputs.model_folder import widened_columns
+from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
 from vllm_hetero_spec.measurement import MeasurementError, Sample, Trace
 
 ALONE = Sample(

@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from vllm_hetero_spec.cli import plots
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.cli.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
 END = "<|endoftext|>"

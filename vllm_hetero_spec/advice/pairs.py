@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_hetero_spec.advice.memory import Memory
-from vllm_hetero_spec.cli.tokenizer_source import OpenTokenizer
 from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.draft.selection import Choice, order, span
+from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 

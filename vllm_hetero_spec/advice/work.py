@@ -23,9 +23,9 @@ from vllm_hetero_spec.advice.measuring import (
 from vllm_hetero_spec.advice.memory import local_folder, memory_of, missing_weights
 from vllm_hetero_spec.advice.pairs import read_acceptance, view_pair
 from vllm_hetero_spec.bench.engines import on_gpu
-from vllm_hetero_spec.cli.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.measure import EngineSpec
+from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.measurement import Engine, MeasurementError
 
 # Drafter tokens of a context for which its memory is told, unless it reads fewer.

@@ -11,8 +11,8 @@ from typing import Any
 from vllm_hetero_spec.bench.models import located, tokenizer_of
 from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.yaml_file import Entry, nearest
-from vllm_hetero_spec.cli.prompts import BUILT_IN
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.prompts import BUILT_IN
 
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.yaml_file import Entry
-from vllm_hetero_spec.cli.model_folder import check_model
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.model_folder import check_model
 
 _DEMO = "demo:"
 

@@ -24,7 +24,7 @@ from vllm_hetero_spec.bench.tables import (
     SPEED_NOTE,
     markdown_table,
 )
-from vllm_hetero_spec.cli.model_folder import widened_columns
+from vllm_hetero_spec.inputs.model_folder import widened_columns
 
 MARKDOWN = "results.md"
 SUMMARY = "summary.json"

@@ -17,11 +17,11 @@ from vllm_hetero_spec.advice.findings import Advice, DrafterFindings
 from vllm_hetero_spec.advice.measuring import Plan, fixed_config
 from vllm_hetero_spec.advice.tables import show
 from vllm_hetero_spec.advice.work import Task, Work
-from vllm_hetero_spec.cli.model_folder import check_model, widened_columns
 from vllm_hetero_spec.cli.options import DEFAULT, dictionary, positive
-from vllm_hetero_spec.cli.prompts import load_prompts
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
 from vllm_hetero_spec.engine.measure import VllmEngine
+from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
+from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measurement import MeasurementError
 from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from vllm_hetero_spec.cli import plots
 from vllm_hetero_spec.cli.inspection import Inspection, Side, control_tokens
 from vllm_hetero_spec.cli.inspection_tables import show
-from vllm_hetero_spec.cli.prompts import load_prompts
-from vllm_hetero_spec.cli.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.prompts import load_prompts
+from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.chat_bridge import align
 from vllm_hetero_spec.text.chat_template import chat_of

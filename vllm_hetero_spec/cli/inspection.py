@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_hetero_spec.cli.tokenizer_source import ROLES, OpenTokenizer
 from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.draft.selection import Choice, order
+from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
 from vllm_hetero_spec.text.segmentation import SegmentationStatistics
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import Overlap, PairStatistics, VocabularyCounts

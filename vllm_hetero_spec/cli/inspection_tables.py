@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_hetero_spec.cli.inspection import TEMPERATURES, ControlToken, Inspection, Side
-from vllm_hetero_spec.cli.tokenizer_source import ROLES
 from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.inputs.tokenizer_source import ROLES
 
 # Control tokens without a role that are named one by one.
 _NAMED = 6
