@@ -152,6 +152,8 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("mixed", "mxed", 5, "datasets.code.builtin is 'mxed' (did you mean 'mixed'?)"),
         ("count: 2", "count: 0", 5, "datasets.code.count is 0"),
         ("count: 2", "count: 99", 5, "has 8 prompts, 99 are asked"),
+        ("count: 2", "repeat: true", 5, "datasets.code.repeat needs a count to come to"),
+        ("count: 2", "count: 2, repeat: 1", 5, "datasets.code.repeat is 1"),
         ("count: 2", "split: test", 5, "datasets.code.split goes with hf, not with builtin"),
         ("count: 2", "prompt: '{text}'", 5, "a row has no 'text'; it has: prompt"),
         ("count: 2", "prompt: 'text'", 5, "names no column; write one in braces"),
@@ -225,6 +227,14 @@ def test_templates_columns_and_filters(write: Write) -> None:
         '{"turns": ["more than five"], "kind": "b"}\n'
     )
     assert prompts_of(read_suite(file)) == ("Say {brac!", "Say more !")
+
+
+def test_prompts_come_again_only_where_that_is_asked_for(write: Write) -> None:
+    file = write(GOOD.replace("count: 2", "count: 10, repeat: true"))
+    prompts = prompts_of(read_suite(file))
+    assert len(prompts) == 10
+    assert len(set(prompts)) == 8
+    assert prompts[8:] == prompts[:2]
 
 
 def test_chat_templates_are_the_targets(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

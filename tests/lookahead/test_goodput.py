@@ -10,6 +10,7 @@ import pytest
 
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.fates import Text
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.simulation import (
     Clock,
@@ -17,7 +18,6 @@ from vllm_hetero_spec.lookahead.simulation import (
     Outcome,
     Phase,
     Seconds,
-    Text,
     run,
     static_rate,
 )

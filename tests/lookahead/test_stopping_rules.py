@@ -11,19 +11,16 @@ import pytest
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.fates import Drafts, Text, confidence_rule, survival_rule
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.simulation import (
     Clock,
-    Drafts,
     Machine,
     Outcome,
     Phase,
-    Text,
-    confidence_rule,
     run,
     static_rate,
     stopped_rate,
-    survival_rule,
 )
 
 MACHINE = Machine(target=lambda rows: 1.0, drafter=lambda batch: 0.1)

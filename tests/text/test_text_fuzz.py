@@ -21,9 +21,9 @@ from fuzzing import Checker, fuzz
 from recipes import corpus
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from vllm_hetero_spec.text.context import TextContext
 from vllm_hetero_spec.text.drafts import DraftTranslator
 from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 LONG = int(os.environ.get("HETERO_SPEC_FUZZ", "0"))

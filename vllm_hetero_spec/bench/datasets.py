@@ -17,7 +17,11 @@ from vllm_hetero_spec.inputs.prompts import BUILT_IN
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")
 _HF_KEYS = ("config", "data_dir", "split", "revision")
-KEYS = (*_SOURCES, *_HF_KEYS, "prompt", "where", "count", "max_prompt_chars", "chat_template")
+KEYS = (
+    *_SOURCES,
+    *_HF_KEYS,
+    *("prompt", "where", "count", "repeat", "max_prompt_chars", "chat_template"),
+)
 _MAX = 1 << 31
 
 
@@ -46,8 +50,11 @@ def check_dataset(entry: Entry) -> None:
         raise keys["file"].refuse(f"the file {located(keys['file'])} does not exist.")
     if "hf" in keys:
         _datasets_library(keys["hf"])
-    if "chat_template" in keys:
-        keys["chat_template"].flag()
+    for key in ("chat_template", "repeat"):
+        if key in keys:
+            keys[key].flag()
+    if "repeat" in keys and "count" not in keys:
+        raise keys["repeat"].refuse(f"{keys['repeat'].name} needs a count to come to.")
     if "where" in keys:
         keys["where"].mapping()
     _fields(entry)
@@ -68,7 +75,12 @@ def load_dataset(entry: Entry) -> list[str]:
     if not prompts:
         raise entry.refuse(f"{entry.name} has no prompts.")
     if count and len(prompts) < count:
-        raise keys["count"].refuse(f"{entry.name} has {len(prompts)} prompts, {count} are asked.")
+        if not ("repeat" in keys and keys["repeat"].value()):
+            raise keys["count"].refuse(
+                f"{entry.name} has {len(prompts)} prompts, {count} are asked; `repeat: true` "
+                "begins again with the first."
+            )
+        prompts = list(itertools.islice(itertools.cycle(prompts), count))
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise entry.refuse(f"prompt {number} of {entry.name} is empty.")

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine, a text and a clock that are not there, to see what a controller would make of them.
+"""A machine and a clock that are not there, to see what a controller would make of them.
 
-A `Text` says how likely each token of a draft is accepted and how confident the drafter is of it; a
-`Machine` says what steps cost; `run` lets a controller serve a load on both, through the interface
-that an engine uses. `Fates` are drafts drawn beforehand, on which every rule can be tried exactly.
+A `Machine` says what steps cost; `run` lets a controller serve a load of a `Text` on it, through
+the interface that an engine uses.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_hetero_spec.lookahead.controllers import Controller, Plan
+from vllm_hetero_spec.lookahead.fates import Drafts, Fates, Text
 
-_BLOCK = 1024  # drafts that are drawn at a time
 Seconds = Callable[[int], float]  # of a size: rows, or requests
 
 
@@ -27,83 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Fates(NamedTuple):
-    """Drafts with everything that can happen to them, [drafts, depth] each.
-
-    Attributes:
-        accepted: Probability that a token is accepted if all before it were.
-        confidence: What the drafter says before it draws the token.
-        told: Probability of acceptance given the confidence: the best anyone can know.
-    """
-
-    accepted: np.ndarray
-    confidence: np.ndarray
-    told: np.ndarray
-
-
-@dataclass(frozen=True)
-class Text:
-    """Easy and hard tokens mixed, and a drafter that knows only roughly which is which.
-
-    Attributes:
-        easy: Acceptance of an easy token.
-        hard: Acceptance of a hard one.
-        share: Share of easy tokens.
-        noise: Standard deviation of the confidence's logit around that of the acceptance.
-        bias: Its mean: above 0 the drafter is too sure of itself.
-    """
-
-    easy: float = 0.95
-    hard: float = 0.35
-    share: float = 0.7
-    noise: float = 0.7
-    bias: float = 0.0
-
-    def draw(self, drafts: int, depth: int, generator: np.random.Generator) -> Fates:
-        """Independent drafts."""
-        is_easy = generator.random((drafts, depth)) < self.share
-        accepted = np.where(is_easy, self.easy, self.hard)
-        seen = np.where(is_easy, self._seen(self.easy), self._seen(self.hard))
-        seen += self.noise * generator.standard_normal(accepted.shape)
-        return Fates(accepted, 1 / (1 + np.exp(-seen)), self._told(seen))
-
-    def _seen(self, rate: float) -> float:
-        return math.log(rate / (1 - rate)) + self.bias
-
-    def _told(self, seen: np.ndarray) -> np.ndarray:
-        """Bayes' rule: acceptance given the confidence's logit."""
-        easy, hard = (
-            part * np.exp(-0.5 * ((seen - self._seen(rate)) / self.noise) ** 2)
-            for part, rate in ((self.share, self.easy), (1 - self.share, self.hard))
-        )
-        told: np.ndarray = (easy * self.easy + hard * self.hard) / (easy + hard)
-        return told
-
-
-class Drafts:
-    """The drafts of a text in the order in which `run` meets them: the same for any controller.
-
-    Args:
-        text: Where they come from.
-        depth: Tokens of each.
-        seed: The run's.
-    """
-
-    def __init__(self, text: Text, depth: int, seed: int) -> None:
-        self._text, self._depth = text, depth
-        self._generator = np.random.default_rng([seed, 1])
-        self._left = text.draw(0, depth, self._generator)
-
-    def take(self, count: int) -> Fates:
-        """The next so many."""
-        while len(self._left.accepted) < count:
-            more = self._text.draw(_BLOCK, self._depth, self._generator)
-            self._left = Fates(*map(np.concatenate, zip(self._left, more, strict=True)))
-        taken = Fates(*(part[:count] for part in self._left))
-        self._left = Fates(*(part[count:] for part in self._left))
-        return taken
 
 
 @dataclass(frozen=True)
@@ -317,14 +238,3 @@ def stopped_rate(fates: Fates, machine: Machine, goes_on: np.ndarray) -> float:
     tokens = 1 + (np.cumprod(fates.accepted, axis=1) * drafted).sum(1)
     seconds = machine.target(1) + machine.drafter(1) * drafted.sum(1)
     return float(tokens.sum() / seconds.sum())
-
-
-def survival_rule(fates: Fates, threshold: float) -> np.ndarray:
-    """Go on while the next token is likely enough to count, given all confidences so far."""
-    mean = float(fates.told.mean())
-    return np.cumprod(fates.told, axis=1) * mean >= threshold
-
-
-def confidence_rule(fates: Fates, threshold: float) -> np.ndarray:
-    """Go on while the drafter's confidence is high, whatever came before."""
-    return fates.confidence >= threshold

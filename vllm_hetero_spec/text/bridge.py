@@ -10,9 +10,10 @@ from typing import Protocol, cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
 from vllm_hetero_spec.text.chat_template import Chat
-from vllm_hetero_spec.text.context import Context, IdentityContext, TextContext
+from vllm_hetero_spec.text.context import Context, IdentityContext
 from vllm_hetero_spec.text.drafts import DraftTranslator
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
+from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)

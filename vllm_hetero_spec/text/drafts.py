@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hetero_spec.text.context import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
+from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 ANCHOR_TOKENS = 8

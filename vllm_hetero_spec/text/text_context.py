@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's text as drafter ids: grows and shrinks with the target's ids.
+
+Only the open tail is encoded again when text arrives. Everything before the cut is frozen, so a
+step costs what its new text costs, whatever the length of the context. The cut moves to a place
+where no token and no pre-tokenizer looks across: between a non-space character and a space, after
+checking that encoding from there gives the same ids.
+"""
+
+from codecs import utf_8_decode
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_hetero_spec.text import cuts
+from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
+from vllm_hetero_spec.text.context import check_rollback
+from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """All state but the ids of the tail, as it was after num_target target ids."""
+
+    num_target: int
+    cut: int
+    tail: str
+    held: bytes
+    strip_space: bool
+    add_space: bool
+
+
+class TextContext:
+    """A context of two different tokenizers.
+
+    Invariant after settle(): ids[:cut] are frozen and ids[cut:] are the drafter's encoding of tail.
+    """
+
+    def __init__(
+        self,
+        target: TextTokenizer,
+        drafter: TextTokenizer,
+        special: SpecialTokens,
+        failures: Counter[str],
+        chat: ChatTemplateBridge,
+    ) -> None:
+        self._target, self._drafter = target, drafter
+        self._special, self._failures, self._chat = special, failures, chat
+        starts_with_bos = drafter.adds_bos and drafter.bos_id is not None
+        self.ids: list[int] = [drafter.bos_id] if starts_with_bos else []  # type: ignore[list-item]
+        self.target_ids: list[int] = []
+        self.broken = False
+        start = _Mark(
+            num_target=0,
+            cut=len(self.ids),
+            tail="",
+            held=b"",
+            strip_space=target.leading_space.applies(first=True),
+            add_space=drafter.leading_space.applies(first=True),
+        )
+        self._marks = [start]
+        self._restore(start)
+
+    @property
+    def num_target(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def tail(self) -> str:
+        """Text since the cut; undecodable bytes are lone surrogates."""
+        return self._tail
+
+    @property
+    def untouched(self) -> tuple[bool, bool]:
+        """Whether a dummy space of (target, drafter) is still to come before the next text."""
+        return self._strip_space, self._add_space
+
+    def append(self, target_ids: Sequence[int]) -> int:
+        """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
+        kept = self.take(target_ids)
+        return min(kept, self.settle(self._drafter.encode_batch([self._tail])[0]))
+
+    def rollback(self, num_target: int) -> int:
+        """Forget target ids from index num_target on; costs the text since the mark before it.
+
+        Raises ValueError for an index that is not in [0, num_target].
+        """
+        check_rollback(num_target, len(self.target_ids))
+        if num_target == len(self.target_ids):
+            return len(self.ids)
+        while self._marks[-1].num_target > num_target:
+            self._marks.pop()
+        mark = self._marks[-1]
+        replay = self.target_ids[mark.num_target : num_target]
+        old = self.ids[mark.cut :]
+        del self.target_ids[mark.num_target :], self.ids[mark.cut :]
+        self._restore(mark)
+        self.append(replay)
+        return mark.cut + _common_prefix(old, self.ids[mark.cut :])
+
+    def take(self, target_ids: Sequence[int]) -> int:
+        """First half of append: the text is in tail, to be encoded and handed to settle()."""
+        if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
+            target_ids = [self._known(token_id) for token_id in target_ids]
+        if self._chat.active and target_ids and not self.target_ids:
+            return self._take_prompt(target_ids)
+        return self._take_plain(target_ids)
+
+    def _take_prompt(self, target_ids: Sequence[int]) -> int:
+        """The first ids of a context: turn markers in them are the drafter's own to the drafter.
+
+        A mark lies at their end, so that no rollback reads what comes later as part of a prompt.
+        """
+        pieces = self._chat.split(target_ids)
+        if pieces is None:
+            kept = self._take_plain(target_ids)
+        else:
+            kept = len(self.ids)
+            for piece in pieces:
+                if isinstance(piece, Marker):
+                    self._take_marker(piece)
+                elif isinstance(piece, bytes):
+                    self._take_bytes(piece)
+                else:
+                    self._take_control(piece)
+            self.target_ids.extend(target_ids)
+        self._marks.append(self._mark())
+        return kept
+
+    def _take_plain(self, target_ids: Sequence[int]) -> int:
+        control = self._special.target_control
+        if control.isdisjoint(target_ids):
+            self.target_ids.extend(target_ids)
+            self._take_bytes(self._target.decode_bytes(target_ids))
+            return len(self.ids)
+        kept = len(self.ids)
+        for token_id in target_ids:
+            if token_id in control:
+                kept = min(kept, self._take_control(token_id))
+            else:
+                self._take_bytes(self._target.token_bytes[token_id])
+            self.target_ids.append(token_id)
+        return kept
+
+    def settle(self, tail_ids: Sequence[int]) -> int:
+        """Second half of append: the drafter's ids of tail. Returns c of this half."""
+        tail_ids = self._split_as_target(tail_ids)
+        kept = self._replace_tail(tail_ids)
+        if len(tail_ids) > cuts.TAIL_TOKENS:
+            kept = min(kept, self._advance(tail_ids))
+        if self._cut > self._marks[-1].cut:
+            self._marks.append(self._mark())
+        return kept
+
+    def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
+        """Ids of a tail that ends in space, as if a word followed where the target says so.
+
+        Pre-tokenizers leave the last space of a run to the word after it. At the end of a text no
+        word follows, the run becomes one token, and after that the drafter expects more space. A
+        target that has split a run which it could have written as one token is done with it.
+        """
+        if not tail_ids or not self._tail[-1].isspace():
+            return tail_ids
+        ours = self._drafter.token_bytes[tail_ids[-1]]
+        theirs = self._target.token_bytes[self.target_ids[-1]]
+        if len(ours) <= len(theirs) or not theirs.isspace():
+            return tail_ids
+        run = self._tail[len(self._tail.rstrip()) :]
+        joined = self._target.encode(run)
+        if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
+            return tail_ids
+        followed = self._drafter.encode(self._tail + cuts.ANY_WORD)
+        ends_in_word = (
+            followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
+        )
+        return followed[:-1] if ends_in_word else tail_ids
+
+    def _known(self, token_id: int) -> int:
+        if 0 <= token_id < self._target.vocab_size:
+            return token_id
+        self._failures["unknown_id"] += 1
+        return UNKNOWN_ID
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            num_target=len(self.target_ids),
+            cut=self._cut,
+            tail=self._tail,
+            held=self.held,
+            strip_space=self._strip_space,
+            add_space=self._add_space,
+        )
+
+    def _restore(self, mark: _Mark) -> None:
+        self._cut, self._tail, self.held = mark.cut, mark.tail, mark.held
+        self._strip_space, self._add_space = mark.strip_space, mark.add_space
+
+    def _take_bytes(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._strip_space:
+            self._strip_space = False
+            data = data.removeprefix(b" ")
+        data = self.held + data
+        text, used = utf_8_decode(data, "surrogateescape", False)
+        self.held = data[used:]
+        self._take_text(text)
+
+    def _take_text(self, text: str) -> None:
+        if text and self._add_space:
+            self._add_space = False
+            if not (self._drafter.leading_space.unless_present and text[0] == " "):
+                text = " " + text
+        self._tail += text
+
+    def _take_control(self, token_id: int) -> int:
+        kept = len(self.ids)
+        if token_id == self._target.bos_id and not self.target_ids:
+            return kept
+        mapped = self._special.to_drafter(token_id)
+        if isinstance(mapped, bytes):
+            self._take_bytes(mapped)
+        else:
+            kept = self._take_special(mapped)
+        self._strip_space = self._target.leading_space.applies(first=False)
+        return kept
+
+    def _take_special(self, drafter_id: int) -> int:
+        """A special token of the drafter ends the tail."""
+        self._take_text(self.held.decode("utf-8", "surrogateescape"))
+        self.held = b""
+        kept = self._replace_tail(self._drafter.encode_batch([self._tail])[0])
+        self.ids.append(drafter_id)
+        self._cut, self._tail = len(self.ids), ""
+        self._add_space = self._drafter.leading_space.applies(first=False)
+        return kept
+
+    def _take_marker(self, marker: Marker) -> None:
+        """A turn marker of the target, in the drafter's words."""
+        self._strip_space = False
+        for atom in marker.atoms:
+            if isinstance(atom, bytes):
+                self._take_bytes(atom)
+            elif [atom] == self.ids and atom == self._drafter.bos_id and not self._tail:
+                self._add_space = self._drafter.leading_space.applies(first=False)
+            else:
+                self._take_special(atom)
+        self._strip_space = marker.target_space
+        self._add_space |= marker.drafter_space
+
+    def _replace_tail(self, tail_ids: Sequence[int]) -> int:
+        kept = self._cut + _common_prefix(self.ids[self._cut :], tail_ids)
+        self.ids[kept:] = tail_ids[kept - self._cut :]
+        return kept
+
+    def _advance(self, tail_ids: Sequence[int]) -> int:
+        """Move the cut towards the end of the tail; returns how many ids stay as they are."""
+        at = cuts.word_cut(self._drafter, self._tail)
+        if not at or not self._cut_at(at, tail_ids):
+            at = cuts.spaceless_cut(self._drafter, self._tail, tail_ids)
+            if (not at or not self._cut_at(at, tail_ids)) and len(
+                self._tail
+            ) > cuts.TAIL_CHARACTERS:
+                return self._force_cut()
+        return len(self.ids)
+
+    def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
+        right = self._drafter.encode_batch([self._tail[at:]])[0]
+        if not right or list(tail_ids[-len(right) :]) != right:
+            return False
+        self._cut += len(tail_ids) - len(right)
+        self._tail = self._tail[at:]
+        return True
+
+    def _force_cut(self) -> int:
+        at = cuts.forced_cut(self._drafter, self._tail)
+        left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
+        kept = self._replace_tail([*left, *right])
+        self._cut += len(left)
+        self._tail = self._tail[at:]
+        return kept
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return min(len(first), len(second))
