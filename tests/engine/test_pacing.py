@@ -27,7 +27,7 @@ class Scripted(Fixed):
         self.tokens: list[int] = []
         self.verified: list[tuple[int, int]] = []
 
-    def plan(self, batch: int, limits: Any, pending: Any = None) -> Plan:
+    def plan(self, batch: int, limits: Any, pending: Any = None, random: Any = None) -> Plan:
         lookahead = self.script.pop(0) if self.script else 0
         return Plan(tuple(min(limit, lookahead) for limit in limits), self.probe)
 
@@ -51,7 +51,7 @@ def runner_of(*req_ids: str, wishes: dict[str, Any] | None = None) -> Any:
 
     return SimpleNamespace(
         requests={req_id: request(req_id) for req_id in req_ids},
-        input_batch=SimpleNamespace(req_ids=list(req_ids)),
+        input_batch=SimpleNamespace(req_ids=list(req_ids), random_reqs={"b"}),
     )
 
 
@@ -122,7 +122,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
         pace.trim(jobs)
     assert asked == [2, 2, 2]
     pace.begin(runner, step_of(5, {"a": [7, 8], "b": [9]}), [[7, 1], [9, 1]])
-    assert [figures[-1] for figures in told] == [0, 0, 4, 4]
+    assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
 
 
 @pytest.mark.parametrize("wish", [True, -1, 1.5, "two", [3]])

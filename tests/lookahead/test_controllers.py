@@ -161,6 +161,7 @@ def test_rows_without_a_price_are_all_verified() -> None:
     clock = Clock()
     controller = Goodput(calibrated(), 6, clock=clock)
     good_drafts(controller, clock, 40)
+    controller.plan(3, [6] * 3)
     assert controller.trim([[0.01, 0.01], [0.5] * 3, []]) == [2, 3, 0]
 
 
@@ -209,6 +210,24 @@ def test_confidences_may_be_unknown() -> None:
     assert controller.trim([[math.nan, 0.9, math.nan]]) == [3]
     controller.observe_acceptance(3, 1, [math.nan, 0.9, math.nan], 3)
     assert max(controller.plan(1, [6]).lookahead) > 0
+
+
+def test_greedy_and_random_requests_are_told_apart() -> None:
+    """Equally sure drafts, of which the greedy requests' alone are accepted."""
+    clock = Clock()
+    controller = Goodput(calibrated(drafter=1e-4, row=0.01), 6, clock=clock)
+    kinds = [False, True]
+    for _ in range(50):
+        for rows in range(2, 14):
+            controller.observe_step(2, rows, 0.03 + 0.01 * rows)
+        controller.plan(2, [6, 6], random=kinds)
+        for random in kinds:
+            controller.observe_acceptance(4, 0 if random else 4, [0.9] * 4, 4, random)
+    controller.plan(2, [6, 6], random=kinds)
+    assert controller.trim([[0.9] * 4, [0.9] * 4]) == [4, 0]
+    assert controller.proceed([[0.9], [0.9]]) == [True, False]
+    controller.plan(2, [6, 6], random=kinds[::-1])
+    assert controller.trim([[0.9] * 4, [0.9] * 4]) == [0, 4]
 
 
 def test_nothing_breaks_without_observations() -> None:

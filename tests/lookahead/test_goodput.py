@@ -132,6 +132,21 @@ def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) 
     assert controller.regime == "drafting"
 
 
+@pytest.mark.parametrize("target", ["gpu", "cpu"])
+def test_greedy_and_random_loads_in_turn(target: str) -> None:
+    """Drafts that greedy requests alone accept: each load goes on where the last like it ended."""
+    on = machine(TARGETS[target], 0.08)
+    greedy, random = Phase(4, 2.0, GOOD, on), Phase(4, 2.0, USELESS, on, random=True)
+    before, _ = serve(greedy, random, costs=calibration(on))
+    ours, _ = serve(*[greedy, random] * 4, costs=calibration(on))
+    alike, _ = serve(*[greedy, replace(random, random=False)] * 4, costs=calibration(on))
+    changes = [(at, regime) for at, regime in ours.switches if at > before.seconds + 0.01]
+    assert [regime for _, regime in changes] == ["drafting", "target alone"] * 3
+    for number, (at, _) in enumerate(changes, 2):
+        assert at % 2.0 < 0.4, number
+    assert ours.rate > 1.04 * alike.rate
+
+
 def test_a_drafter_that_becomes_slow_and_recovers() -> None:
     """Another process takes the drafter's device for a while."""
     quick = machine(TARGETS["gpu"], 0.08)

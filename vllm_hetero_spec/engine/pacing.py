@@ -85,6 +85,7 @@ class _Draft(NamedTuple):
 
     confidences: list[float]
     wanted: int
+    random: bool
 
 
 class Pace:
@@ -104,6 +105,7 @@ class Pace:
         self._began = self._ended = 0.0
         self._plan = Plan(())
         self._req_ids: Sequence[str] = ()
+        self._random: Sequence[bool] = ()
         self._own: dict[int, int] = {}  # batch indices of requests that decide for themselves
         self._stopped = False  # whether `proceed` ended the round's drafts
 
@@ -113,12 +115,12 @@ class Pace:
         self._listen(runner, scheduler_output.scheduled_new_reqs)
         drafted = scheduler_output.scheduled_spec_decode_tokens
         self._req_ids = list(runner.input_batch.req_ids)
+        random = runner.input_batch.random_reqs
+        self._random = [req_id in random for req_id in self._req_ids]
         for req_id, tokens in zip(self._req_ids, sampled, strict=True):
             draft = self._drafts.get(req_id) if req_id in drafted else None
             if draft is not None and tokens:
-                self.controller.observe_acceptance(
-                    len(drafted[req_id]), len(tokens) - 1, draft.confidences, draft.wanted
-                )
+                self.controller.observe_acceptance(len(drafted[req_id]), len(tokens) - 1, *draft)
         self._drafts.clear()
         rows = scheduler_output.total_num_scheduled_tokens
         decoding = len(sampled) + sum(map(len, drafted.values()))
@@ -149,7 +151,7 @@ class Pace:
                 if wish is not None:
                     self._own[index] = min(wish, limits[index])
                     limits[index] = 0
-        self._plan = self.controller.plan(len(sampled), limits, unread)
+        self._plan = self.controller.plan(len(sampled), limits, unread, self._random)
         self._say()
         lengths = list(self._plan.lookahead)
         for index, wish in self._own.items():
@@ -182,7 +184,7 @@ class Pace:
             if job.confidences and job.index not in self._own:
                 told[job.index] = job.confidences
                 wanted = 0 if self._stopped else self._plan.lookahead[job.index]
-                draft = _Draft(job.confidences, wanted)
+                draft = _Draft(job.confidences, wanted, self._random[job.index])
                 self._drafts[self._req_ids[job.index]] = draft
         lengths = self.controller.trim(told)
         for job in jobs:

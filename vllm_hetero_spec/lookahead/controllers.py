@@ -66,14 +66,22 @@ class Controller(Protocol):
     def regime(self) -> str:
         """A word or two for what it does at present; a change is worth a line in the log."""
 
-    def plan(self, batch: int, limits: Sequence[int], pending: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        batch: int,
+        limits: Sequence[int],
+        pending: Sequence[int] | None = None,
+        random: Sequence[bool] | None = None,
+    ) -> Plan:
         """How far to draft.
 
         Args:
             batch: Requests in the target's next step.
             limits: Most target tokens worth drafting for each request; 0 for one that is not to
                 be drafted for.
-            pending: Context tokens that the drafter has yet to read for each request.
+            pending: Context tokens that the drafter has yet to read for each request; None where
+                there are none.
+            random: Which requests are random, not greedy; None where none is.
         """
 
     def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -125,6 +133,7 @@ class Controller(Protocol):
         accepted: int,
         confidences: Sequence[float] = (),
         wanted: int = 0,
+        random: bool = False,
     ) -> None:
         """One request's draft was verified.
 
@@ -133,6 +142,7 @@ class Controller(Protocol):
             accepted: Leading tokens that it accepted.
             confidences: Of all tokens proposed, those that were trimmed included.
             wanted: Tokens that were asked for; leave it out where `proceed` ended the draft.
+            random: The request is random, not greedy.
         """
 
     def emitted(self, tokens: int, seconds: float) -> None:
@@ -168,6 +178,7 @@ class _Unlearning:
         accepted: int,
         confidences: Sequence[float] = (),
         wanted: int = 0,
+        random: bool = False,
     ) -> None:
         pass
 
@@ -185,7 +196,13 @@ class Fixed(_Unlearning):
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
 
-    def plan(self, batch: int, limits: Sequence[int], pending: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        batch: int,
+        limits: Sequence[int],
+        pending: Sequence[int] | None = None,
+        random: Sequence[bool] | None = None,
+    ) -> Plan:
         return Plan(tuple(min(limit, self._lookahead) for limit in limits))
 
     def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:

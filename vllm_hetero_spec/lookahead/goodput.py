@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.controllers import Gauges, Plan
@@ -18,6 +19,7 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.experience import Experience
 from vllm_hetero_spec.lookahead.outlook import Outlook, Replay
 from vllm_hetero_spec.lookahead.probes import ProbeBudget
+from vllm_hetero_spec.lookahead.round import Round
 from vllm_hetero_spec.lookahead.switch import Switch, Trial
 from vllm_hetero_spec.lookahead.throughput import Throughput
 
@@ -36,12 +38,14 @@ _MEMORY, _LOOSE = 10.0, 0.5
 # While on, a plain step now and then keeps the cost of the alternative known: after so many steps
 # where it could change the decision, sooner where next to nothing is known.
 _CONTROL, _EARLY_CONTROL, _UNKNOWN = 8, 2, 0.045
-# Steps after which all lookaheads are foreseen anew; at once where the batch is another, after a
-# probe, in the beginning, and while the cost of the one in use is less certain than this share.
-_LOOK_EVERY, _SETTLED = 8, 0.06
+# Steps after which all lookaheads are foreseen anew; at once after a probe, a few times in the
+# beginning and where the load is another, and while the cost of the one in use is less certain than
+# this share.
+_LOOK_EVERY, _LOOKS_AT_ONCE, _SETTLED = 8, 4, 0.06
 # Seconds over which a request's catch-up must pay, or as long as it has been left alone; and the
 # share of the time that it is granted where nothing is gained.
 _HORIZON, _LEAST_SHARE = 2.0, 0.02
+_SHARES = 4  # of random requests in a batch that are told apart, beside none
 
 
 @dataclass
@@ -50,6 +54,13 @@ class _Probe:
 
     gain: float
     seconds: float = 0.0
+
+
+class _Load(NamedTuple):
+    """What steps are alike: requests of the batch, and how many quarters of them are random."""
+
+    batch: int
+    random: int
 
 
 class Goodput:
@@ -80,8 +91,10 @@ class Goodput:
         self._outlook: Outlook | None = None
         self._switch, self._trial = Switch(), Trial()
         self._plain_ago = 0
-        self._batch, self._lookahead, self._worth = 1, 0, 0.0
-        self._looks, self._looked_at, self._looked_ago = 0, 0, 0
+        self._load, self._random = _Load(1, 0), [False]
+        self._lookahead, self._worth = 0, 0.0
+        self._looks, self._looked_ago = 0, 0
+        self._looked_at = _Load(0, 0)
 
     @property
     def regime(self) -> str:
@@ -92,11 +105,18 @@ class Goodput:
 
     # ------------------------------------------------------------------------------- decisions
 
-    def plan(self, batch: int, limits: Sequence[int], pending: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        batch: int,
+        limits: Sequence[int],
+        pending: Sequence[int] | None = None,
+        random: Sequence[bool] | None = None,
+    ) -> Plan:
         """How far to draft; see `Controller`."""
         now = self._clock()
-        self._batch = batch
         limits = [min(limit, self._positions) for limit in limits]
+        self._random = list(random or [False] * len(limits))
+        self._load = _Load(batch, round(_SHARES * sum(self._random) / max(len(limits), 1)))
         ended, self._probe = self._probe, None
         if ended is not None:
             self._budget.spend(ended.seconds)
@@ -123,44 +143,13 @@ class Goodput:
         """Which requests draft on; see `Controller`."""
         if self._probe is not None:
             return [True] * len(confidences)
-        lengths = [len(request) for request in confidences]
-        rates = self._experience.rates
-        hope = [
-            survival[-1] * rates[len(survival)] if 0 < len(survival) < self._positions else 0.0
-            for survival in self._experience.follow(confidences)
-        ]
-        price = self._worth * self._costs.row(self._batch + sum(lengths))
-        hope = [h if h >= price else 0.0 for h in hope]
-        active = sum(h > 0 for h in hope)
-        step = self._costs.drafter(max(active, 1)) * self._steps.each
-        enough = sum(hope) >= self._worth * step
-        return [enough and h > 0 for h in hope]
+        return self._round().proceed(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many proposed tokens to verify; see `Controller`.
-
-        Depth by depth over the whole batch, the most promising requests first, so that no token's
-        fate depends on what was drawn after it was.
-        """
-        lengths = [len(request) for request in confidences]
-        if self._probe is not None or not any(lengths):
-            return lengths
-        survival = self._experience.follow(confidences)
-        kept = [0] * len(lengths)
-        rows = self._batch
-        alive = [i for i, length in enumerate(lengths) if length]
-        while alive:
-            alive.sort(key=lambda i: -survival[i][kept[i]])
-            going = []
-            for i in alive:
-                if survival[i][kept[i]] < self._worth * self._costs.row(rows):
-                    break
-                kept[i] += 1
-                rows += 1
-                if kept[i] < len(survival[i]):
-                    going.append(i)
-            alive = going
-        return kept
+        """How many proposed tokens to verify; see `Controller`."""
+        if self._probe is not None or not any(confidences):
+            return [len(request) for request in confidences]
+        return self._round().trim(confidences)
 
     # ------------------------------------------------------------------------------- observations
 
@@ -192,21 +181,22 @@ class Goodput:
         accepted: int,
         confidences: Sequence[float] = (),
         wanted: int = 0,
+        random: bool = False,
     ) -> None:
         """One request's draft was verified; see `Controller`."""
         if self._probe is not None:
             self._probe.seconds -= accepted * self._alone()
-        self._experience.hear(verified, accepted, confidences, wanted)
+        self._experience.hear(verified, accepted, confidences, wanted, random)
 
     def emitted(self, tokens: int, seconds: float) -> None:
         """The step gave so many tokens; see `Controller`."""
-        self._throughput.add(self._batch, tokens, seconds)
+        self._throughput.add(self._load, tokens, seconds)
         if not self._switch.off and not self._trial.over(self._experience.drafts):
             self._trial.charge(seconds - tokens * self._alone())
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
-        batch, lookahead = self._batch, 0 if self._switch.off else self._lookahead
+        batch, lookahead = self._load.batch, 0 if self._switch.off else self._lookahead
         known = self._costs.knows_target
         return Gauges(
             lookahead=lookahead,
@@ -216,29 +206,37 @@ class Goodput:
             drafter_seconds=self._costs.drafter(batch) if self._costs.knows_drafter else 0.0,
             target_seconds=self._costs.target(batch, batch) if known else 0.0,
             verify_seconds=self._costs.target(batch, batch * (lookahead + 1)) if known else 0.0,
-            acceptance=tuple(self._experience.rates),
+            acceptance=tuple(self._experience.rates(2 * sum(self._random) > len(self._random))),
             probes=self._budget.count,
             switches=self._switch.changes,
         )
 
     # ------------------------------------------------------------------------------- inside
 
+    def _round(self) -> Round:
+        return Round(
+            self._costs, self._steps, self._experience, self._worth, self._load.batch, self._random
+        )
+
     def _look(self, now: float, limits: Sequence[int], probe: _Probe | None) -> Outlook:
         """Foresee all lookaheads at the present batch, where that is due: after a probe always."""
-        batch = self._batch
+        load, random = self._load, [r for r, k in zip(self._random, limits, strict=True) if k]
         alone = 1.0 / self._alone()
         foreseen = alone
-        if self._outlook is not None and self._looked_at == batch:
+        if self._outlook is not None and self._looked_at == load:
             self._looked_ago += 1
             if probe is None and self._looked_ago < self._patience(self._outlook):
                 return self._outlook
             foreseen = max(alone, *self._outlook.rates)
-        self._looks, self._looked_at, self._looked_ago = self._looks + 1, batch, 0
+            self._looks += 1
+        else:
+            self._looks = min(self._looks + 1, _LOOKS_AT_ONCE)
+        self._looked_at, self._looked_ago = load, 0
         if self._experience.learn(0.5 ** (self._idle(now) / _MEMORY) if self._switch.off else 1.0):
             self._learnt = now
-        self._worth = max(alone, self._throughput.rate(batch, foreseen))
-        replay = Replay(self._costs, self._steps, self._experience, self._stops)
-        self._outlook = replay.outlook(batch, limits, self._worth)
+        self._worth = max(alone, self._throughput.rate(load, foreseen))
+        replay = Replay(self._costs, self._steps, self._experience, self._stops, random)
+        self._outlook = replay.outlook(load.batch, limits, self._worth)
         if probe is not None:
             gain = self._outlook.gain
             self._budget.settle(now, news=gain > min(probe.gain + _NEWS, _NEAR))
@@ -249,14 +247,14 @@ class Goodput:
         used = outlook.doubts[: self._lookahead][-1:] or [0.0]
         if not self._switch.off and used[0] > _SETTLED:
             return 1.0
-        return min(self._looks / 4, _LOOK_EVERY)
+        return min(self._looks / _LOOKS_AT_ONCE, _LOOK_EVERY)
 
     def _promise(self, limits: Sequence[int]) -> float:
         """The gain if drafts were good, for the time of the trial; 0 after it."""
         if self._trial.over(self._experience.drafts):
             return 0.0
-        good = Replay(self._costs, self._steps, Experience(self._positions), self._stops)
-        outlook = good.outlook(self._batch, limits, self._worth)
+        good = Replay(self._costs, self._steps, Experience(self._positions), self._stops, [False])
+        outlook = good.outlook(self._load.batch, limits, self._worth)
         return max(outlook.hopeful) / outlook.alone
 
     def _choose(self, outlook: Outlook) -> int:
@@ -274,13 +272,13 @@ class Goodput:
 
     def _control_is_due(self, gain: float) -> bool:
         """Whether a step without drafts could show that drafting does not pay."""
-        doubt = self._costs.plain_doubt(self._batch)
+        doubt = self._costs.plain_doubt(self._load.batch)
         apart = _EARLY_CONTROL if doubt > _UNKNOWN else _CONTROL
         return self._plain_ago >= apart and 2.0 * doubt > math.log(gain)
 
     def _pays(self, share: float, pending: int) -> bool:
         """Whether a request's catch-up is worth it at this gain over the target alone."""
-        horizon = max(_HORIZON / self._batch, pending * self._alone())
+        horizon = max(_HORIZON / self._load.batch, pending * self._alone())
         return self._costs.catch_up(pending) <= share * horizon
 
     def _maybe_probe(
@@ -296,7 +294,7 @@ class Goodput:
         sizes = {1, min(_PROBED, len(able))}
         if self._trial.over(self._experience.drafts):
             sizes.add(min(self._familiar(), len(able)))
-        losses = {n: self._foreseen_loss(length, [pending[i] for i in able[:n]]) for n in sizes}
+        losses = {n: self._foreseen_loss(length, pending, able[:n]) for n in sizes}
         for count in (min(sizes, key=lambda n: losses[n] / n), 1):
             if self._budget.affords(losses[count]):
                 self._costs.loosen_drafter(_LOOSE * min(1.0, self._idle(now) / _MEMORY))
@@ -305,14 +303,15 @@ class Goodput:
         self._budget.defer(now, losses[1])
         return None
 
-    def _foreseen_loss(self, length: int, pending: Sequence[int]) -> float:
-        """Seconds that a round for so many requests is thought to cost beyond what it earns."""
-        batch, count = self._batch, len(pending)
+    def _foreseen_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
+        """Seconds that a round for these requests is thought to cost beyond what it earns."""
+        batch, count = self._load.batch, len(chosen)
         cost = self._costs.more_rows(batch, count * length)
-        cost += sum(map(self._costs.catch_up, pending))
+        cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
         if self._costs.knows_drafter:
             cost += self._costs.drafting(count, self._steps.expected(length))
-        earned = count * float(self._experience.survival[:, :length].sum(1).mean())
+        survival = self._experience.survival([self._random[i] for i in chosen])
+        earned = count * float(survival[:, :length].sum(1).mean())
         if not self._trial.over(self._experience.drafts):
             earned = 0.0
         return max(cost - earned * self._alone(), _LEAST_LOSS * cost)
@@ -323,7 +322,7 @@ class Goodput:
 
     def _familiar(self) -> int:
         """For how many requests the drafter's cost is known well enough to draft."""
-        count = self._batch
+        count = self._load.batch
         while count > 1 and self._costs.drafter_doubt(count) > _UNCERTAIN:
             count //= 2
         return count
@@ -334,7 +333,7 @@ class Goodput:
 
     def _alone(self) -> float:
         """Seconds that the target alone takes for a token."""
-        return self._costs.target(self._batch, self._batch) / self._batch
+        return self._costs.target(self._load.batch, self._load.batch) / self._load.batch
 
     @staticmethod
     def _draft_for(

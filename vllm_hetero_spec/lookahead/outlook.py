@@ -55,12 +55,14 @@ class Replay:
         steps: Drafter steps that a draft takes.
         drafts: Past ones.
         stops: Rounds of drafting can be ended early.
+        random: Which of the requests to be drafted for are random, in turn.
     """
 
     costs: CostModel
     steps: StepsOfDraft
     drafts: Experience
     stops: bool
+    random: Sequence[bool]
 
     def outlook(self, batch: int, limits: Sequence[int], worth: float) -> Outlook:
         """Rates of all lookaheads.
@@ -74,7 +76,8 @@ class Replay:
         asked = np.bincount(limits)[::-1].cumsum()[::-1].tolist()  # how many reach each depth
         drafting = asked[1]
         round_worth = worth * self.costs.drafter(drafting) * self.steps.each
-        survival = self.drafts.survival
+        survival = self.drafts.survival(self.random)
+        conditional = self.drafts.conditional(self.random)
         reach = np.ones(len(survival), bool)  # drafts that are still verified
         going = np.ones(len(survival), bool)  # drafts that are still drafted
         count = len(_groups(going, drafting))
@@ -86,7 +89,8 @@ class Replay:
         for depth in range(len(asked) - 1):
             price = worth * self.costs.row(rows)
             if self.stops and depth:
-                going &= self._worthwhile(going, depth, drafting, round_worth, price)
+                hope = survival[:, depth - 1] * conditional[:, depth]
+                going &= _worthwhile(hope * going, drafting, round_worth, price)
             here = survival[:, depth]
             reach &= going & (here >= price)
             deep += (
@@ -111,15 +115,13 @@ class Replay:
                 break
         return Outlook(alone, tuple(rates), tuple(hopeful), tuple(doubts))
 
-    def _worthwhile(
-        self, going: np.ndarray, depth: int, drafting: int, round_worth: float, price: float
-    ) -> np.ndarray:
-        """Of drafts in groups as large as the batch, those that one more step is worth it for."""
-        hope = self.drafts.survival[:, depth - 1] * self.drafts.rates[depth] * going
-        groups = _groups(hope, drafting)
-        enough = groups.sum(1) * (drafting / groups.shape[1]) >= round_worth
-        worthwhile = np.repeat(enough, groups.shape[1])
-        return np.resize(worthwhile, len(going)) & (hope >= price)
+
+def _worthwhile(hope: np.ndarray, drafting: int, round_worth: float, price: float) -> np.ndarray:
+    """Of drafts in groups as large as the batch, those that one more step is worth it for."""
+    groups = _groups(hope, drafting)
+    enough = groups.sum(1) * (drafting / groups.shape[1]) >= round_worth
+    worthwhile = np.repeat(enough, groups.shape[1])
+    return np.resize(worthwhile, len(hope)) & (hope >= price)
 
 
 def _groups(values: np.ndarray, size: int) -> np.ndarray:

@@ -81,12 +81,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a load: so many requests at a time, for so many seconds, of one text."""
+    """A stretch of a load: so many requests of one kind at a time, for so many seconds."""
 
     batch: int
     seconds: float
     text: Text
     machine: Machine
+    random: bool = False
 
 
 def run(
@@ -143,7 +144,8 @@ class _Server:
     def step(self, pending: list[int], outcome: Outcome) -> None:
         """One step; `pending` is what the drafter has yet to read of each request."""
         batch, began = self._phase.batch, self._clock.now
-        plan = self._controller.plan(batch, [self._limit] * batch, pending)
+        random = self._phase.random
+        plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch)
         fates = self._drafts.take(batch)
         drafts = self._draft(plan, fates, pending)
         lengths = self._controller.trim(drafts)
@@ -157,7 +159,7 @@ class _Server:
             accepted = int(lost.argmax()) if lost.any() else length
             if draft:
                 wanted = 0 if self._stops else plan.lookahead[i]
-                self._controller.observe_acceptance(length, accepted, draft, wanted)
+                self._controller.observe_acceptance(length, accepted, draft, wanted, random)
             emitted += accepted + 1
             pending[i] += 1  # the drafter has written what it drafted
             tokens = 1 + float(np.cumprod(fates.accepted[i, :length]).sum())

@@ -191,7 +191,8 @@ LEDGER = (
         "each request's token ids so far",
         "the proposer raises; requests go undrafted",
         "never",
-        "req_id_to_index num_tokens_no_spec num_prompt_tokens token_ids_cpu is_token_ids",
+        "req_id_to_index num_tokens_no_spec num_prompt_tokens token_ids_cpu is_token_ids "
+        "random_reqs",
     ),
     Seam(
         "v1/worker/utils.py:AttentionGroup.build_metadata",
