@@ -60,7 +60,7 @@ def test_rises_with_rows_and_batch_whatever_was_measured(calibration: list, live
         assert min(rows) > 0
         assert (np.diff(rows) >= -1e-12).all()
     assert (np.diff([model.target(batch, batch) for batch in range(1, 200)]) >= -1e-12).all()
-    assert min(model.row(rows) for rows in range(1, 300, 11)) >= 0
+    assert min(model.row(rows, 1, 300) for rows in range(1, 300, 11)) >= 0
 
 
 def test_learns_a_curve_without_calibration() -> None:
@@ -139,9 +139,22 @@ def test_the_price_of_a_row_is_the_slope() -> None:
         rows = int(generator.integers(5, 100))
         model.observe_target(4, rows, ridge(rows) * np.exp(0.02 * generator.standard_normal()))
     for rows in (6, 12, 20):
-        assert model.row(rows) < 1e-4
+        assert model.row(rows, 4, rows + 1) < 1e-4
     for rows in (50, 70):
-        assert model.row(rows) == pytest.approx(1e-3, rel=0.3)
+        assert model.row(rows, 4, 100) == pytest.approx(1e-3, rel=0.3)
+
+
+def test_a_dear_row_that_leads_to_cheap_ones_is_spread_over_them() -> None:
+    """Tiles of eight rows: the ninth costs 8 ms, and the next seven nothing."""
+    model = CostModel(target=[(n, 0.05 + 0.008 * ((n - 1) // 8)) for n in range(1, 33)])
+    for _ in range(200):
+        for rows in range(5, 33):
+            model.observe_target(4, rows, 0.05 + 0.008 * ((rows - 1) // 8))
+    assert model.row(8, 4, 9) > 0.002  # nothing cheap behind it
+    assert model.row(8, 4, 16) < 0.0012
+    assert model.row(6, 4, 16) < 0.0003
+    assert model.row(10, 4, 16) < 0.0003
+    assert model.row(20, 4, 16) < 0.0003  # further than was said
 
 
 def test_a_round_of_drafting() -> None:

@@ -4,6 +4,7 @@
 Runs take ten simulated seconds, learning and probing included; measurements have noise of 5 %.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,21 @@ def test_without_calibration(text: Text) -> None:
         best = best_fixed(on, text, batch)
         fixed = run(Fixed(best), Clock(), [Phase(batch, 10.0, text, on)], limit=LONGEST, seed=batch)
         assert ours.rate > 0.96 * fixed.rate, batch
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_a_machine_that_works_in_tiles(batch: int) -> None:
+    """The rows behind a dear one are cheap: whoever stops before it gives them away."""
+    on = machine(lambda rows: 0.04 + 0.012 * math.ceil(rows / 8), 0.08)
+    text = Text(0.9, 0.3, 0.6)
+    best = best_fixed(on, text, batch)
+    shares = []
+    for seed in range(3):
+        phase = Phase(batch, 10.0, text, on)
+        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
+        ours, _ = serve(phase, costs=calibration(on), seed=seed)
+        shares.append(ours.rate / fixed.rate)
+    assert sum(shares) / 3 > 0.95
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:

@@ -76,12 +76,17 @@ class CostModel:
         rise = self._target.seconds(rows, _VERIFY) - self._target.seconds(batch, _VERIFY)
         return max(rise, self.target(batch, rows) - self.target(batch, batch))
 
-    def row(self, rows: float) -> float:
+    def row(self, rows: float, batch: float, most: float) -> float:
         """Seconds that one row more adds to a step that verifies `rows` rows.
 
         Where it is uncertain it counts for less, so that it is tried.
+
+        Args:
+            rows: Of the step so far.
+            batch: Requests, the rows that are there in any case.
+            most: Rows that there may be in the end.
         """
-        return self._target.slope(rows, _VERIFY)
+        return self._target.slope(rows, batch, most, _VERIFY)
 
     def plain_doubt(self, batch: int) -> float:
         """How uncertain a plain step is: standard deviation as a share of its seconds."""

@@ -70,6 +70,7 @@ class CostCurve:
         self._surprises = 0
         self._monotone: list[list[float]] | None = None
         self._slopes: list[list[float]] | None = None
+        self._hulls: dict[tuple[int, int, int], list[float]] = {}
 
     @property
     def known(self) -> bool:
@@ -82,11 +83,30 @@ class CostCurve:
         low, share = _place(size)
         return max(values[low] + share * (values[low + 1] - values[low]), values[0])
 
-    def slope(self, size: float, kind: int = 0) -> float:
-        """Seconds that one more adds at this size: the least that is likely, at least 0."""
+    def slope(self, size: float, first: float, last: float, kind: int = 0) -> float:
+        """Seconds that one more adds at this size, on the way from a first size to a last.
+
+        Machines work in tiles: one size may cost much and the next ones nothing. A dear one that
+        leads to cheap ones is spread over them (the lower convex hull of the curve over that
+        range), so that nobody stops before it who would be glad to be beyond. What is uncertain
+        counts for the least that is likely. At least 0.
+        """
         if self._slopes is None:
             self._slopes = [self._gentle(kind) for kind in range(self._kinds)]
-        return self._slopes[kind][_place(size)[0]]
+            self._hulls.clear()
+        at, low, high = (_place(place)[0] for place in (size, first, max(first, last)))
+        gentle = self._slopes[kind][at]
+        if not low <= at <= high:
+            return gentle
+        hull = self._hulls.get((kind, low, high))
+        if hull is None:
+            span = slice(low, high + 2)
+            widths = np.diff(_KNOTS[span])
+            rises: list[float] = _isotonic(
+                np.diff(self._values(kind)[span]) / widths, widths
+            ).tolist()
+            hull = self._hulls[kind, low, high] = rises
+        return min(gentle, hull[at - low])
 
     def doubt(self, size: float, kind: int = 0) -> float:
         """Standard deviation of the logarithm of `seconds(size, kind)`."""

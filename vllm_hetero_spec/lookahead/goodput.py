@@ -92,7 +92,7 @@ class Goodput:
         self._switch, self._trial = Switch(), Trial()
         self._plain_ago = 0
         self._load, self._random = _Load(1, 0), [False]
-        self._lookahead, self._worth = 0, 0.0
+        self._lookahead, self._planned, self._worth = 0, 0, 0.0
         self._looks, self._looked_ago = 0, 0
         self._looked_at = _Load(0, 0)
 
@@ -214,8 +214,15 @@ class Goodput:
     # ------------------------------------------------------------------------------- inside
 
     def _round(self) -> Round:
+        batch = self._load.batch
         return Round(
-            self._costs, self._steps, self._experience, self._worth, self._load.batch, self._random
+            self._costs,
+            self._steps,
+            self._experience,
+            self._worth,
+            batch,
+            batch + self._planned,
+            self._random,
         )
 
     def _look(self, now: float, limits: Sequence[int], probe: _Probe | None) -> Outlook:
@@ -335,11 +342,11 @@ class Goodput:
         """Seconds that the target alone takes for a token."""
         return self._costs.target(self._load.batch, self._load.batch) / self._load.batch
 
-    @staticmethod
     def _draft_for(
-        chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
+        self, chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
     ) -> Plan:
         lookahead = [0] * len(limits)
         for i in chosen:
             lookahead[i] = min(length, limits[i])
+        self._planned = sum(lookahead)
         return Plan(tuple(lookahead), probe)

@@ -87,7 +87,7 @@ class Replay:
         doubts: list[float] = []
         drafter_doubt = self.costs.drafter_doubt(drafting)
         for depth in range(len(asked) - 1):
-            price = worth * self.costs.row(rows)
+            price = worth * self.costs.row(rows, batch, batch + drafting * (depth + 1))
             if self.stops and depth:
                 hope = survival[:, depth - 1] * conditional[:, depth]
                 going &= _worthwhile(hope * going, drafting, round_worth, price)

@@ -23,6 +23,7 @@ class Round:
         experience: Of past drafts.
         worth: Lambda, tokens per second.
         batch: Requests in the target's step.
+        most: Rows of that step if all drafts were as long as planned.
         random: Which of them are random.
     """
 
@@ -31,12 +32,13 @@ class Round:
     experience: Experience
     worth: float
     batch: int
+    most: int
     random: Sequence[bool]
 
     def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
         survival = self.experience.follow(confidences, self.random)
-        price = self.worth * self.costs.row(self.batch + sum(map(len, confidences)))
+        price = self._price(self.batch + sum(map(len, confidences)))
         hope = [
             self._next(alive, random) for alive, random in zip(survival, self.random, strict=True)
         ]
@@ -60,7 +62,7 @@ class Round:
             alive.sort(key=lambda i: -survival[i][kept[i]])
             going = []
             for i in alive:
-                if survival[i][kept[i]] < self.worth * self.costs.row(rows):
+                if survival[i][kept[i]] < self._price(rows):
                     break
                 kept[i] += 1
                 rows += 1
@@ -68,6 +70,10 @@ class Round:
                     going.append(i)
             alive = going
         return kept
+
+    def _price(self, rows: int) -> float:
+        """Tokens that one row more has to bring."""
+        return self.worth * self.costs.row(rows, self.batch, self.most)
 
     def _next(self, survival: Sequence[float], random: bool) -> float:
         """P[a further token counts]: 0 for a request without a draft or at its longest."""
