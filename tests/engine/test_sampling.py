@@ -19,9 +19,8 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
-pytestmark = pytest.mark.engine
-
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
+pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])]
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "2000"))
 SETTINGS = {
     "cold": Setting(0.8, top_k=3),
