@@ -6,7 +6,6 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from vllm_hetero_spec.advice.findings import Advice, DrafterFindings
 from vllm_hetero_spec.advice.measuring import Plan, fixed_config
 from vllm_hetero_spec.advice.tables import show
 from vllm_hetero_spec.advice.work import Task, Work
-from vllm_hetero_spec.cli.options import DEFAULT, dictionary, positive
+from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
 from vllm_hetero_spec.engine.measure import VllmEngine
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
@@ -25,8 +24,6 @@ from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measurement import MeasurementError
 from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
-
-_PAIR_HELP = "Hugging Face name or folder"
 
 
 def add_parser(commands: Any) -> None:
@@ -38,11 +35,9 @@ def add_parser(commands: Any) -> None:
         "are accepted, measures short loads alone and with each drafter, and foresees from them "
         "the speedup of every lookahead.",
     )
-    parser.add_argument("target", help=_PAIR_HELP)
-    parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{_PAIR_HELP}; any number")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
-    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help=DEFAULT)
-    parser.add_argument("--max-tokens", type=positive, default=32, metavar="N", help=DEFAULT)
+    parser.add_argument("target", help=MODEL)
+    parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{MODEL}; any number")
+    add_load(parser, longest=32)
     parser.add_argument(
         "--batch-sizes",
         type=positive,
@@ -86,25 +81,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--statistics-only", action="store_true", help="stop before any weights are read"
     )
-    parser.add_argument(
-        "--speculative-config",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
-    )
-    parser.add_argument(
-        "--engine-args",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='arguments of vllm.LLM for all runs, as {"tensor_parallel_size": 2}',
-    )
+    add_engines(parser)
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code of the models' repositories"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
-    parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
+    add_output(parser)
     parser.set_defaults(run=run)
 
 

@@ -4,13 +4,12 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from vllm_hetero_spec.cli.comparison import Comparison
-from vllm_hetero_spec.cli.options import DEFAULT, dictionary, positive
+from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
 from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
@@ -26,11 +25,9 @@ def add_parser(commands: Any) -> None:
         description="Runs the target with the drafter and alone, each in an engine of its own "
         "after a warm-up, and prints both side by side.",
     )
-    parser.add_argument("target", help="Hugging Face name or folder")
-    parser.add_argument("drafter", help="Hugging Face name or folder; any tokenizer")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
-    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help=DEFAULT)
-    parser.add_argument("--max-tokens", type=positive, default=96, metavar="N", help=DEFAULT)
+    parser.add_argument("target", help=MODEL)
+    parser.add_argument("drafter", help=f"{MODEL}; any tokenizer")
+    add_load(parser, longest=96)
     parser.add_argument(
         "--batch-size",
         type=positive,
@@ -47,22 +44,8 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="lookahead in target tokens (default: %(default)s)",
     )
-    parser.add_argument(
-        "--speculative-config",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
-    )
-    parser.add_argument(
-        "--engine-args",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='arguments of vllm.LLM for both runs, as {"tensor_parallel_size": 2}',
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
-    parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
+    add_engines(parser)
+    add_output(parser)
     parser.set_defaults(run=run)
 
 

@@ -1,12 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of command-line options that several commands have."""
+"""Command-line options that several commands have, and their types."""
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 # Help of an option whose name says all but its default.
 DEFAULT = "default: %(default)s"
+# Help of an argument that names a model.
+MODEL = "Hugging Face name or folder"
+
+
+def add_load(parser: argparse.ArgumentParser, longest: int) -> None:
+    """Options of what is generated; `longest` tokens of each prompt by default."""
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
+    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help=DEFAULT)
+    parser.add_argument("--max-tokens", type=positive, default=longest, metavar="N", help=DEFAULT)
+
+
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    """Options of the engines that are measured."""
+    parser.add_argument(
+        "--speculative-config",
+        type=dictionary,
+        default={},
+        metavar="JSON",
+        help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=dictionary,
+        default={},
+        metavar="JSON",
+        help='arguments of vllm.LLM for all runs, as {"tensor_parallel_size": 2}',
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Options of what is printed."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
 
 
 def positive(text: str) -> int:

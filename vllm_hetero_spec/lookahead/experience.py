@@ -155,12 +155,10 @@ class _Lessons:
         """P[accepted up to each token], given their confidences."""
         alive, survival = 1.0, []
         for position, confidence in enumerate(draft[: len(self.rates)]):
-            known = confidence == confidence  # not NaN
-            alive *= (
-                self._by_confidence.chance(confidence, position)
-                if known
-                else (self.rates[position])
-            )
+            if math.isnan(confidence):
+                alive *= self.rates[position]
+            else:
+                alive *= self._by_confidence.chance(confidence, position)
             survival.append(alive)
         return survival
 

@@ -45,7 +45,8 @@ _LOOK_EVERY, _LOOKS_AT_ONCE, _SETTLED = 8, 4, 0.06
 # Seconds over which a request's catch-up must pay, or as long as it has been left alone; and the
 # share of the time that it is granted where nothing is gained.
 _HORIZON, _LEAST_SHARE = 2.0, 0.02
-_SHARES = 4  # of random requests in a batch that are told apart, beside none
+# Loads are told apart by their share of random requests: none, a quarter, a half and so on.
+_SHARES = 4
 
 
 @dataclass
@@ -92,7 +93,8 @@ class Goodput:
         self._switch, self._trial = Switch(), Trial()
         self._plain_ago = 0
         self._load, self._random = _Load(1, 0), [False]
-        self._lookahead, self._planned, self._worth = 0, 0, 0.0
+        self._lookahead, self._worth = 0, 0.0
+        self._round: Round | None = None  # as drafts go on; none in a probe, which goes all the way
         self._looks, self._looked_ago = 0, 0
         self._looked_at = _Load(0, 0)
 
@@ -117,7 +119,7 @@ class Goodput:
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         self._load = _Load(batch, round(_SHARES * sum(self._random) / max(len(limits), 1)))
-        ended, self._probe = self._probe, None
+        ended, self._probe, self._round = self._probe, None, None
         if ended is not None:
             self._budget.spend(ended.seconds)
         nothing = Plan((0,) * len(limits))
@@ -141,15 +143,11 @@ class Goodput:
 
     def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        if self._probe is not None:
-            return [True] * len(confidences)
-        return self._round().proceed(confidences)
+        return self._round.proceed(confidences) if self._round else [True] * len(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many proposed tokens to verify; see `Controller`."""
-        if self._probe is not None or not any(confidences):
-            return [len(request) for request in confidences]
-        return self._round().trim(confidences)
+        return self._round.trim(confidences) if self._round else [len(c) for c in confidences]
 
     # ------------------------------------------------------------------------------- observations
 
@@ -212,18 +210,6 @@ class Goodput:
         )
 
     # ------------------------------------------------------------------------------- inside
-
-    def _round(self) -> Round:
-        batch = self._load.batch
-        return Round(
-            self._costs,
-            self._steps,
-            self._experience,
-            self._worth,
-            batch,
-            batch + self._planned,
-            self._random,
-        )
 
     def _look(self, now: float, limits: Sequence[int], probe: _Probe | None) -> Outlook:
         """Foresee all lookaheads at the present batch, where that is due: after a probe always."""
@@ -348,5 +334,10 @@ class Goodput:
         lookahead = [0] * len(limits)
         for i in chosen:
             lookahead[i] = min(length, limits[i])
-        self._planned = sum(lookahead)
+        if not probe:
+            batch = self._load.batch
+            self._round = Round(
+                self._costs, self._steps, self._experience, self._worth,
+                batch=batch, most=batch + sum(lookahead), random=self._random,
+            )  # fmt: skip
         return Plan(tuple(lookahead), probe)
