@@ -28,6 +28,7 @@ from vllm_hetero_spec.advice.alphas import Alphas, measure, method_of
 from vllm_hetero_spec.advice.place_rows import PairRows
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.selection import span
+from vllm_hetero_spec.draft.slrs import Reach
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
@@ -47,7 +48,21 @@ TITLES = {
 
 def title(name: str) -> str:
     """The head of a figure's column."""
-    return TITLES.get(name, name.upper().replace("_", "-"))
+    if name in TITLES:
+        return TITLES[name]
+    return name.replace("slrs_", "SLRS-").replace("_", " ")
+
+
+def reach(text: str) -> Reach:
+    """`4:16` as a reach of SLRS-n.
+
+    Raises:
+        ValueError: It is none.
+    """
+    found = Reach(*map(int, text.split(":")))
+    if found.span < 2 or found.candidates < 1:
+        raise ValueError(text)
+    return found
 
 
 def verdict(result: Alphas) -> str:
@@ -93,11 +108,12 @@ def main() -> int:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 0.5, 1.0])
     parser.add_argument(
-        "--spans",
-        type=int,
+        "--reaches",
+        type=reach,
         nargs="+",
-        metavar="N",
-        help="of SLRS-n, at least 2; default: 2 and what the engine takes for this drafter",
+        metavar="N[:M]",
+        help="of SLRS-n, at least 2, that looks behind M tokens at each step (1); default: 2, 2:8 "
+        "and what the engine takes for this drafter",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of places")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -109,14 +125,14 @@ def main() -> int:
     try:
         texts = documents(arguments.text, arguments.num_texts)
         pair = PairRows(load(arguments.target), load(arguments.drafter))
-        spans = arguments.spans or [2, span(pair.drafter.vocab_size)]
+        reaches = arguments.reaches or [Reach(), Reach(2, 8), Reach(span(pair.drafter.vocab_size))]
         results, places = measure(
             pair,
             texts,
             arguments.temperatures,
             arguments.places,
             arguments.max_tokens,
-            spans,
+            list(dict.fromkeys(reaches)),
             arguments.seed,
             progress=lambda texts: track(texts, "texts", console=stderr, transient=True),
         )
@@ -138,8 +154,8 @@ def main() -> int:
     for result in results:
         print(f"* {verdict(result)}")
     print(
-        "\nSLRS-n pays for this with up to n - 1 more drafter forwards per drafted token; "
-        "the others take none."
+        "\nSLRS-n pays for this with up to n - 1 more drafter forwards per drafted token, of m "
+        "tokens the first; the others take none."
     )
     return 0
 

@@ -21,6 +21,7 @@ from train_demo_models import PairBudget, train_pair
 from vllm_hetero_spec.advice.alphas import measure
 from vllm_hetero_spec.advice.place_rows import PairRows
 from vllm_hetero_spec.draft.calibration import Estimate
+from vllm_hetero_spec.draft.slrs import Reach
 
 TARGET = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=1)
@@ -76,11 +77,11 @@ def test_places_follow_from_the_seed(pair: PairRows) -> None:
 def test_a_text_too_short_has_no_places(pair: PairRows) -> None:
     assert pair.read("x", 4, 64, torch.Generator()) is None
     with pytest.raises(ValueError, match="two groups"):
-        measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [2], 0)
+        measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [Reach()], 0)
 
 
 def test_figures_of_every_method(pair: PairRows) -> None:
-    results, places = measure(pair, TEXTS, [0.5, 1.0], 5, 64, [2, 3], 0)
+    results, places = measure(pair, TEXTS, [0.5, 1.0], 5, 64, [Reach(), Reach(2, 4), Reach(3)], 0)
     assert places == 15
     assert [result.temperature for result in results] == [0.5, 1.0]
     for result in results:
@@ -88,18 +89,19 @@ def test_figures_of_every_method(pair: PairRows) -> None:
         assert all(0 <= share <= 1 for share in value.values())
         assert value["union"] <= value["tli"] <= value["target_shared"]
         assert value["ersd_slrs"] <= value["slrs_3"]
-        assert sorted(result.ranking) == ["push_forward", "slem_greedy", "slrs_2", "slrs_3", "tli"]
+        slrs = ["slrs_2", "slrs_2_of_4", "slrs_3"]
+        assert sorted(result.ranking) == ["push_forward", "slem_greedy", *slrs, "tli"]
         assert verdict(result).startswith(
             f"temperature {result.temperature:g}: {title(result.ranking[0])} comes first"
         )
 
 
 def test_a_greedy_target_accepts_by_argument(pair: PairRows) -> None:
-    (greedy, warm), _ = measure(pair, TEXTS, [0.0, 1.0], 5, 64, [2], 0)
+    (greedy, warm), _ = measure(pair, TEXTS, [0.0, 1.0], 5, 64, [Reach()], 0)
     assert greedy.ranking == ["slem_greedy"]
     assert greedy.predicted == "slem"
     rows = [pair.read(text, 64, 64, torch.Generator()) for text in TEXTS]
-    (alone,), places = measure(pair, TEXTS, [0.0], 64, 64, [2], 0)
+    (alone,), places = measure(pair, TEXTS, [0.0], 64, 64, [Reach()], 0)
     hits = sum(sum(r.p.argmax(-1) == torch.tensor(r.greedy)).item() for r in rows)
     assert alone.figures["slem_greedy"].value == pytest.approx(hits / places)
     assert 0 < hits < places

@@ -94,6 +94,8 @@ def test_own_keys_reach_the_options() -> None:
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
+        ({"merge_candidates": 4}, ["merge_candidates belongs to", "slrs"]),
+        ({"method": "slrs", "merge_candidates": 99}, ["is 99", "from 0 to 16"]),
         ({"confidence_threshold": 0.5}, ["confidence_threshold belongs to", "controller"]),
         ({"controller": "confidence", "confidence_threshold": 2}, ["is 2", "from 0 to 1"]),
         ({"calibrate": "no"}, ["calibrate is 'no'", "true or false"]),

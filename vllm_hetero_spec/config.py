@@ -19,6 +19,7 @@ CHAT_TEMPLATES = ("auto", "off")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 MAX_LOOKAHEAD = 64
+MAX_CANDIDATES = 16
 
 # Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
 _VLLM_KEYS = frozenset({"rejection_sample_method"})
@@ -61,6 +62,8 @@ class HeteroOptions:
             lossy.
         divergence: Of "fuzzy": "js" or "kl" in nats, or "tv".
         threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
+        merge_candidates: Of "slrs": drafter tokens that are looked behind at each step; the drafter
+            reads all but one of them beside the draft. 0 is "push_forward".
         chat_template: "auto" shows the drafter its own turn markers where a prompt has the
             target's, if the two chat templates can be aligned; "off" shows it the target's.
         controller: Who decides how far to draft, up to num_speculative_tokens: "goodput" as far as
@@ -89,6 +92,7 @@ class HeteroOptions:
     verification: str = "token"
     divergence: str = "js"
     threshold: float | None = None
+    merge_candidates: int = 1
     chat_template: str = "auto"
     controller: str = "goodput"
     confidence_threshold: float = 0.4
@@ -165,6 +169,15 @@ def parse(
         given["max_model_len"] = _integer("max_model_len", given["max_model_len"], 2, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:
         given["kv_cache_memory_bytes"] = _bytes(given["kv_cache_memory_bytes"])
+    if given.get("merge_candidates") is not None:
+        given["merge_candidates"] = _integer(
+            "merge_candidates", given["merge_candidates"], 0, MAX_CANDIDATES
+        )
+        if given["method"] not in ("slrs", "hetero"):
+            raise ConfigError(
+                f'merge_candidates belongs to the method "slrs", and the method is '
+                f"{given['method']!r}; leave it out or ask for that."
+            )
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),
         ("translation", TRANSLATIONS),

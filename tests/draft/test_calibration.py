@@ -23,6 +23,7 @@ from vllm_hetero_spec.draft.calibration import (
     race_acceptance,
 )
 from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.slrs import Reach
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance, law
 
@@ -41,6 +42,7 @@ STREAMS: dict[str, Streamed] = {
     "tli": lambda world, q, chance: ref.tli(world.pair, q, 1, chance),
     "push_forward": lambda world, q, chance: ref.push_forward(world.pair, q, 1, chance),
     "slrs_2": lambda world, q, chance: ref.slrs_n(world.pair, q, 2, 2, chance),
+    "slrs_2_of_3": lambda world, q, chance: ref.slrs_n(world.pair, q, 2, 2, chance, 3),
     "slrs_3": lambda world, q, chance: ref.slrs_n(world.pair, q, 3, 3, chance),
 }
 
@@ -52,7 +54,7 @@ def calibration(world: World) -> Calibration:
     firsts = [pair.kappa(d)[0] for d in every]
     width = len(pair.target)
     maps = (TokenMap(torch.tensor(first), width) for first in (twins, firsts))
-    return Calibration(*maps, ToyMerging(world), spans=(3, 2))
+    return Calibration(*maps, ToyMerging(world), reaches=(Reach(3), Reach(2), Reach(2, 3)))
 
 
 def greedy_of(world: World, context: tuple[int, ...]) -> int:

@@ -25,12 +25,17 @@ from vllm_hetero_spec.verify.rules import token_rule
 
 COPIES = 6_000
 CPU = torch.device("cpu")
-# Drafters of whole pieces and of single letters, and drafter tokens that a proposal may take.
+PIECES, BY_LETTER = worlds(3), worlds(3, target=WORDS, drafter=LETTERS)
+# Drafters of whole pieces and of single letters, drafter tokens that a proposal may take, and how
+# many are looked behind.
 KINDS = {
-    "pieces-2": (worlds(3), 2),
-    "pieces-3": (worlds(3), 3),
-    "letters-2": (worlds(3, target=WORDS, drafter=LETTERS), 2),
-    "letters-4": (worlds(3, target=WORDS, drafter=LETTERS), 4),
+    "pieces-2": (PIECES, 2, 1),
+    "pieces-3": (PIECES, 3, 1),
+    "letters-2": (BY_LETTER, 2, 1),
+    "letters-4": (BY_LETTER, 4, 1),
+    "pieces-2-of-3": (PIECES, 2, 3),
+    "letters-3-of-2": (BY_LETTER, 3, 2),
+    "letters-4-of-all": (BY_LETTER, 4, 9),
 }
 
 
@@ -69,23 +74,31 @@ class ToyDrafter:
         self._paths = paths
         self.kv: list[list[int]] = [[] for _ in paths]
 
-    def feed(self, indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-        for index, token in zip(indices, ids, strict=True):
+    def feed(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+    ) -> torch.Tensor:
+        main = len(indices) - aside
+        for index, tokens in zip(indices[:main], ids[:main], strict=True):
             path, kv = self._paths[index], self.kv[index]
             assert kv[: path.fed] == path.drafted[: path.fed]
-            kv[path.written :] = [token]
-        return self.rows(indices)
+            del kv[path.written :]
+            kv += tokens
+        for index, count in Counter(indices[main:]).items():
+            assert count <= self._paths[index].asides
+        texts = [tuple(self.kv[index]) for index in indices[:main]]
+        for index, tokens in zip(indices[main:], ids[main:], strict=True):
+            texts.append((*self.kv[index][: self._paths[index].written], *tokens))
+        return torch.tensor(np.array([self._row(text) for text in texts]), dtype=torch.float32)
 
     def rows(self, indices: Sequence[int]) -> torch.Tensor:
-        rows = np.array([self._row(tuple(self.kv[index])) for index in indices])
-        return torch.tensor(rows, dtype=torch.float32)
+        return self.feed(indices, [()] * len(indices))
 
 
 def drafted(
-    world: World, steps: int, span: int, wanted: int = 99
+    world: World, steps: int, span: int, candidates: int, wanted: int = 99
 ) -> tuple[list[Path], torch.Tensor, ToyDrafter]:
     """The same request drafted many times over."""
-    paths = [Path(steps, wanted) for _ in range(COPIES)]
+    paths = [Path(steps, wanted, candidates - 1) for _ in range(COPIES)]
     drafter = ToyDrafter(world, paths)
     tokens = TokenMap(
         torch.tensor([world.pair.kappa(d)[0] for d in range(len(world.pair.drafter))]),
@@ -99,14 +112,14 @@ def drafted(
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) -> None:
     """The joint law of the proposed tokens, and every row beside them."""
-    (world, *_), span = KINDS[kind]
+    (world, *_), span, candidates = KINDS[kind]
     torch.manual_seed(steps)
-    paths, laws, _ = drafted(world, steps, span)
+    paths, laws, _ = drafted(world, steps, span, candidates)
 
     expected = law(
         lambda chance: tuple(
             (p.token, tuple(p.row))
-            for p in ref.slrs_n(world.pair, world.q_after(()), steps, span, chance)
+            for p in ref.slrs_n(world.pair, world.q_after(()), steps, span, chance, candidates)
         )
     )
     tokens: dict[tuple[int | None, ...], float] = defaultdict(float)
@@ -131,9 +144,9 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
-    (*_, world), span = KINDS[kind]
+    (*_, world), span, candidates = KINDS[kind]
     torch.manual_seed(7)
-    paths, laws, _ = drafted(world, 4, span)
+    paths, laws, _ = drafted(world, 4, span, candidates)
     lengths = [len(path.proposal) for path in paths]
     tokens = torch.tensor([t for path in paths for t in path.proposal])
     row_of = torch.tensor([row for path in paths for row in path.law_of])
@@ -154,9 +167,9 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_drafters_kv_is_counted(kind: str) -> None:
     """`fed` never claims a token that was replaced or never fed, and no step is overspent."""
-    (world, *_), span = KINDS[kind]
+    (world, *_), span, candidates = KINDS[kind]
     torch.manual_seed(2)
-    paths, laws, drafter = drafted(world, 4, span, wanted=3)
+    paths, laws, drafter = drafted(world, 4, span, candidates, wanted=3)
     for path, kv in zip(paths, drafter.kv, strict=True):
         assert path.drafted[: path.fed] == kv[: path.fed]
         assert len(kv) < 4
@@ -176,7 +189,9 @@ def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
     tokens = TokenMap(torch.tensor([world.pair.kappa(d)[0] for d in range(5)]), 5)
     slrs = Slrs(tokens, ToyMerging(world), frozenset(), Noise(CPU), 3)
 
-    def broken(indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    def broken(
+        indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+    ) -> torch.Tensor:
         return torch.zeros(len(indices), 5)
 
     first = torch.tensor(world.q_after(())(()), dtype=torch.float32).repeat(4, 1)

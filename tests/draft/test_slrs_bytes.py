@@ -74,9 +74,12 @@ class Drafts:
         slrs = Slrs(tokens, merging, frozenset({drafter.end}), Noise(CPU), span)
         self.laws = slrs.draft(self._rows(range(len(texts))), self.paths, self._feed)
 
-    def _feed(self, indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-        for index, token in zip(indices, ids, strict=True):
-            self._kv[index][self.paths[index].written :] = [token]
+    def _feed(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+    ) -> torch.Tensor:
+        assert not aside
+        for index, tokens in zip(indices, ids, strict=True):
+            self._kv[index][self.paths[index].written :] = tokens
         return self._rows(indices)
 
     def _rows(self, indices: Sequence[int]) -> torch.Tensor:

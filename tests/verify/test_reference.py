@@ -71,28 +71,31 @@ def test_lossless(method: str, rule: str, k: int) -> None:
         assert deviation(world, DRAFTS[method], RULES[rule], k, length=3) < EXACT
 
 
-def chained(n: int) -> Draft:
-    """SLRS-n along a chain."""
-    return lambda w, c, k, chance: ref.slrs_n(w.pair, w.q_after(c), k, n, chance)
+def chained(n: int, m: int = 1) -> Draft:
+    """SLRS-n along a chain, with m - 1 tokens beside its first."""
+    return lambda w, c, k, chance: ref.slrs_n(w.pair, w.q_after(c), k, n, chance, m)
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_chains_of_bytes_are_lossless(n: int, rule: str) -> None:
+def test_chains_of_bytes_are_lossless(n: int, m: int, rule: str) -> None:
     """Target tokens take up to four tokens of a drafter of single bytes."""
     world = worlds(n, target=WORDS, drafter=LETTERS)[-1]
     for k in {n, 4}:
-        assert deviation(world, chained(n), RULES[rule], k, length=3) < EXACT
+        assert deviation(world, chained(n, m), RULES[rule], k, length=3) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chains_of_pieces_are_lossless(rule: str) -> None:
     """Proposals end at a drafter token's end or inside it, and have the rest revealed."""
     for world in worlds(2, target=WORDS, drafter=(b"a", b"b", b"ba")):
-        assert deviation(world, chained(3), RULES[rule], 3, length=3) < EXACT
+        for m in (1, 3):
+            assert deviation(world, chained(3, m), RULES[rule], 3, length=3) < EXACT
 
 
-def test_a_chain_of_two_is_slrs2() -> None:
+@pytest.mark.parametrize(("m", "slrs2"), [(1, "slrs2"), (5, "slrs2 m=5")])
+def test_a_chain_of_two_is_slrs2(m: int, slrs2: str) -> None:
     """Drawing again without what merges has the law of keeping what was drawn and did not merge."""
     for world in worlds(4):
         laws = [
@@ -102,7 +105,7 @@ def test_a_chain_of_two_is_slrs2() -> None:
                     for proposal in draft(world, (), 3, chance)  # noqa: B023
                 )
             )
-            for draft in (chained(2), DRAFTS["slrs2"])
+            for draft in (chained(2, m), DRAFTS[slrs2])
         ]
         assert total_variation(*laws) < EXACT
 

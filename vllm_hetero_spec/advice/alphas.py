@@ -16,6 +16,7 @@ from vllm_hetero_spec.advice.place_rows import PairRows, TextRows
 from vllm_hetero_spec.draft.calibration import Calibration, Estimate
 from vllm_hetero_spec.draft.rows import probabilities
 from vllm_hetero_spec.draft.selection import order
+from vllm_hetero_spec.draft.slrs import Reach
 from vllm_hetero_spec.text.statistics import PairMeter
 
 GREEDY = "slem_greedy"
@@ -56,7 +57,7 @@ def measure(
     temperatures: Sequence[float],
     places: int,
     longest: int,
-    spans: Sequence[int],
+    reaches: Sequence[Reach],
     seed: int,
     progress: Callable[[Sequence[str]], Any] = lambda texts: texts,
 ) -> tuple[list[Alphas], int]:
@@ -68,14 +69,14 @@ def measure(
         temperatures: 0 is greedy.
         places: Of each text, at most.
         longest: Target tokens of a text that are read.
-        spans: The n of SLRS-n.
+        reaches: Of SLRS-n.
         seed: Of the choice of places.
         progress: Goes through the texts and says so.
 
     Raises:
         ValueError: Fewer than two texts are long enough.
     """
-    calibration = Calibration(pair.twins, pair.firsts, pair.merging, spans)
+    calibration = Calibration(pair.twins, pair.firsts, pair.merging, reaches)
     generator = torch.Generator().manual_seed(seed)
     sums: dict[float, dict[str, list[float]]] = {t: defaultdict(list) for t in temperatures}
     counts: list[int] = []

@@ -107,6 +107,7 @@ def read_acceptance(
 
     from vllm_hetero_spec.advice.alphas import measure, method_of
     from vllm_hetero_spec.advice.place_rows import PairRows
+    from vllm_hetero_spec.draft.slrs import Reach
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -119,8 +120,8 @@ def read_acceptance(
         return model.to("cuda" if gpu else "cpu"), AutoTokenizer.from_pretrained(name, **trust)
 
     pair = PairRows(load(target), load(drafter))
-    spans = [span(pair.drafter.vocab_size)]
-    results, _ = measure(pair, texts, temperatures, places, _LONGEST, spans, _SEED)
+    reaches = [Reach(span(pair.drafter.vocab_size))]
+    results, _ = measure(pair, texts, temperatures, places, _LONGEST, reaches, _SEED)
     return {
         result.temperature: {
             method: (result.figures[name].value, result.figures[name].error)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hetero_spec.draft.rows import TokenMap
-from vllm_hetero_spec.draft.slrs import Merging, Path, Slrs
+from vllm_hetero_spec.draft.slrs import DEFAULT_REACH, Merging, Path, Reach, Slrs
 from vllm_hetero_spec.verify.noise import Noise
 
 # Given places and for each a path of drafter tokens, the drafter's rows [n, V_D] behind it.
@@ -65,16 +65,21 @@ class Calibration:
         twins: The target token with the bytes of each drafter token; -1 outside the intersection.
         firsts: The first target token of each drafter token; -1 where the target cannot spell it.
         merging: Target tokens of several drafter tokens.
-        spans: Drafter tokens that a proposed target token of SLRS-n may take, each n once.
+        reaches: Of SLRS-n, each once.
     """
 
     def __init__(
-        self, twins: TokenMap, firsts: TokenMap, merging: Merging, spans: Sequence[int] = (2,)
+        self,
+        twins: TokenMap,
+        firsts: TokenMap,
+        merging: Merging,
+        reaches: Sequence[Reach] = (DEFAULT_REACH,),
     ) -> None:
         self._twins, self._firsts = twins, firsts
         device = twins.first.device
         self._slrs = {
-            span: Slrs(firsts, merging, frozenset(), Noise(device), span) for span in spans
+            reach: Slrs(firsts, merging, frozenset(), Noise(device), reach.span)
+            for reach in sorted(reaches)
         }
         shared = twins.first[twins.first >= 0]
         self._shared = torch.zeros(twins.width, dtype=torch.bool, device=device)
@@ -95,9 +100,9 @@ class Calibration:
         Returns:
             float64 [n] by name. `target_shared`: mass of target tokens that the drafter has;
             `drafter_shared`: the same the other way round. Acceptance of `union` (what has no twin
-            is rejected), `tli`, `push_forward`, `slrs_n` for each n of the spans, `slem_greedy`,
-            `slem_sampled` (a draw of SLRS-n with the largest n, matched as a string), `ersd_tli`
-            and `ersd_slrs` (races, on the row of the same n).
+            is rejected), `tli`, `push_forward`, SLRS-n by `Reach.name`, `slem_greedy`,
+            `slem_sampled` (a draw of SLRS-n with the largest reach, matched as a string),
+            `ersd_tli` and `ersd_slrs` (races, on the row of the same reach).
         """
         union = self._twins.laws(q)
         tli = _normalised(union)
@@ -108,9 +113,9 @@ class Calibration:
             "tli": overlap(p, tli),
             "push_forward": overlap(p, _normalised(self._firsts.laws(q))),
         }
-        for span in sorted(self._slrs):
-            psi = self._slrs_laws(q, follow, span)
-            found[f"slrs_{span}"] = overlap(p, psi)
+        for reach in self._slrs:
+            psi = self._slrs_laws(q, follow, reach)
+            found[reach.name] = overlap(p, psi)
         picked = torch.tensor(greedy, device=p.device)
         matched = p.gather(1, picked.clamp_min(0)[:, None])[:, 0]
         return found | {
@@ -120,18 +125,22 @@ class Calibration:
             "ersd_slrs": race_acceptance(p, psi),
         }
 
-    def _slrs_laws(self, q: torch.Tensor, follow: Follow, span: int) -> torch.Tensor:
+    def _slrs_laws(self, q: torch.Tensor, follow: Follow, reach: Reach) -> torch.Tensor:
         """float32 [n, V_T], the law of the first token that SLRS-n proposes."""
         fed: list[list[int]] = [[] for _ in q]
 
-        def feed(places: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-            for place, token in zip(places, tokens, strict=True):
-                fed[place].append(token)
-            return follow(places, [fed[place] for place in places])
+        def feed(
+            indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        ) -> torch.Tensor:
+            texts = [[*fed[place], *tokens] for place, tokens in zip(indices, ids, strict=True)]
+            kept = len(indices) - aside
+            for place, text in zip(indices[:kept], texts, strict=False):
+                fed[place] = text
+            return follow(indices, texts)
 
         rows = q[:, : len(self._firsts.first)] * (self._firsts.first >= 0)
-        paths = [Path(steps=span, wanted=1) for _ in q]
-        return self._slrs[span].draft(_normalised(rows), paths, feed)
+        paths = [Path(reach.span, wanted=1, asides=reach.candidates - 1) for _ in q]
+        return self._slrs[reach].draft(_normalised(rows), paths, feed)
 
 
 def overlap(p: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:

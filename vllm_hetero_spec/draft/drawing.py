@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hetero_spec.draft.rows import TokenMap, probabilities
-from vllm_hetero_spec.draft.slrs import Merging
+from vllm_hetero_spec.draft.slrs import DEFAULT_REACH, Merging, Reach
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 from vllm_hetero_spec.verify.race import race
 
@@ -45,13 +45,13 @@ class SampledMethod:
         tokens: What a drafter token proposes first.
         lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
-        span: Its n.
+        reach: Of SLRS-n.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
     merging: Merging | None = None
-    span: int = 2
+    reach: Reach = DEFAULT_REACH
 
 
 class DrawBatch:

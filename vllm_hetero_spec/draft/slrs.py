@@ -2,29 +2,30 @@
 """SLRS-n: push-forward that also proposes target tokens made of several drafter tokens.
 
 Before anything is drawn, a chain of the likeliest drafter tokens is fed for as long as what they
-spell begins a longer target token. Draws follow its rows until one leaves it; the longest target
-token found along them is proposed. The rows are known beforehand, and so is the law of the
-proposal: over the places where the chain may be left, with what probability it is left for which
-token. `verify.reference.slrs_n` is the readable form.
+spell begins a longer target token, and beside its first token a few other likely ones: a tree.
+Draws follow its rows until one leaves it; the longest target token found along them is proposed.
+The rows are known beforehand, and so is the law of the proposal: over the places where the tree may
+be left, with what probability it is left for which token. `verify.reference.slrs_n` is the readable
+form.
 
 What was drawn behind the proposal is thrown away, and the next token drawn afresh from the known
 row there, without what would have made the proposal longer. (To keep a drawn token and tell the
-verifier the plain row would be biased.) Feeding tokens that are not drawn costs forwards and no
-memory: the drawn ones take their places.
+verifier the plain row would be biased.) Feeding a chain that is not drawn costs forwards and no
+memory: the drawn tokens take its places. Others are fed aside and fed again where they are drawn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.chain import Chain
 from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.tree import Heir, Link, Tree
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 
-# Tokens behind a chain that are asked whether they merge; all others count as not merging.
+# Tokens behind a path that are asked whether they merge; all others count as not merging.
 PARTNERS = 64
 
 
@@ -49,9 +50,42 @@ class Merging(Protocol):
         """Target tokens of what a path spells behind the merged token that begins it."""
 
 
-# Feeds one id to each path named, behind the `written` ones, and returns the rows [n, V_D] that
-# follow, as probabilities.
-Feed = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
+class Feed(Protocol):
+    """The drafter, as a path sees it."""
+
+    def __call__(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+    ) -> torch.Tensor:
+        """Feed ids to paths, behind the `written` ones.
+
+        Args:
+            indices: Of the paths, [n].
+            ids: At least one for each.
+            aside: The last so many leave nothing behind, one place of `Path.asides` for each.
+
+        Returns:
+            float32 [n, V_D], the rows that follow, as probabilities.
+        """
+
+
+class Reach(NamedTuple):
+    """How far SLRS-n looks ahead.
+
+    Attributes:
+        span: Drafter tokens that a proposed target token may take, n.
+        candidates: Drafter tokens that are looked behind at each step, m.
+    """
+
+    span: int = 2
+    candidates: int = 1
+
+    @property
+    def name(self) -> str:
+        """As figures are named: slrs_2, slrs_2_of_8."""
+        return f"slrs_{self.span}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
+
+
+DEFAULT_REACH = Reach()
 
 
 @dataclass
@@ -61,6 +95,7 @@ class Path:
     Attributes:
         steps: Drafter tokens that it may still draw.
         wanted: Target tokens after which it stops.
+        asides: Tokens that can be fed aside in one step, beside the chain.
         drafted: Drafter ids; the KV of the first `fed` is written.
         ahead: Tokens of the chain whose KV is written behind those, not drawn yet.
         proposal: Target ids.
@@ -69,6 +104,7 @@ class Path:
 
     steps: int
     wanted: int
+    asides: int = 0
     drafted: list[int] = field(default_factory=list)
     fed: int = 0
     ahead: int = 0
@@ -84,6 +120,11 @@ class Path:
     def written(self) -> int:
         """Tokens of the draft and its chain whose KV is written."""
         return self.fed + self.ahead
+
+    @property
+    def unfed(self) -> list[int]:
+        """The end of the draft that has no KV yet."""
+        return self.drafted[self.fed :]
 
     @property
     def laws(self) -> int:
@@ -129,63 +170,74 @@ class Slrs:
         used = 0
         heads = {i: rows[i] for i, path in enumerate(paths) if path.laws}
         while heads:
-            chains = self._chains(heads, paths, feed)
-            self._add_laws(list(chains.values()), laws[used : used + len(chains)])
-            drawn = self._draw(chains)
-            heads = {}
-            for law, (i, chain) in enumerate(chains.items(), used):
-                row = self._advance(paths[i], law, drawn[i], chain)
-                if row is not None and self._goes_on(paths[i]):
-                    heads[i] = row
-            used += len(chains)
-            heads |= self._refed([i for i in chains if i not in heads], paths, feed)
-            heads = dict(sorted(heads.items()))
+            trees = self._trees(heads, paths, feed)
+            self._add_laws(list(trees.values()), laws[used : used + len(trees)])
+            drawn = self._draw(trees)
+            ends = {
+                i: self._advance(paths[i], law, drawn[i], tree)
+                for law, (i, tree) in enumerate(trees.items(), used)
+            }
+            heads = self._next_heads(ends, paths, feed)
+            used += len(trees)
         return laws[:used, :-1]
 
-    def _chains(
+    def _trees(
         self, heads: dict[int, torch.Tensor], paths: Sequence[Path], feed: Feed
-    ) -> dict[int, Chain]:
-        """The chain of each path, known before anything is drawn."""
-        chains = {i: Chain(row) for i, row in heads.items()}
-        every = list(chains.values())
-        able = self._merging.mergeable
-        for part, rows in _stacks([chain.row for chain in every]):
-            best = (rows[:, : len(able)] * able).max(-1)
-            tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            for chain, top in zip(every[part], tops, strict=True):
-                chain.heir = top if top[1] > 0 else None
+    ) -> dict[int, Tree]:
+        """The tree of each path, known before anything is drawn."""
+        trees = {i: Tree(row) for i, row in heads.items()}
+        self._find_heirs(list(trees.values()), [paths[i].asides for i in trees])
         for depth in range(1, self._span):
-            going = {i: c for i, c in chains.items() if c.heir and paths[i].steps > depth}
+            going = [i for i, tree in trees.items() if tree.heirs and paths[i].steps > depth]
             if not going:
                 break
-            rows = feed(list(going), [chain.heir[0] for chain in going.values() if chain.heir])
+            fed = [(i, trees[i].heirs[0]) for i in going]
+            aside = [(i, heir) for i in going for heir in trees[i].heirs[1:]]
+            fed += aside
+            rows = feed([i for i, _ in fed], [heir.path[-1:] for _, heir in fed], len(aside))
             likely = rows.topk(min(PARTNERS, rows.shape[-1]), -1)
             e_ids, shares = likely.indices.cpu().numpy(), likely.values.cpu().numpy()
-            for line, (i, chain) in enumerate(going.items()):
+            for line, (i, heir) in enumerate(fed):
+                self._add(trees[i], heir, rows[line], e_ids[line], shares[line])
+            for line, i in enumerate(going):
                 paths[i].ahead = depth
-                self._prolong(chain, rows[line], e_ids[line], shares[line])
-        return chains
+                trees[i].heirs = self._grown(trees[i].heirs[0], e_ids[line], shares[line])
+        return trees
 
-    def _prolong(
-        self, chain: Chain, row: torch.Tensor, e_ids: np.ndarray, shares: np.ndarray
+    def _find_heirs(self, trees: Sequence[Tree], asides: Sequence[int]) -> None:
+        """The likeliest tokens that can merge: the chain's first, and so many beside it."""
+        able = self._merging.mergeable
+        for part, rows in _stacks([tree.row for tree in trees]):
+            count = min(1 + max(asides[part]), len(able))
+            best = (rows[:, : len(able)] * able).topk(count, -1)
+            lines = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for tree, most, (ids, shares) in zip(trees[part], asides[part], lines, strict=True):
+                heirs = [Heir((d,), share) for d, share in zip(ids, shares, strict=True) if share]
+                tree.heirs = heirs[: 1 + most]
+
+    def _add(
+        self, tree: Tree, heir: Heir, row: torch.Tensor, e_ids: np.ndarray, shares: np.ndarray
     ) -> None:
-        """Add the heir to a chain; `e_ids` are the likeliest tokens of its row, with `shares`."""
-        assert chain.heir is not None
-        path = [*chain.tokens, chain.heir[0]]
-        first = self._merging.spell(path[0])[0]
-        chain.prolong(first, row, e_ids, self._merging.among(path, e_ids), shares)
-        if len(path) + 1 < self._span and self._merging.goes_on([*path, e_ids[0]]):
-            chain.heir = int(e_ids[0]), float(shares[0])
+        """Add an heir to its tree; `e_ids` are the likeliest tokens of its row, with `shares`."""
+        first = self._merging.spell(heir.path[0])[0]
+        tree.add(heir, first, row, e_ids, self._merging.among(heir.path, e_ids), shares)
 
-    def _add_laws(self, chains: Sequence[Chain], psi: torch.Tensor) -> None:
+    def _grown(self, heir: Heir, e_ids: np.ndarray, shares: np.ndarray) -> list[Heir]:
+        """What may prolong the chain behind its newest token."""
+        longer = Heir((*heir.path, int(e_ids[0])), float(shares[0]))
+        if len(longer.path) < self._span and self._merging.goes_on(longer.path):
+            return [longer]
+        return []
+
+    def _add_laws(self, trees: Sequence[Tree], psi: torch.Tensor) -> None:
         """The laws of the next proposals into zeros [n, V_T + 1].
 
         At first every drawn token stands for the first target token that it begins. Link by link,
         what merges behind it moves from the longest token found so far to the merged one.
         """
-        for part, rows in _stacks([chain.row for chain in chains]):
+        for part, rows in _stacks([tree.row for tree in trees]):
             self._tokens.add_laws(rows, psi[part])
-        links = [(line, link) for line, chain in enumerate(chains) for link in chain.links]
+        links = [(line, link) for line, tree in enumerate(trees) for link in tree.links.values()]
         if not links:
             return
         sizes = [len(link.e_ids) for _, link in links]
@@ -197,49 +249,48 @@ class Slrs:
         psi.index_put_((table[0], table[2]), mass, accumulate=True)
         psi.clamp_min_(0.0)
 
-    def _draw(self, chains: dict[int, Chain]) -> dict[int, list[int]]:
-        """Draws along each chain, the one that leaves it included."""
-        rows = [row for chain in chains.values() for row in chain.rows]
-        counts = [0] * (max(chains) + 1)
-        for i, chain in chains.items():
-            counts[i] = len(chain.links) + 1
+    def _draw(self, trees: dict[int, Tree]) -> dict[int, tuple[int, ...]]:
+        """Draws along each tree, the one that leaves it included."""
+        rows = [row for tree in trees.values() for row in tree.rows]
+        counts = [0] * (max(trees) + 1)
+        for i, tree in trees.items():
+            counts[i] = len(tree.links) + 1
         uniform = self._noise.uniform(counts)
         drawn = torch.cat([choose(stack, uniform[part]) for part, stack in _stacks(rows)])
         every = iter(drawn.tolist())
         return {
-            i: chain.followed([next(every) for _ in range(counts[i])])
-            for i, chain in chains.items()
+            i: tree.followed([next(every) for _ in range(counts[i])]) for i, tree in trees.items()
         }
 
-    def _advance(self, path: Path, law: int, drawn: list[int], chain: Chain) -> torch.Tensor | None:
-        """Add what was drawn to a path; its next row where that is known."""
+    def _advance(self, path: Path, law: int, drawn: tuple[int, ...], tree: Tree) -> Link | None:
+        """Add what was drawn to a path; the link behind which it goes on, without what merges."""
         spelled = self._merging.spell(drawn[0])
         if not len(spelled):  # nothing can be drawn from a row of nothing
             path.steps = 0
             return None
-        followed = len(drawn) - 1
-        token, used = spelled[0], 1
-        if followed:
-            merged = chain.links[followed - 1].merged(drawn[-1])
-            token, used = chain.found(merged, followed)
-        path.fed, path.ahead = len(path.drafted) + min(used, followed), 0
+        token, used, fed = spelled[0], 1, 0
+        if len(drawn) > 1:
+            link = tree.links[drawn[:-1]]
+            token, used = link.found(drawn[-1])
+            fed = 0 if link.aside else min(used, len(link.path))
+        path.fed, path.ahead = len(path.drafted) + fed, 0
         path.drafted += drawn[:used]
         path.steps -= used
         rest = spelled[1:] if used == 1 else self._merging.rest(drawn[:used], token)
         path.propose(token, law, rest)
-        return None if used == len(drawn) else chain.links[used - 1].unmerged()
+        return tree.links.get(drawn[:used])
 
-    def _refed(
-        self, indices: Sequence[int], paths: Sequence[Path], feed: Feed
+    def _next_heads(
+        self, ends: dict[int, Link | None], paths: Sequence[Path], feed: Feed
     ) -> dict[int, torch.Tensor]:
-        """Rows of paths that go on behind a token that has not been fed yet."""
-        going = [i for i in indices if self._goes_on(paths[i])]
-        if not going:
-            return {}
-        rows = feed(going, [paths[i].drafted[-1] for i in going])
-        for i in going:
+        """The next row of each path that goes on: the one known, or behind what is fed now."""
+        rows = {i: link.row for i, link in ends.items() if link and not paths[i].unfed}
+        going = {i: link for i, link in ends.items() if self._goes_on(paths[i])}
+        if late := [i for i in going if i not in rows]:
+            rows |= zip(late, feed(late, [paths[i].unfed for i in late]), strict=True)
+        for i in late:
             paths[i].fed = len(paths[i].drafted)
-        return dict(zip(going, rows, strict=True))
+        return {i: link.unmerged(rows[i]) if link else rows[i] for i, link in going.items()}
 
     def _goes_on(self, path: Path) -> bool:
         if not path.steps or len(path.proposal) >= path.wanted:

@@ -14,7 +14,7 @@ from functools import partial
 from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.engine.drafter import Drafter, Proceed
-from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.laws import DraftLaw
 from vllm_hetero_spec.engine.picking import DraftRow
 from vllm_hetero_spec.engine.requests import RequestState
@@ -99,7 +99,11 @@ class Rounds:
         rows = self._admit(jobs, idle)
         if not rows:
             return
-        self._drafter.run([row for _, row in rows], proceed)
+        scratch = self._lend_scratch(rows)
+        try:
+            self._drafter.run([row for _, row in rows], proceed)
+        finally:
+            self._pool.close(scratch)
         for job, row in rows:
             state = job.state
             state.agreed += len(row.pending)
@@ -155,7 +159,7 @@ class Rounds:
         if not job.lookahead:
             return 0
         if job.draw is not None:  # a drawn target token takes a step, or half of its span
-            span = max(2, self._drafter.span(job.draw, job.penalty))
+            span = max(2, self._drafter.reach(job).span)
             return min(room, job.lookahead * span // 2)
         context = job.state.context
         ratio = len(context.ids) / context.num_target
@@ -173,6 +177,23 @@ class Rounds:
                 return False
             other.close(self._pool)
         return True
+
+    def _lend_scratch(self, rows: list[tuple[Job, DraftRow]]) -> BlockTable:
+        """Blocks in which drafts may look aside, for as many requests as they and tokens allow.
+
+        A token fed aside takes those of its block along, which is read anew.
+        """
+        lent, tokens = BlockTable(), self._budget
+        for job, row in rows:
+            asides = self._drafter.reach(job).candidates - 1
+            if not asides or not row.steps:
+                continue
+            blocks = len(lent.blocks) + asides
+            tokens -= asides * self._pool.block_size
+            if tokens < 0 or not self._pool.grow(lent, blocks * self._pool.block_size):
+                break
+            row.scratch = lent.blocks[-asides:]
+        return lent
 
     def _spell_out(self, job: Job, row: DraftRow) -> None:
         """What was drawn as target tokens: the first of each draw with its law, the rest certain.

@@ -12,12 +12,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
-from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.slrs import Path, Slrs
+from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.slrs import Path, Reach, Slrs
 from vllm_hetero_spec.engine.drafter_model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.kv_pool import BlockTable
-from vllm_hetero_spec.engine.picking import DraftRow, DraftSequence, Picker, PickRules
+from vllm_hetero_spec.engine.picking import DraftRow, DraftSequence, Drawn, Picker, PickRules
 
 # Told of the rows that picked last, with their confidences, whether the round goes on.
 Proceed = Callable[[Sequence[DraftRow]], bool]
@@ -91,9 +90,9 @@ class Drafter:
             self._timed(picker.pick, self.model.forward(ids, batch))
         picker.collect()
 
-    def span(self, draw: Draw, penalty: Penalty | None) -> int:
-        """Drafter steps that a drawn target token may take, of a request with such a penalty."""
-        return self._rules.span(draw, penalty)
+    def reach(self, request: Drawn) -> Reach:
+        """How far SLRS-n looks ahead for a request; span 1 where it is drafted otherwise."""
+        return self._rules.reach(request)
 
     @torch.inference_mode()
     def step(self, batch: int) -> None:
@@ -116,22 +115,35 @@ class Drafter:
         assert sampling.merging is not None
         draws = self._rules.draws(rows, laws=False)
         base = np.array([len(row.sequence.kv_ids) for row in rows])
-        paths = [Path(row.steps, row.wanted) for row in rows]
+        paths = [Path(row.steps, row.wanted, len(row.scratch)) for row in rows]
 
         def drawn_from(logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
             logits = logits[:, : self._rules.vocab_size]
             logits.index_fill_(1, self._rules.banned, float("-inf"))
             return draws.rows(logits, indices)
 
-        def feed(indices: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-            positions = base[indices] + [paths[index].written for index in indices]
-            batch = self._single(table[indices], positions)
-            device_ids = torch.tensor(ids, device=self.model.device)
-            return drawn_from(self.model.forward(device_ids, batch), indices)
+        def feed(
+            indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        ) -> torch.Tensor:
+            done = base[indices] + [paths[index].written for index in indices]
+            if not aside and max(map(len, ids)) == 1:
+                fed = torch.tensor([token for (token,) in ids], device=self.model.device)
+                batch = self._single(table[indices], done)
+                return drawn_from(self.model.forward(fed, batch), indices)
+            pending, lines = list(ids), table[indices]
+            spare = [iter(row.scratch) for row in rows]
+            for line in range(len(indices) - aside, len(indices)):
+                index, block = indices[line], done[line] // self.model.block_size
+                lines[line, block] = next(spare[index])
+                start = done[line] = block * self.model.block_size
+                before = rows[index].sequence.kv_ids[start:]
+                drafted = paths[index].drafted[max(0, start - base[index]) : paths[index].fed]
+                pending[line] = [*before, *drafted, *ids[line]]
+            return drawn_from(self._read(lines, done, pending), indices)
 
         finite = logits.isfinite().any(-1).tolist()
         tokens, merging = sampling.tokens, sampling.merging
-        slrs = Slrs(tokens, merging, self._ends, draws.noise, sampling.span)
+        slrs = Slrs(tokens, merging, self._ends, draws.noise, sampling.reach.span)
         laws = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
         for row, path, sound in zip(rows, paths, finite, strict=True):
             row.finite, row.path, row.laws = sound, path, laws
@@ -164,15 +176,24 @@ class Drafter:
         self.model.forward_seconds += time.perf_counter() - began
 
     def _catch_up(self, rows: list[DraftRow], table: np.ndarray) -> torch.Tensor:
+        done = np.array([len(row.sequence.kv_ids) for row in rows])
+        logits = self._read(table, done, [row.pending for row in rows])
+        for row in rows:
+            row.sequence.kv_ids.extend(row.pending)
+        return logits
+
+    def _read(
+        self, table: np.ndarray, done: np.ndarray, pending: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Feed every line of a block table its ids, behind the tokens done; logits of the last."""
         size = self.model.block_size
-        queries = np.array([len(row.pending) for row in rows], np.int32)
-        done = np.array([len(row.sequence.kv_ids) for row in rows], np.int32)
-        starts = np.zeros(len(rows) + 1, np.int32)
+        queries, done = np.array([len(ids) for ids in pending], np.int32), done.astype(np.int32)
+        starts = np.zeros(len(pending) + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
-        ids = np.fromiter(chain.from_iterable(row.pending for row in rows), np.int64, starts[-1])
+        ids = np.fromiter(chain.from_iterable(pending), np.int64, starts[-1])
         ids[ids >= self._rules.vocab_size] = 0
         positions = np.arange(len(ids)) + np.repeat(done - starts[:-1], queries)
-        blocks = table[np.repeat(np.arange(len(rows)), queries), positions // size]
+        blocks = table[np.repeat(np.arange(len(pending)), queries), positions // size]
         lengths_cpu, starts_cpu = torch.from_numpy(done + queries), torch.from_numpy(starts)
         batch = ForwardBatch(
             positions=self._to_device(positions),
@@ -185,10 +206,7 @@ class Drafter:
             max_query=int(queries.max()),
             last=self._to_device(starts[1:].astype(np.int64) - 1),
         )
-        logits = self.model.forward(self._to_device(ids), batch)
-        for row in rows:
-            row.sequence.kv_ids.extend(row.pending)
-        return logits
+        return self.model.forward(self._to_device(ids), batch)
 
     def _decode_batches(self, rows: list[DraftRow], table: np.ndarray) -> Iterator[ForwardBatch]:
         """One batch per further step: the rows that still draft, a token each.

@@ -7,12 +7,13 @@ All state is on the device until `collect`, which reads what was drafted once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 import torch
 
 from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
-from vllm_hetero_spec.draft.slrs import Path
+from vllm_hetero_spec.draft.slrs import Path, Reach
 from vllm_hetero_spec.engine.kv_pool import BlockTable
 
 # How many of the drafter's best ids the first token is chosen from.
@@ -46,6 +47,7 @@ class DraftRow:
         draw: How tokens are drawn; the drafter's best are taken where None.
         wanted: Target tokens to propose; read where tokens are drawn.
         index: The request's place in the batch.
+        scratch: Blocks in which SLRS-n may feed tokens aside, one for each.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
         confidences: Filled by `run`, where asked for: of each drafted id the largest probability
@@ -65,6 +67,7 @@ class DraftRow:
     draw: Draw | None = None
     wanted: int = 0
     index: int = 0
+    scratch: Sequence[int] = ()
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
     confidences: list[float] = field(default_factory=list)
@@ -72,6 +75,13 @@ class DraftRow:
     law_of: list[int] = field(default_factory=list)
     substitutes: list[int] = field(default_factory=list)
     path: Path | None = None
+
+
+class Drawn(Protocol):
+    """What tells how a request is drafted."""
+
+    draw: Draw | None
+    penalty: Penalty | None
 
 
 @dataclass(frozen=True)
@@ -94,13 +104,15 @@ class PickRules:
 
     def takes_paths(self, row: DraftRow) -> bool:
         """Whether a row is drafted by SLRS-n."""
-        return bool(row.steps) and row.draw is not None and self.span(row.draw, row.penalty) > 1
+        return bool(row.steps) and self.reach(row).span > 1
 
-    def span(self, draw: Draw, penalty: Penalty | None) -> int:
-        """Drafter tokens that a drawn target token may take; SLRS-n does not race or penalise."""
-        if self.sampling is None or self.sampling.merging is None:
-            return 1
-        return 1 if draw.clock is not None or penalty is not None else self.sampling.span
+    def reach(self, request: Drawn) -> Reach:
+        """How far SLRS-n looks ahead for a request; it neither races nor penalises."""
+        none = Reach(1)
+        if self.sampling is None or self.sampling.merging is None or request.draw is None:
+            return none
+        plain = request.draw.clock is None and request.penalty is None
+        return self.sampling.reach if plain else none
 
     def draws(self, rows: Sequence[DraftRow], *, laws: bool = True) -> DrawBatch:
         """The draws of rows that are drawn; `laws` keeps room for as many as they have steps."""

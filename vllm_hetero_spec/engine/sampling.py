@@ -13,6 +13,7 @@ from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.merging import PairMerging
 from vllm_hetero_spec.draft.rows import TokenMap
 from vllm_hetero_spec.draft.selection import span
+from vllm_hetero_spec.draft.slrs import Reach
 from vllm_hetero_spec.engine.choice import choose
 from vllm_hetero_spec.engine.requests import RequestState
 from vllm_hetero_spec.engine.tokenizers import Pair
@@ -68,11 +69,11 @@ def sampling_of(
         found = _sampling(
             maps.kappa_first, lengths, width, device, lambda d: maps.target_tokens(d).tolist()
         )
-        if method == "push_forward":
+        if method == "push_forward" or not options.merge_candidates:
             return found
         merging = PairMerging(pair.target, pair.drafter, maps, device)
-        reach = span(pair.drafter.vocab_size)
-        return replace(found, method=replace(found.method, merging=merging, span=reach))
+        reach = Reach(span(pair.drafter.vocab_size), options.merge_candidates)
+        return replace(found, method=replace(found.method, merging=merging, reach=reach))
     twins = maps.d2t.tolist()
     return _sampling(
         maps.d2t,

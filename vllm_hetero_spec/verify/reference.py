@@ -250,13 +250,14 @@ def slrs2(pair: Pair, q: Drafter, k: int, chance: Chance, m: int = 1) -> Stream:
             row = q(path)
 
 
-def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance) -> Stream:
+def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance, m: int = 1) -> Stream:
     """Push-forward that also proposes target tokens made of up to n draft tokens.
 
     Before drawing, a chain c_1 c_2 ... is laid: the likeliest token of each row behind the one
-    before, while what they spell begins a longer target token. d_1, d_2, ... follow these rows
-    until one leaves the chain. K is the longest target token that tau finds along them; psi adds
-    up, over the places where the chain may be left, with what probability it is left for what K.
+    before, while what they spell begins a longer target token; c_1 is the likeliest token that can
+    merge, and the next m - 1 such tokens are laid beside it. d_1, d_2, ... follow the rows behind
+    these paths until one leaves them. K is the longest target token that tau finds along them; psi
+    adds up, over the places where the paths may be left, with what probability for what K.
 
     What was drawn behind K is thrown away. The next token is drawn afresh from the known row
     there, without the tokens that would have made K longer: as nothing depends on what was thrown
@@ -266,16 +267,20 @@ def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance) -> Stream:
     row, left = q(path), k
     while left > 0:
         chain = _chain(pair, q, path, row, min(n, left) - 1)
-        rows = [row, *(q(path + chain[: j + 1]) for j in range(len(chain)))]
-        psi, follow = np.zeros(len(pair.target)), 1.0
-        for j, behind in enumerate(rows):
+        laid = [chain[:j] for j in range(len(chain) + 1)]
+        laid += [(d,) for d in _beginners(pair, row)[1:m] if chain]
+        rows = {x: q(path + x) if x else row for x in laid}
+        psi, follow = np.zeros(len(pair.target)), dict.fromkeys(laid, 1.0)
+        for x, behind in rows.items():
             for d, probability in enumerate(behind):
-                if chain[j : j + 1] != (d,):
-                    psi[_longest(pair, (*chain[:j], d))[0]] += follow * probability
-            follow *= behind[chain[j]] if j < len(chain) else 0.0
+                longer = (*x, d)
+                if longer in rows:
+                    follow[longer] = follow[x] * probability
+                else:
+                    psi[_longest(pair, longer)[0]] += follow[x] * probability
         drawn: tuple[int, ...] = ()
-        while drawn == chain[: len(drawn)]:
-            drawn += (chance.draw(rows[len(drawn)]),)
+        while drawn in rows:
+            drawn += (chance.draw(rows[drawn]),)
         token, used = _longest(pair, drawn)
         yield Proposal(token, psi)
         yield from _revealed(pair, pair.spell(drawn[:used])[len(pair.target[token]) :])
@@ -284,7 +289,8 @@ def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance) -> Stream:
             row = q(path)
         else:
             every = range(len(pair.drafter))
-            row = rows[used] * [_longest(pair, (*drawn[:used], d))[1] == used for d in every]
+            behind = rows[drawn[:used]]
+            row = behind * [_longest(pair, (*drawn[:used], d))[1] == used for d in every]
             row = row / row.sum()
 
 
@@ -387,14 +393,18 @@ def _revealed(pair: Pair, text: bytes) -> Stream:
 
 def _chain(pair: Pair, q: Drafter, path: tuple[int, ...], row: Row, length: int) -> tuple[int, ...]:
     """Up to `length` draft tokens, each the likeliest; the first among those that can go on."""
-    row = row * [begins_longer(pair, (d,)) for d in range(len(pair.drafter))]
     chain: tuple[int, ...] = ()
-    while len(chain) < length and row.any():
-        longer = (*chain, int(np.argmax(row)))
-        if not begins_longer(pair, longer):
-            break
-        chain, row = longer, q(path + longer)
+    longer = tuple(_beginners(pair, row)[:1])
+    while len(chain) < length and longer and begins_longer(pair, longer):
+        chain = longer
+        longer = (*chain, int(np.argmax(q(path + chain))))
     return chain
+
+
+def _beginners(pair: Pair, row: Row) -> list[int]:
+    """Draft tokens that a longer target token begins with, the most probable first."""
+    order = (int(d) for d in np.argsort(-row, kind="stable") if row[d] > 0)
+    return [d for d in order if begins_longer(pair, (d,))]
 
 
 def begins_longer(pair: Pair, path: Sequence[int]) -> bool:
