@@ -125,13 +125,17 @@ if LONG:
         ("union", "token", "drafter"),
         ("hetero", "token", "drafter"),
         ("push_forward", "race", "drafter"),
+        ("slrs:4", "token", "drafter"),  # candidates
+        ("slrs:4", "block", "garbled"),
     ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def llm(request: pytest.FixtureRequest, models: Path) -> Iterator[Any]:
     method, verification, drafter = request.param
-    spec = slem(models / drafter, lookahead=3, method=method, verification=verification)
+    method, _, candidates = method.partition(":")
+    more = {"merge_candidates": int(candidates)} if candidates else {}
+    spec = slem(models / drafter, lookahead=3, method=method, verification=verification, **more)
     room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
     with engine(models / "target", spec, **room) as llm:
         profile(llm)

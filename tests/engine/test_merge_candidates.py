@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SLRS-n with several candidates: what is fed aside says the same as in the draft's own place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from harness import engine, metrics_of, proposer_of, slem
+from vllm import SamplingParams
+
+from vllm_hetero_spec.draft import slrs
+
+pytestmark = pytest.mark.engine
+PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
+
+
+class Checked:
+    """A drafter that feeds everything in the draft's own place once more and compares."""
+
+    def __init__(self, feed: slrs.Feed) -> None:
+        self._feed = feed
+        self.aside = 0
+
+    def __call__(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+    ) -> torch.Tensor:
+        rows = self._feed(indices, ids, aside)
+        kept = len(indices) - aside
+        for line in range(kept, len(indices)):
+            alone = self._feed([indices[line]], [ids[line]])[0]
+            assert torch.allclose(alone, rows[line], atol=1e-5)
+        if aside:
+            again = self._feed(indices[:kept], ids[:kept])
+            assert torch.allclose(again, rows[:kept], atol=1e-5)
+        self.aside += aside
+        return rows
+
+
+def test_rows_aside_are_those_in_line(
+    demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of less and more than a block, drafts that leave one and enter the next."""
+    genuine, seen = slrs.Slrs.draft, []
+
+    def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: slrs.Feed) -> torch.Tensor:
+        seen.append(Checked(feed))
+        laws = genuine(self, rows, paths, seen[-1])
+        assert torch.allclose(laws.sum(-1), torch.ones(len(laws)), atol=1e-4)
+        return laws
+
+    monkeypatch.setattr(slrs.Slrs, "draft", draft)
+    spec = slem(demo_pair / "drafter", method="slrs", merge_candidates=4)
+    prompts = [text[: 60 + 70 * i] for i, text in enumerate(code_prompts[:12])]
+    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
+        size = proposer_of(llm)._rounds._pool.block_size
+        lengths = [len(output.prompt_token_ids) for output in outputs]
+    assert min(lengths) < size < max(lengths)
+    assert sum(feed.aside for feed in seen) > 500
+
+
+def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:
+    """A pool that just holds the contexts has nothing to lend; drafts go on."""
+    spec = slem(
+        demo_pair / "drafter", method="slrs", merge_candidates=9, kv_cache_memory_bytes="1MiB"
+    )
+    with engine(demo_pair / "target", spec, max_num_seqs=4) as llm:
+        rounds = proposer_of(llm)._rounds
+        pool, lend, lent = rounds._pool, rounds._lend_scratch, []
+
+        def counted(rows: list) -> object:
+            table = lend(rows)
+            lent.append((len(rows), len(table.blocks), table))
+            return table
+
+        rounds._lend_scratch = counted
+        llm.generate([text[:60] for text in code_prompts[:8]], PARAMS, use_tqdm=False)
+        assert pool.available < pool.capacity
+        assert metrics_of(llm)["num_draft_tokens"] > 100
+    assert any(count and blocks < 8 * count for count, blocks, _ in lent)
+    assert not any(table.blocks for _, _, table in lent)
