@@ -30,8 +30,8 @@ from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measurement import Load, MeasurementError, Sample
 
-# In the order of the theory: each of the first four should accept no less than the one before.
-DEFAULT_METHODS = ("union", "tli", "push_forward", "slrs", "slem", "hetero")
+# In the order of the theory: each of the first five should accept no less than the one before.
+DEFAULT_METHODS = ("union", "tli", "push_forward", "slrs", "slrs:8", "slem", "hetero")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         drafter: Name of its folder.
-        method: Ours.
+        method: Ours; "slrs:8" is slrs with 8 merge candidates.
         temperature: Of the target.
         samples: One per prompt.
     """
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[C
     for drafter in arguments.drafters:
         for method in arguments.methods:
             config = {
-                "method": method,
+                **_keys_of(method),
                 "model": str(drafter),
                 "num_speculative_tokens": arguments.num_speculative_tokens,
                 "verification": arguments.verification,
@@ -129,6 +129,23 @@ def measure(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[C
                         for index, prompt in enumerate(prompts)
                     ]
                     yield Cell(drafter.name, method, temperature, samples)
+
+
+def _keys_of(method: str) -> dict[str, Any]:
+    """A method's keys of the speculative configuration."""
+    name, _, candidates = method.partition(":")
+    return {"method": name} | ({"merge_candidates": int(candidates)} if candidates else {})
+
+
+def _method(text: str) -> str:
+    """A method as `Cell.method` has it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if _keys_of(text)["method"] not in METHODS:
+        raise ValueError(text)
+    return text
 
 
 def _load(arguments: argparse.Namespace, prompt: str, index: int, temperature: float) -> Load:
@@ -182,7 +199,7 @@ def report(cells: Sequence[Cell]) -> str:
         }
         gains = [
             compared(cell.method, cell.accepted, name, others[name].accepted)
-            for name in ("slem", "union")
+            for name in ("slem", "union", "push_forward")
             if name in others and name != cell.method
         ]
         if gains:
@@ -198,7 +215,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT_METHODS))
+    parser.add_argument("--methods", nargs="+", type=_method, default=list(DEFAULT_METHODS))
     parser.add_argument("--verification", choices=VERIFICATIONS[:3], default="token")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
