@@ -114,6 +114,28 @@ def test_a_machine_that_works_in_tiles() -> None:
     assert sum(shares) / 3 > LOW
 
 
+def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
+    """Kernels are made when a number of rows is met first; some numbers are dear in any case."""
+    dear = {1: 0.073, 2: 0.093, 3: 0.078, 4: 0.074}
+    on = machine(lambda rows: dear.get(rows, 0.057 + 0.003 * rows), 0.06)
+    text, met = Text(0.85, 0.5, 0.5), set[int]()
+
+    def cold(rows: int) -> float:
+        factor = 1.0 if rows in met else 2.0
+        met.add(rows)
+        return factor * on.target(rows)
+
+    best = best_fixed(on, text, 1)
+    for seed in range(10):
+        met.clear()
+        phase, clock = Phase(1, 10.0, text, on), Clock()
+        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
+        phase = replace(phase, machine=replace(on, target=cold))
+        controller = Goodput(calibration(on), LONGEST, stops=True, clock=clock)
+        ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, stops=True)
+        assert ours.rate > 0.8 * fixed.rate, seed
+
+
 def test_a_load_that_comes_and_goes_is_followed() -> None:
     """1, 32, 1 requests: drafting pays for one and not for 32; both changes are seen at once."""
     on = machine(TARGETS["small gpu"], 0.08)

@@ -20,6 +20,7 @@ _LONG_FEED = 64
 _TRUSTED_FEED = 256.0  # tokens of measurement that a calibration of it weighs as much as
 _KEEP = 0.9  # weight of one long catch-up against the next
 _LEAST_OVERHEAD = 1e-6  # seconds
+_COLD = 1.25  # from this much above what is expected a first step counts as a cold one
 
 
 class CostModel:
@@ -48,6 +49,7 @@ class CostModel:
         self._target = CostCurve({_PLAIN: target, _VERIFY: verify}, kinds=2)
         self._drafter = CostCurve({0: drafter})
         self._overhead = CostCurve({0: overhead})
+        self._met: set[int] = set()  # rows of target steps so far
         # Tokens caught up and their seconds, discounted.
         self._caught = (0.0, 0.0)
         if catch_up is not None:
@@ -118,9 +120,17 @@ class CostModel:
         self._drafter.loosen(spread)
 
     def observe_target(self, batch: int, rows: int, seconds: float) -> None:
-        """One target step without prefill."""
-        kind = _VERIFY if rows > batch else _PLAIN
-        self._target.observe(max(rows, batch), seconds, kind)
+        """One target step without prefill.
+
+        The first step of so many rows may have made kernels: where it took long, it tells nothing
+        of the next ones.
+        """
+        rows = max(rows, batch)
+        first = rows not in self._met
+        self._met.add(rows)
+        if first and self.knows_target and seconds > _COLD * self.target(batch, rows):
+            return
+        self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
 
     def observe_drafting(
         self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
