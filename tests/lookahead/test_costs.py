@@ -111,6 +111,21 @@ def test_a_lasting_change_is_followed_within_ten_measurements(factor: float) -> 
     assert curve.seconds(8) == pytest.approx(factor * ridge(8), rel=0.12)
 
 
+def test_a_cold_first_step_is_not_believed() -> None:
+    """Nor is it waited for where nothing else is known, nor doubted where it was quick."""
+    costs = CostModel(target=points(affine))
+    costs.observe_target(1, 3, 3 * affine(3))
+    assert costs.target(1, 3) == pytest.approx(affine(3), rel=1e-6)
+    costs.observe_target(1, 3, 3 * affine(3))
+    assert costs.target(1, 3) > 1.2 * affine(3)
+    before = costs.target(1, 5)
+    costs.observe_target(1, 5, before / 2)
+    assert costs.target(1, 5) < 0.8 * before
+    unknown = CostModel()
+    unknown.observe_target(1, 1, 0.5)
+    assert unknown.knows_target
+
+
 def test_calibrated_neighbours_are_scaled_by_what_is_seen() -> None:
     """The machine is slower than when it was calibrated: everywhere, not only where it was seen."""
     model = CostModel(target=points(affine))
