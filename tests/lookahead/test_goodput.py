@@ -13,6 +13,7 @@ from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.fates import Text
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.probes import ProbeBudget
 from vllm_hetero_spec.lookahead.simulation import (
     Clock,
     Machine,
@@ -205,6 +206,18 @@ def test_no_flapping_on_the_edge() -> None:
     ours, _ = serve(Phase(4, 60.0, text, on), costs=calibration(on))
     assert ours.speedup > 0.98
     assert len(ours.switches) <= 24
+
+
+def test_idle_time_is_not_saved_up_for_probes() -> None:
+    """Bursts of a second, a minute apart: probes lose a share of the bursts."""
+    budget, probes, lost = ProbeBudget(0.0), 0, 0.02
+    for step in range(20 * 50):
+        now = 60.0 * (step // 50) + 0.02 * (step % 50)
+        if not budget.early(now) and budget.affords(lost):
+            budget.spend(lost)
+            budget.settle(now, news=True)
+            probes += 1
+    assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost
 
 
 def test_probes_of_a_long_context_are_dear_and_rare() -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """When to look again whether drafting pays, while the target works alone.
 
-Probes may lose a small share of the time; what they earn in tokens is set off. Their turn comes
-less and less often while they show nothing new; one that does is followed by others as far as the
-share saved up allows.
+Probes may lose a small share of that time, pauses not counted; what they earn in tokens is set off.
+Their turn comes less and less often while they show nothing new; one that does is followed by
+others as far as the share saved up allows.
 """
 
 _SHARE = 0.01  # of the time
+_PAUSE = 1.0  # seconds; more without a step is idle, or spent drafting
 _SAVED = 8  # probes that may be saved up for
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 4.0  # seconds
 _LONGEST_THRIFT = 1.0  # seconds; costs change meanwhile
@@ -28,7 +29,7 @@ class ProbeBudget:
 
     def early(self, now: float) -> bool:
         """Whether it is not yet time to think of a probe."""
-        self._credit += _SHARE * (now - self._counted)
+        self._credit += _SHARE * min(now - self._counted, _PAUSE)
         self._counted = now
         return now < self._next
 
