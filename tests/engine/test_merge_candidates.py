@@ -16,11 +16,15 @@ PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
 
 
 class Checked:
-    """A drafter that feeds everything in the draft's own place once more and compares."""
+    """A drafter that feeds everything in the draft's own place once more and compares.
+
+    What differs is noted: the proposer would take an assertion for a broken drafter.
+    """
 
     def __init__(self, feed: slrs.Feed) -> None:
         self._feed = feed
         self.aside = 0
+        self.apart = 0.0
 
     def __call__(
         self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
@@ -28,25 +32,26 @@ class Checked:
         rows = self._feed(indices, ids, aside)
         kept = len(indices) - aside
         for line in range(kept, len(indices)):
-            alone = self._feed([indices[line]], [ids[line]])[0]
-            assert torch.allclose(alone, rows[line], atol=1e-5)
+            self._compare(self._feed([indices[line]], [ids[line]])[0], rows[line])
         if aside:
-            again = self._feed(indices[:kept], ids[:kept])
-            assert torch.allclose(again, rows[:kept], atol=1e-5)
+            self._compare(self._feed(indices[:kept], ids[:kept]), rows[:kept])
         self.aside += aside
         return rows
+
+    def _compare(self, rows: torch.Tensor, others: torch.Tensor) -> None:
+        self.apart = max(self.apart, float((rows - others).abs().max()))
 
 
 def test_rows_aside_are_those_in_line(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of less and more than a block, drafts that leave one and enter the next."""
-    genuine, seen = slrs.Slrs.draft, []
+    genuine, seen, sums = slrs.Slrs.draft, [], []
 
     def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: slrs.Feed) -> torch.Tensor:
         seen.append(Checked(feed))
         laws = genuine(self, rows, paths, seen[-1])
-        assert torch.allclose(laws.sum(-1), torch.ones(len(laws)), atol=1e-4)
+        sums.extend(laws.sum(-1).tolist())
         return laws
 
     monkeypatch.setattr(slrs.Slrs, "draft", draft)
@@ -59,6 +64,8 @@ def test_rows_aside_are_those_in_line(
         lengths = [len(output.prompt_token_ids) for output in outputs]
     assert min(lengths) < size < max(lengths)
     assert sum(feed.aside for feed in seen) > 500
+    assert max(feed.apart for feed in seen) < 1e-5
+    assert sums == pytest.approx([1.0] * len(sums), abs=1e-4)
 
 
 def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:
