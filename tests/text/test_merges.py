@@ -40,6 +40,11 @@ def spellable(target: TextTokenizer, drafter: TextTokenizer) -> list[int]:
     return np.flatnonzero(build_maps(target, drafter).kappa_first >= 0).tolist()
 
 
+def followed(text: bytes) -> bytes:
+    """A text, with a word behind its last space."""
+    return text + b"x" if text[-1:] in (b" ", b"\n") else text
+
+
 def by_definition(
     target: TextTokenizer, drafter: TextTokenizer, drafter_id: int, following: Sequence[int]
 ) -> dict[int, int]:
@@ -50,7 +55,7 @@ def by_definition(
         return found
     for e in following:
         joined = data + drafter.token_bytes[e]
-        first = target.encode_bytes(joined)[:1]
+        first = target.encode_bytes(followed(joined))[:1]
         beginning = target.decode_bytes(first)
         if len(beginning) > len(data) and joined.startswith(beginning):
             found[e] = first[0]
@@ -137,11 +142,22 @@ def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], 
         assert merges.goes_on(path) == (valid and bool(longer))
         for e, merged in zip(everything, merges.among(path, everything), strict=True):
             tail = drafter.token_bytes[e]
-            first = target.encode_bytes(data + tail)[:1] if valid and tail else []
+            first = target.encode_bytes(followed(data + tail))[:1] if valid and tail else []
             beginning = target.decode_bytes(first)
             whole = len(beginning) > len(data) and (data + tail).startswith(beginning)
             spells = len(maps.target_tokens(int(e))) > 0
             assert merged == (first[0] if whole and spells else -1)
+
+
+def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextTokenizer]) -> None:
+    """Two line ends and then a word are two tokens, though one could spell them."""
+    target, drafter = family["byte-level"], toy([b"\n", b" ", b"\n\n", b"  "])
+    assert b"\n\n" in target.token_bytes
+    assert [target.token_bytes[t] for t in target.encode("\n\nx")][:2] == [b"\n", b"\n"]
+    merges = merges_of(target, drafter)
+    assert 0 not in table(merges, 0)
+    assert target.token_bytes[table(merges, 0)[2]] == b"\n\n"
+    assert target.token_bytes[table(merges, 1)[3]] == b"  "
 
 
 def test_what_goes_on(family: dict[str, TextTokenizer]) -> None:

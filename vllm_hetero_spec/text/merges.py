@@ -4,7 +4,8 @@
 A drafter that says "New" and "York" may mean a target that has "NewYork". For drafter tokens d and
 e, mu(d, e) is the target's first token of their joined bytes, where it is longer than d; the same
 for a path of several tokens in the place of d. What the target's vocabulary allows bounds the
-candidates; its real tokenizer decides.
+candidates; its real tokenizer decides. Space is seldom the end of a text, and most tokenizers leave
+the last space of a run to the word after it: joined bytes that end in space are followed by a word.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_hetero_spec.text.cuts import ANY_WORD
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import Ids, VocabularyMaps, encode_strings
 
@@ -152,8 +154,9 @@ class Merges:
 
     def _merged(self, data: bytes, drafter_ids: Ids) -> Ids:
         joined = [data + self._drafter.token_bytes[e] for e in drafter_ids.tolist()]
+        texts = [text + ANY_WORD.encode() if text[-1:].isspace() else text for text in joined]
         merged = np.full(len(joined), -1, np.int32)
-        for index, ids in enumerate(encode_strings(self._target, joined)):
+        for index, ids in enumerate(encode_strings(self._target, texts)):
             first = self._target.token_bytes[ids[0]] if ids else b""
             # A normaliser may have changed the beginning: that is no token of these bytes.
             if len(first) > len(data) and joined[index].startswith(first):
