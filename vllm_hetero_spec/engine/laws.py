@@ -90,7 +90,8 @@ def shared(laws: Mapping[str, DraftLaw], group: Any) -> dict[str, DraftLaw]:
         laws: By request; read on the first rank alone.
         group: vLLM's tensor parallel group.
     """
-    rounds = {id(law.rows): law.rows for law in laws.values()}
+    # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
+    rounds = {id(law.rows): law.rows.contiguous() for law in laws.values()}
     number = {key: str(i) for i, key in enumerate(rounds)}
     sent: dict[str, Any] = {number[key]: rows for key, rows in rounds.items()}
     sent["laws"] = {
