@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of drafts between the drafter and the verifier: one table a round, never copied for it."""
 
+import ctypes
+from typing import Any
+
 import torch
 
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.rows import TokenMap
 from vllm_hetero_spec.engine.kv_pool import BlockTable
-from vllm_hetero_spec.engine.laws import DraftLaw, DraftLaws
+from vllm_hetero_spec.engine.laws import DraftLaw, DraftLaws, shared
 from vllm_hetero_spec.engine.picking import DraftRow, DraftSequence, Picker, PickRules
 
 WIDTH = 5
@@ -61,3 +64,44 @@ def test_requests_that_do_not_exist_have_certain_drafts() -> None:
     batch = DraftLaws().batch([], [1, 1], torch.tensor([0, 0]))
     assert batch.rows is None
     assert batch.size == 2
+
+
+class Wire:
+    """A group that sends a tensor's bytes as they lie in memory, as vLLM's does on a CPU."""
+
+    def __init__(self) -> None:
+        self.is_first_rank = True
+        self._sent: dict[str, Any] = {}
+
+    def broadcast_tensor_dict(self, sent: dict[str, Any] | None, src: int) -> dict[str, Any]:
+        if sent is None:
+            return self._sent
+        for key, value in sent.items():
+            self._sent[key] = value
+            if isinstance(value, torch.Tensor):
+                copy = self._sent[key] = torch.empty(value.shape, dtype=value.dtype)
+                ctypes.memmove(copy.data_ptr(), value.data_ptr(), copy.nbytes)
+        return sent
+
+
+def test_every_rank_has_the_laws_of_the_first() -> None:
+    """Also where they are part of a wider table, as with a padded vocabulary."""
+    wider = torch.arange(12.0).view(2, 6)
+    laws = {
+        "a": DraftLaw(wider[:, :5], [0, -1]),
+        "b": DraftLaw(wider[:, :5], [1]),
+        "c": DraftLaw(wider, [0]),
+    }
+    group = Wire()
+    first = shared(laws, group)
+    group.is_first_rank = False
+    second = shared({}, group)
+    for received in (first, second):
+        assert {name: law.row_of for name, law in received.items()} == {
+            "a": [0, -1],
+            "b": [1],
+            "c": [0],
+        }
+        for name in ("b", "c"):
+            assert torch.equal(received[name].rows, laws[name].rows)
+        assert torch.equal(received["a"].rows, wider[:, :5])
