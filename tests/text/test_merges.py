@@ -42,7 +42,7 @@ def spellable(target: TextTokenizer, drafter: TextTokenizer) -> list[int]:
 
 def followed(text: bytes) -> bytes:
     """A text, with a word behind its last space."""
-    return text + b"x" if text[-1:] in (b" ", b"\n") else text
+    return text + b"x" if text[-1:].isspace() else text
 
 
 def by_definition(

@@ -29,7 +29,8 @@ MEMO_RANGES = 1 << 14
 class Merges:
     """mu of the drafter tokens that are asked about, remembered.
 
-    mu(d, e) is the first id the target gives for the bytes of d and e in a row, where its bytes
+    mu(d, e) is the first id the target gives for the bytes of d and e in a row (and a word, where
+    they end in space), where its bytes
     begin the joined bytes and end past those of d: inside e or at its end. It is not defined for d
     outside the intersection, nor for tokens the target cannot spell, EOS and special tokens. Of a
     path only the first token has to be in the intersection.
