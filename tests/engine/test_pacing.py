@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far to draft, in the engine: what is learnt, what requests ask for, nothing lost by it."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from target_law import Setting, counted, follows, law_of, load
 from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.limits import LOOKAHEAD_ARG, wished_lookahead
-from vllm_hetero_spec.engine.pacing import Pace
+from vllm_hetero_spec.engine.pacing import Outcome, Pace
 from vllm_hetero_spec.engine.stats import read_stats
 from vllm_hetero_spec.lookahead.controllers import Fixed, Gauges, Plan
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.goodput import Goodput
 
 
 class Scripted(Fixed):
@@ -123,6 +126,39 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
     assert asked == [2, 2, 2]
     pace.begin(runner, step_of(5, {"a": [7, 8], "b": [9]}), [[7, 1], [9, 1]])
     assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
+
+
+def test_drafts_that_are_cut_to_nothing_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is never sure has nothing verified, which is a lesson too."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
+    costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
+    pace = Pace(Goodput(costs, 4, clock=lambda: now), stops=False)
+    runner = runner_of(*"abcdefgh")
+    drafted: dict[str, list[int]] = {}
+    drafting = []
+    for step in range(100):
+        new = () if step else tuple("abcdefgh")
+        rows = 8 + sum(map(len, drafted.values()))
+        pace.begin(runner, step_of(rows, drafted, new), [[1]] * 8)
+        lengths = pace.plan([[1]] * 8, [0] * 8, 4)
+        jobs: list[Any] = [
+            SimpleNamespace(index=i, confidences=[0.0] * n, proposal=[1] * n)
+            for i, n in enumerate(lengths)
+            if n
+        ]
+        drafting.append(len(jobs) == 8)
+        steps = max(lengths)
+        now += 0.0016 * steps
+        pace.drafted(Outcome(0.0016 * steps, 0.0, steps, steps * len(jobs), 0), jobs)
+        pace.trim(jobs)
+        drafted = {"abcdefgh"[job.index]: job.proposal for job in jobs if job.proposal}
+        pace.end()
+        now += costs.target(8, 8 + sum(map(len, drafted.values())))
+    assert drafting[0]  # nothing is known yet, and the costs are good
+    assert sum(drafting) < 12
+    assert not any(drafting[50:])
 
 
 @pytest.mark.parametrize("wish", [True, -1, 1.5, "two", [3]])

@@ -118,9 +118,11 @@ class Pace:
         random = runner.input_batch.random_reqs
         self._random = [req_id in random for req_id in self._req_ids]
         for req_id, tokens in zip(self._req_ids, sampled, strict=True):
-            draft = self._drafts.get(req_id) if req_id in drafted else None
+            draft = self._drafts.get(req_id)
             if draft is not None and tokens:
-                self.controller.observe_acceptance(len(drafted[req_id]), len(tokens) - 1, *draft)
+                # One that was cut to nothing teaches too: that such drafts are not worth making.
+                verified = len(drafted.get(req_id, ()))
+                self.controller.observe_acceptance(verified, len(tokens) - 1, *draft)
         self._drafts.clear()
         rows = scheduler_output.total_num_scheduled_tokens
         decoding = len(sampled) + sum(map(len, drafted.values()))
