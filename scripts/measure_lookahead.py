@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,11 +27,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the proposer is 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from _markdown import markdown_table
+from _pair import ENGINE, pair_parser, prompts_of
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Gauges
 from vllm_hetero_spec.measurement import Load, Sample
 
@@ -92,17 +90,14 @@ class Bench:
         self._arguments = arguments
         llm = LLM(
             str(arguments.target),
-            dtype="float32",
-            enforce_eager=True,
             speculative_config={
                 "method": arguments.method,
                 "model": str(arguments.drafter),
-                "num_speculative_tokens": max(arguments.fixed),
+                "num_speculative_tokens": max(arguments.lookahead, *arguments.fixed),
             },
-            max_model_len=1024,
             max_num_seqs=max(arguments.batches),
-            kv_cache_memory_bytes=512 << 20,
             disable_log_stats=False,
+            **ENGINE,
         )
         core: Any = llm.llm_engine.engine_core
         self._proposer = core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
@@ -200,25 +195,16 @@ def _ratio(runs: dict[int, Run], others: dict[int, Run]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--method", default="slem")
+    parser = pair_parser(__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 4, 8], help="lookaheads")
+    parser.add_argument("--lookahead", type=int, default=8, help="of goodput, at most")
     parser.add_argument("--engines", type=int, default=2, help="one after the other")
     parser.add_argument("--rounds", type=int, default=2, help="of each engine and batch size")
     parser.add_argument("--tokens", type=int, default=512, help="of a load, about")
     parser.add_argument("--longest", type=int, default=64, help="tokens of a request, at most")
-    parser.add_argument("--max-prompt-chars", type=int, default=300)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every run")
     arguments = parser.parse_args()
-    try:
-        texts = load_prompts(arguments.prompts, sys.maxsize)
-    except ConfigError as error:
-        parser.error(str(error))
-    prompts = [text[: arguments.max_prompt_chars] for text in texts]
+    prompts = prompts_of(parser, arguments)
     context = multiprocessing.get_context("spawn")
     runs: list[Run] = []
     engines = range(arguments.engines)

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,11 +25,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the proposer is 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from _markdown import markdown_table
+from _pair import ENGINE, pair_parser, prompts_of
 from rich.console import Console
 from rich.progress import track
-
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.inputs.prompts import load_prompts
 
 
 @dataclass(frozen=True)
@@ -106,14 +103,11 @@ def serve(engine: str, arguments: argparse.Namespace, prompts: Sequence[str]) ->
         spec["controller"] = "goodput" if engine == "goodput" else "fixed"
     llm = LLM(
         str(arguments.target),
-        dtype="float32",
-        enforce_eager=True,
         speculative_config=spec,
-        max_model_len=1024,
         max_num_seqs=most,
-        kv_cache_memory_bytes=512 << 20,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **ENGINE,
     )
     load = _Load(llm, arguments, prompts)
     load.run(most, 3.0)  # warm
@@ -190,25 +184,15 @@ def report(phases: dict[str, list[Phase]], after: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--method", default="slem")
+    parser = pair_parser(__doc__.split("\n")[0])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 1])
     parser.add_argument("--fixed", type=int, nargs="*", default=[2, 4, 8], help="lookaheads")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a phase")
     parser.add_argument("--after", type=float, default=2.0, help="seconds that are not judged")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--max-prompt-chars", type=int, default=300)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every step")
     arguments = parser.parse_args()
-    try:
-        texts = load_prompts(arguments.prompts, sys.maxsize)
-    except ConfigError as error:
-        parser.error(str(error))
-    prompts = [text[: arguments.max_prompt_chars] for text in texts]
+    prompts = prompts_of(parser, arguments)
     engines = ["alone", *(f"k{k}" for k in arguments.fixed), "goodput"]
     context = multiprocessing.get_context("spawn")
     phases: dict[str, list[Phase]] = {}
