@@ -3,8 +3,8 @@
 
 Two engines that do the same work may differ by a fifth on a CPU, for as long as they live, which
 hides what a controller gains. So here one engine serves the same requests under one controller
-after the other, in another order each round; the controllers that learn keep what they learnt.
-Beside "goodput" there is "fresh", which begins each load with nothing but the calibration.
+after the other, each in its turn the first of a round; the controllers that learn keep what they
+learnt. Beside "goodput" there is "fresh", which begins each load with nothing but the calibration.
 
     python scripts/measure_lookahead.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -15,7 +15,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -112,7 +111,6 @@ class Bench:
 
     def rounds(self, first: int, prompts: Sequence[str]) -> list[Run]:
         """All rounds of all batch sizes; `first` is the number of the first."""
-        order = random.Random(first)
         names = [*self._controllers, FRESH]
         runs = []
         for batch in self._arguments.batches:
@@ -125,8 +123,7 @@ class Bench:
                     batch_size=batch,
                     ignore_eos=True,
                 )
-                order.shuffle(names)
-                samples = {name: self._serve(name, load) for name in names}
+                samples = {name: self._serve(name, load) for name in _in_turn(names, number)}
                 alone = _tokens(samples[ALONE])
                 runs += [
                     Run(
@@ -143,6 +140,13 @@ class Bench:
         controller = self._controllers.get(name) or copy.deepcopy(self._calibrated)
         self._proposer._pace.controller = controller
         return self._driver.run(load)
+
+
+def _in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: in as many rounds as there are names, each has each place once."""
+    by = number % len(names)
+    turned = [*names[by:], *names[:by]]
+    return turned[::-1] if number // len(names) % 2 else turned
 
 
 def _tokens(sample: Sample) -> list[list[int]]:
