@@ -92,7 +92,7 @@ class Bench:
             speculative_config={
                 "method": arguments.method,
                 "model": str(arguments.drafter),
-                "num_speculative_tokens": max(arguments.lookahead, *arguments.fixed),
+                "num_speculative_tokens": max([arguments.lookahead, *arguments.fixed]),
             },
             max_num_seqs=max(arguments.batches),
             disable_log_stats=False,
@@ -201,7 +201,7 @@ def _ratio(runs: dict[int, Run], others: dict[int, Run]) -> tuple[float, float]:
 def main() -> int:
     parser = pair_parser(__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 4, 8], help="lookaheads")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 4, 8], help="lookaheads")
     parser.add_argument("--lookahead", type=int, default=8, help="of goodput, at most")
     parser.add_argument("--engines", type=int, default=2, help="one after the other")
     parser.add_argument("--rounds", type=int, default=2, help="of each engine and batch size")
