@@ -7,6 +7,7 @@ Runs take ten simulated seconds, learning and probing included; measurements hav
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from vllm_hetero_spec.lookahead.controllers import Fixed
@@ -115,6 +116,26 @@ def test_a_machine_that_works_in_tiles() -> None:
     assert sum(shares) / 3 > LOW
 
 
+def test_a_machine_that_wanders() -> None:
+    """Steps take a seventh more or less for a fifth of a second, whatever they are; rows come in
+    tiles, so that the lookaheads beside the best one lose.
+    """
+    sizes = [1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 33, 40, 64, 96]
+    times = [27, 29, 32, 42, 49, 56, 64, 70, 80, 90, 95, 108, 170, 250]
+    on = machine(lambda rows: 1e-3 * float(np.interp(rows, sizes, times)), 0.1)
+    on = replace(on, wander=0.13)
+    phase = Phase(8, 20.0, Text(0.95, 0.45, 0.55), on)
+    best = best_fixed(on, phase.text, phase.batch)
+    shares, speedups = [], []
+    for seed in range(8):
+        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
+        ours, _ = serve(phase, costs=calibration(on), seed=seed)
+        shares.append(ours.rate / fixed.rate)
+        speedups.append(ours.speedup)
+    assert sum(shares) / len(shares) > LOW
+    assert min(speedups) > LOW
+
+
 def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
     """Kernels are made when a number of rows is met first; some numbers are dear in any case."""
     dear = {1: 0.073, 2: 0.093, 3: 0.078, 4: 0.074}
@@ -218,6 +239,24 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
             budget.settle(now, news=True)
             probes += 1
     assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost
+
+
+def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
+    """Not even good drafts would pay, and reading a prompt takes half a second."""
+    on = replace(machine(TARGETS["cpu"], 1.0), catch_up=4e-3)
+    costs = CostModel(
+        target=[(2**i, on.target(2**i)) for i in range(9)],
+        drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
+        catch_up=on.catch_up,
+    )
+    for batch in (1, 8):
+        controller = Goodput(costs, LONGEST, clock=(clock := Clock()))
+        seconds = on.target(batch)
+        while not any(controller.plan(batch, [LONGEST] * batch, [120] * batch).lookahead):
+            clock.now += seconds
+            controller.observe_step(batch, batch, seconds)
+            controller.emitted(batch, seconds)
+        assert 20.0 < clock.now < 120.0
 
 
 def test_probes_of_a_long_context_are_dear_and_rare() -> None:

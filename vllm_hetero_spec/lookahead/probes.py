@@ -11,10 +11,11 @@ _PAUSE = 1.0  # seconds; more without a step is idle, or spent drafting
 _SAVED = 8  # probes that may be saved up for
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 4.0  # seconds
 _LONGEST_THRIFT = 1.0  # seconds; costs change meanwhile
+_FREE = 0.1  # seconds that the first one may lose at once
 
 
 class ProbeBudget:
-    """Seconds to spend; the first probe is free of waiting.
+    """Seconds to spend; the first probe need not be saved up for unless it is dear.
 
     Args:
         now: Seconds of the caller's clock.
@@ -35,7 +36,7 @@ class ProbeBudget:
 
     def affords(self, cost: float) -> bool:
         """Whether a probe that is expected to lose so many seconds may be made."""
-        if not self.count:
+        if not self.count and cost <= _FREE:
             return True
         self._credit = min(self._credit, _SAVED * cost)
         return self._credit >= cost

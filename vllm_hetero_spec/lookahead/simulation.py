@@ -37,6 +37,8 @@ class Machine:
         overhead: Of a round of drafting, by requests.
         catch_up: Of a context token that the drafter has to read.
         noise: Standard deviation of the logarithm of every measurement.
+        wander: The same of the machine's speed, which changes for all steps alike.
+        calm: Seconds after which the speed has mostly forgotten what it was.
     """
 
     target: Seconds
@@ -44,6 +46,8 @@ class Machine:
     overhead: Seconds = lambda batch: 0.0
     catch_up: float = 0.0
     noise: float = 0.0
+    wander: float = 0.0
+    calm: float = 0.2
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Outcome:
 
     Attributes:
         tokens: Emitted, in expectation over the verification: less noisy than what was drawn.
-        seconds: Simulated.
+        seconds: Simulated, at the machine's usual speed.
         probing: Seconds lost by probes against plain steps.
         steps: Target steps.
         alone: Seconds the target alone would have taken for as many tokens at the same batch.
@@ -140,10 +144,12 @@ class _Server:
         self._controller, self._clock, self._phase = controller, clock, phase
         self._drafts, self._limit = drafts, limit
         self._generator, self._stops = generator, stops
+        self._slowness = 0.0  # logarithm
+        self._usual = 0.0  # seconds since the step began, at the machine's usual speed
 
     def step(self, pending: list[int], outcome: Outcome) -> None:
         """One step; `pending` is what the drafter has yet to read of each request."""
-        batch, began = self._phase.batch, self._clock.now
+        batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
         random = self._phase.random
         plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch)
         fates = self._drafts.take(batch)
@@ -167,7 +173,7 @@ class _Server:
             outcome.alone += tokens * self._phase.machine.target(batch) / batch
         took = self._clock.now - began
         self._controller.emitted(emitted, took)
-        outcome.seconds += took
+        outcome.seconds += self._usual
         outcome.steps += 1
         if plan.probe:
             outcome.probing += drafting + seconds - self._phase.machine.target(batch)
@@ -209,8 +215,15 @@ class _Server:
 
     def _spend(self, seconds: float) -> float:
         """Let time pass, a little more or less than it should."""
-        if self._phase.machine.noise:
-            seconds *= math.exp(self._phase.machine.noise * self._generator.standard_normal())
+        machine, generator = self._phase.machine, self._generator
+        if machine.noise:
+            seconds *= math.exp(machine.noise * generator.standard_normal())
+        self._usual += seconds
+        if machine.wander:
+            seconds *= math.exp(self._slowness)
+            kept = math.exp(-seconds / machine.calm)
+            fresh = machine.wander * math.sqrt(1.0 - kept**2)
+            self._slowness = kept * self._slowness + fresh * generator.standard_normal()
         self._clock.now += seconds
         return seconds
 
