@@ -68,7 +68,7 @@ class CostCurve:
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
         self._surprises = 0
-        self._monotone: list[list[float]] | None = None
+        self._monotone: dict[int, list[float]] = {}
         self._slopes: list[list[float]] | None = None
         self._hulls: dict[tuple[int, int, int], list[float]] = {}
 
@@ -140,7 +140,8 @@ class CostCurve:
         self._log += column * (max(-bound, min(bound, off)) / spread)
         self._covariance -= column[:, None] * (column / spread)
         self._seen[at + (high > low)] = True
-        self._monotone = self._slopes = None
+        self._monotone.clear()
+        self._slopes = None
 
     def points(self, kind: int = 0) -> list[tuple[float, float]]:
         """The curve at all sizes that were calibrated or measured, as calibration takes it."""
@@ -167,9 +168,10 @@ class CostCurve:
 
     def _values(self, kind: int) -> list[float]:
         """Seconds at all knots."""
-        if self._monotone is None:
-            self._monotone = [self._rising(kind) for kind in range(self._kinds)]
-        return self._monotone[kind]
+        values = self._monotone.get(kind)
+        if values is None:
+            values = self._monotone[kind] = self._rising(kind)
+        return values
 
     def _gentle(self, kind: int) -> list[float]:
         """Slopes between all knots, a standard deviation below what is expected."""
