@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures goodput beside fixed lookaheads and no drafts, all in the same engines.
 
-Two engines that do the same work may differ by a fifth on a CPU, for as long as they live, which
+Two engines that do the same work may differ by a quarter on a CPU, for as long as they live, which
 hides what a controller gains. So here one engine serves the same requests under one controller
 after the other, each in its turn the first of a round; the controllers that learn keep what they
 learnt. Beside "goodput" there is "fresh", which begins each load with nothing but the calibration.

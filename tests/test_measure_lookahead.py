@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from measure_lookahead import Never, Run, report
+from measure_lookahead import Never, Run, _in_turn, report
 
 
 def run_of(number: int, controller: str, seconds: float, *, drafted: int = 0) -> Run:
@@ -32,3 +32,12 @@ def test_controllers_are_compared_within_rounds() -> None:
 def test_the_target_alone_leaves_the_drafter_alone() -> None:
     assert Never().plan(2, [4, 4]).lookahead == (0, 0)
     assert Never().gauges().off
+
+
+def test_every_controller_has_each_place_once() -> None:
+    names = ["alone", "k2", "goodput", "fresh"]
+    for first in (0, 4):
+        orders = [_in_turn(names, number) for number in range(first, first + 4)]
+        assert all(sorted(place) == sorted(names) for place in zip(*orders, strict=True))
+        assert all(sorted(order) == sorted(names) for order in orders)
+    assert _in_turn(names, 0)[::-1] == _in_turn(names, 4)
