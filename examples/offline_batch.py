@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from vllm import LLM, SamplingParams
 
-from vllm_hetero_spec.engine.stats import read_stats
+from vllm_hetero_spec.engine.metrics.counters import read_stats
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 DEMO = CACHE / "vllm_hetero_spec" / "demo"

@@ -151,8 +151,8 @@ def measure(
 
 def in_engine(target: str, drafter: str, prompts: str) -> None:
     """Prints what a round of proposing at batch 8 is made of, in milliseconds."""
-    from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
-    from vllm_hetero_spec.measurement import Load
+    from vllm_hetero_spec.measure.load import Load
+    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
     texts = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()[:16]]
     spec = {

@@ -40,9 +40,9 @@ from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.rows import TokenMap
 from vllm_hetero_spec.engine.compat import cpu_expand
-from vllm_hetero_spec.engine.laws import DraftLaw, DraftLaws
-from vllm_hetero_spec.engine.stats import DraftStats
-from vllm_hetero_spec.engine.verifier import Verifier
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaw, DraftLaws
+from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.race import race

@@ -30,7 +30,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.selection import span
 from vllm_hetero_spec.draft.slrs import Reach
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 
 TITLES = {

@@ -26,9 +26,9 @@ from rich.progress import Progress
 
 from vllm_hetero_spec.config import METHODS, VERIFICATIONS, ConfigError
 from vllm_hetero_spec.draft.calibration import Estimate
-from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measurement import Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
 # In the order of the theory: each of the first five should accept no less than the one before.
 DEFAULT_METHODS = ("union", "tli", "push_forward", "slrs", "slrs:8", "slem", "hetero")

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import track
 
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Gauges
-from vllm_hetero_spec.measurement import Load, Sample
+from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, GOODPUT, FRESH = "alone", "goodput", "fresh"
 
@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         from vllm import LLM
 
-        from vllm_hetero_spec.engine.driver import Driver
+        from vllm_hetero_spec.measure.vllm_driver import Driver
 
         self._arguments = arguments
         llm = LLM(

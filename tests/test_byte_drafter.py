@@ -2,18 +2,14 @@
 """A drafter that reads bytes: trained beside a demo pair on demand, and readable by the bridge."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
 from _demo_corpus import Corpus, standard_library
 from _demo_tokenizers import BYTE_VOCABULARY, train_tokenizer
 from _demo_training import Budget, ModelSpec
 from train_demo_models import PairBudget, train_byte_drafter, train_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.vocabulary import build_maps

@@ -5,12 +5,9 @@ import json
 import sys
 from pathlib import Path
 
+import calibrate_acceptance
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-import calibrate_acceptance
 from _demo_corpus import Corpus, standard_library
 from _demo_training import Budget, ModelSpec
 from _markdown import compared, markdown_table, with_error

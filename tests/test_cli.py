@@ -16,7 +16,7 @@ from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
-from vllm_hetero_spec.measurement import MeasurementError, Sample, Trace
+from vllm_hetero_spec.measure.load import MeasurementError, Sample, Trace
 
 ALONE = Sample(
     traces=[

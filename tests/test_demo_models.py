@@ -3,15 +3,10 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
 import train_demo_models
 from _demo_chat import chat_prompts, conversations
 from _demo_corpus import Corpus, standard_library
@@ -19,6 +14,7 @@ from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
 from train_demo_models import PairBudget, train_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TARGET = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=1)

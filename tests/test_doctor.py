@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from vllm_hetero_spec.cli import health
+from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.engine import health
-from vllm_hetero_spec.engine.health import Finding
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controllers compared in the same engines: the table that is made of it."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
 from measure_lookahead import Never, Run, _in_turn, report
 
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance oracle, on hand-made drafts with known answers and on a tiny trained pair."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
 from _demo_corpus import Corpus, standard_library
 from _demo_training import Budget, ModelSpec, train
 from _oracle_text import Translator, split_complete, token_bytes
 from oracle_acceptance import DRAFTING, Counts, Drafter, Rule, load, measure, walk
 from train_demo_models import PairBudget, train_pair
+from transformers import AutoTokenizer
 
 # A target whose vocabulary is "ab", "c" and "d"; drafts come a letter at a time.
 TABLE = [b"ab", b"c", b"d"]

@@ -4,18 +4,14 @@
 import base64
 import hashlib
 import subprocess
-import sys
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from repair_vllm_metadata import INSTALLER, repair
 
 from vllm_hetero_spec.config import parse
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-from repair_vllm_metadata import INSTALLER, repair
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -12,8 +12,9 @@ def register() -> None:
     vLLM calls this in every process, possibly more than once. Nothing changes for an engine whose
     speculative configuration does not ask for one of our methods.
     """
-    from vllm_hetero_spec.engine import frontend, metrics
     from vllm_hetero_spec.engine.compat import cpu_sampling
+    from vllm_hetero_spec.engine.metrics import transport as metrics
+    from vllm_hetero_spec.engine.seam import frontend
 
     frontend.install()
     with contextlib.suppress(Exception):  # said, by `metrics.require`, to those who ask for us

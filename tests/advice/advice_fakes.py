@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_hetero_spec.engine.measure import EngineSpec
-from vllm_hetero_spec.measurement import Load, Sample, Trace
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 PROMPTS = ("one", "two", "three", "four")
 # In which places of each completion the drafter is right; never four times in a row.

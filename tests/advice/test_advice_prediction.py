@@ -11,7 +11,7 @@ from advice_fakes import PROMPTS, World, engine
 from vllm_hetero_spec.advice.costs import StepCosts, costs_of
 from vllm_hetero_spec.advice.prediction import Prediction, foresee, schedule
 from vllm_hetero_spec.advice.rounds import Round, Story, acceptance_of, rounds_of, story_of
-from vllm_hetero_spec.measurement import Load, Sample, Trace
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 LONGEST = 13
 K = 4

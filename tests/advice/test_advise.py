@@ -15,14 +15,14 @@ from advice_fakes import PROMPTS, FakeEngine, World
 
 from vllm_hetero_spec.advice import work
 from vllm_hetero_spec.advice.findings import DrafterFindings
-from vllm_hetero_spec.advice.in_child import in_child
 from vllm_hetero_spec.advice.memory import missing_weights
 from vllm_hetero_spec.advice.pairs import PairView
 from vllm_hetero_spec.cli import advise
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import ConfigError, parse
-from vllm_hetero_spec.engine.measure import EngineSpec
-from vllm_hetero_spec.measurement import MeasurementError
+from vllm_hetero_spec.measure.call_in_child import in_child
+from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 from vllm_hetero_spec.text.statistics import PairStatistics
 
 Make = Callable[..., str]

@@ -19,7 +19,7 @@ from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.measurement import MeasurementError
+from vllm_hetero_spec.measure.load import MeasurementError
 
 Write = Callable[[str], Path]
 SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD

@@ -8,7 +8,7 @@ from vllm_hetero_spec.bench.figures import figures_of, identical, quantiles, spe
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.results import Recorded
 from vllm_hetero_spec.bench.rows import pairs_with
-from vllm_hetero_spec.measurement import Sample, Trace
+from vllm_hetero_spec.measure.load import Sample, Trace
 
 
 def at_speed(tokens_per_second: float) -> Sample:

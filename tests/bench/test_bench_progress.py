@@ -10,9 +10,9 @@ import pytest
 from bench_fakes import sample
 from rich.console import Console
 
-from vllm_hetero_spec.bench import provenance
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.progress import Reporter, TimeLeft, _duration
+from vllm_hetero_spec.measure import machine as provenance
 
 
 def cell(method: str, batch_size: int = 1) -> Cell:

@@ -2,18 +2,14 @@
 """Single-token acceptance from rows is what the readable algorithms reach, law by law."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "verify"))
 from test_slrs import ToyMerging
 from toy_worlds import LETTERS, WORDS, World, worlds
 

@@ -2,17 +2,13 @@
 """A drafter of single bytes drafts whole target tokens, with real tokenizers on both sides."""
 
 import math
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path as Folder
 
 import numpy as np
 import pytest
-import torch
-
-sys.path.insert(0, str(Folder(__file__).parent.parent / "text"))
 import recipes
+import torch
 
 from vllm_hetero_spec.draft.merging import PairMerging
 from vllm_hetero_spec.draft.rows import TokenMap

@@ -2,7 +2,6 @@
 """How much is accepted, against the exact-text oracle: translation must not cost acceptance."""
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -10,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import engine, metrics_of, proposer_of, slem
-from scenarios import generate, greedy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from _demo_training import Budget, ModelSpec
 from _oracle_text import Translator, token_bytes
+from harness import engine, metrics_of, proposer_of, slem
 from oracle_acceptance import Drafter, Rule, load
+from scenarios import generate, greedy
 from train_demo_models import PairBudget, default_out, train_pair
 
 pytestmark = pytest.mark.engine

@@ -13,9 +13,12 @@ import pytest
 
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine import frontend, metrics, runner, salt
 from vllm_hetero_spec.engine.compat import cpu_expand, module_for, patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
+from vllm_hetero_spec.engine.metrics import transport as metrics
+from vllm_hetero_spec.engine.seam import cache_salt as salt
+from vllm_hetero_spec.engine.seam import frontend
+from vllm_hetero_spec.engine.seam import runner_hooks as runner
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from vllm_hetero_spec.engine.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 
 SIZE = 4
 

@@ -17,8 +17,9 @@ from harness import BASE, slem
 from prometheus_client import REGISTRY
 
 import vllm_hetero_spec
-from vllm_hetero_spec.engine import metrics
-from vllm_hetero_spec.engine.metric_sinks import (
+from vllm_hetero_spec.engine.metrics import transport as metrics
+from vllm_hetero_spec.engine.metrics.counters import REASONS, DraftStats, Growth
+from vllm_hetero_spec.engine.metrics.sinks import (
     BY_POSITION,
     COUNTERS,
     GAUGES,
@@ -26,7 +27,6 @@ from vllm_hetero_spec.engine.metric_sinks import (
     PREFIX,
     SECONDS,
 )
-from vllm_hetero_spec.engine.stats import REASONS, DraftStats, Growth
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
 REPO = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ import pytest
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import generate, greedy
 
-from vllm_hetero_spec.engine.metric_sinks import COUNTERS, GAUGES, LABELLED, PREFIX, SECONDS
-from vllm_hetero_spec.engine.stats import read_stats
+from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec.engine.metrics.sinks import COUNTERS, GAUGES, LABELLED, PREFIX, SECONDS
 
 pytestmark = pytest.mark.engine
 

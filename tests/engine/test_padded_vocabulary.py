@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.stats import read_stats
+from vllm_hetero_spec.engine.metrics.counters import read_stats
 
 PADDING = 64
 

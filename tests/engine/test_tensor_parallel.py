@@ -10,7 +10,7 @@ from scenarios import Outputs, generate, greedy
 from target_law import Setting, counted, follows, law_of, load
 from vllm import SamplingParams
 
-from vllm_hetero_spec.engine.stats import read_stats
+from vllm_hetero_spec.engine.metrics.counters import read_stats
 
 pytestmark = pytest.mark.engine
 

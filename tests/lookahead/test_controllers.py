@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from simulation import Clock
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, Plan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.simulation import Clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from fates import Fates, Text
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates, StepsOfDraft
-from vllm_hetero_spec.lookahead.fates import Fates, Text
 
 TRUE = np.array([0.9, 0.6, 0.8, 0.4])
 

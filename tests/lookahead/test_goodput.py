@@ -9,13 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from vllm_hetero_spec.lookahead.controllers import Fixed
-from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.fates import Text
-from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.probes import ProbeBudget
-from vllm_hetero_spec.lookahead.simulation import (
+from fates import Text
+from simulation import (
     Clock,
     Machine,
     Outcome,
@@ -24,6 +19,11 @@ from vllm_hetero_spec.lookahead.simulation import (
     run,
     static_rate,
 )
+
+from vllm_hetero_spec.lookahead.controllers import Fixed
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.probes import ProbeBudget
 
 LONGEST = 8
 LOW = 0.97  # of what is to be reached

@@ -5,16 +5,11 @@ All outcomes are enumerated. The same rules fed with the probability of the draw
 caught.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "verify"))
-
 from toy_worlds import World, worlds
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed

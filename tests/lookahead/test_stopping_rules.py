@@ -8,12 +8,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-
-from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
-from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.fates import Drafts, Text, confidence_rule, survival_rule
-from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.simulation import (
+from fates import Drafts, Text, confidence_rule, survival_rule
+from simulation import (
     Clock,
     Machine,
     Outcome,
@@ -22,6 +18,10 @@ from vllm_hetero_spec.lookahead.simulation import (
     static_rate,
     stopped_rate,
 )
+
+from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.goodput import Goodput
 
 MACHINE = Machine(target=lambda rows: 1.0, drafter=lambda batch: 0.1)
 DEPTH, ROUNDS = 12, 6000

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from vllm_hetero_spec.advice.rounds import Round, rounds_of
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 
 @dataclass(frozen=True)

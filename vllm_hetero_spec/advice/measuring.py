@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_hetero_spec.advice.prediction import Prediction, foresee
-from vllm_hetero_spec.engine.measure import EngineSpec
-from vllm_hetero_spec.measurement import Engine, Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.load import Engine, Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 Start = Callable[[EngineSpec], Engine]
 # Told what is measured now, in a few words, once for each load.

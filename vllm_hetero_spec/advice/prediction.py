@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_hetero_spec.advice.costs import StepCosts, costs_of, prompts_seconds
 from vllm_hetero_spec.advice.rounds import Story, acceptance_of, story_of
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 _RESAMPLES = 200
 _INTERVAL = (5, 95)  # percent

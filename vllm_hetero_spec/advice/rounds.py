@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vllm_hetero_spec.measurement import Sample, Trace
+from vllm_hetero_spec.measure.load import Sample, Trace
 
 
 @dataclass(frozen=True)

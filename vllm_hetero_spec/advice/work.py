@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_hetero_spec.advice.findings import Candidate, DrafterFindings
-from vllm_hetero_spec.advice.in_child import in_child
 from vllm_hetero_spec.advice.measuring import (
     Alone,
     Plan,
@@ -24,9 +23,10 @@ from vllm_hetero_spec.advice.memory import local_folder, memory_of, missing_weig
 from vllm_hetero_spec.advice.pairs import read_acceptance, view_pair
 from vllm_hetero_spec.bench.engines import on_gpu
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.measure import EngineSpec
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
-from vllm_hetero_spec.measurement import Engine, MeasurementError
+from vllm_hetero_spec.measure.call_in_child import in_child
+from vllm_hetero_spec.measure.load import Engine, MeasurementError
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 # Drafter tokens of a context for which its memory is told, unless it reads fewer.
 _MEMORY_TOKENS = 2048

@@ -7,10 +7,10 @@ from typing import Any
 
 from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.bench.provenance import available_memory_bytes
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
 from vllm_hetero_spec.config import METHODS
-from vllm_hetero_spec.measurement import Engine
+from vllm_hetero_spec.measure.load import Engine
+from vllm_hetero_spec.measure.machine import available_memory_bytes
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30
@@ -36,13 +36,13 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     target = suite.target(engine.target)
     drafter = next((d for d in target.drafters if d.name == engine.drafter), None)
     if KINDS[engine.method].huggingface:
-        from vllm_hetero_spec.bench.huggingface import HuggingFaceEngine, HuggingFaceSpec
+        from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 
         drafting: dict[str, Any] = {}
         if drafter is not None:
             drafting = {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
         return HuggingFaceEngine(HuggingFaceSpec(target.model, **drafting), verbose=verbose)
-    from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
+    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
     return VllmEngine(
         EngineSpec(

@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 
 class TimeLeft:

@@ -8,7 +8,7 @@ from vllm_hetero_spec.bench.figures import Figures, Spread, figures_of, identica
 from vllm_hetero_spec.bench.methods import ALONE, HF_ALONE, KINDS
 from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents, Recorded
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 Pairs = list[tuple[Sample, Sample]]
 

@@ -11,7 +11,7 @@ from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measurement import Engine, Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.load import Engine, Load, MeasurementError, Sample
 
 Start = Callable[[EngineId], Engine]
 

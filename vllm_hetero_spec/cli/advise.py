@@ -18,11 +18,11 @@ from vllm_hetero_spec.advice.tables import show
 from vllm_hetero_spec.advice.work import Task, Work
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
-from vllm_hetero_spec.engine.measure import VllmEngine
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measurement import MeasurementError
-from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
+from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.measure.vllm_engine import VllmEngine
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 
 

@@ -16,14 +16,14 @@ from vllm_hetero_spec.bench.models import vocabularies_differ
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import check_matplotlib, write_plots
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.provenance import provenance
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measurement import MeasurementError
+from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.measure.machine import provenance
 
 _RESULTS = Path("bench-results")
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import METHODS, ConfigError, parse
-from vllm_hetero_spec.engine.measure import EngineSpec, VllmEngine
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measurement import Load, Sample
+from vllm_hetero_spec.measure.load import Load, Sample
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
 
 def add_parser(commands: Any) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_hetero_spec.measurement import Sample
+from vllm_hetero_spec.measure.load import Sample
 
 _SAMPLES = 2
 _SAMPLE_LENGTH = 240  # characters

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hetero_spec.engine.health import Finding, examine
+from vllm_hetero_spec.cli.health import Finding, examine
 
 
 class Unsound(Exception):

@@ -20,9 +20,9 @@ from vllm_hetero_spec.cli.inspection_tables import show
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
-from vllm_hetero_spec.text.calibration import CALIBRATION_TEXT
 from vllm_hetero_spec.text.chat_bridge import align
 from vllm_hetero_spec.text.chat_template import chat_of
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.segmentation import SegmentationStatistics, segmentation_statistics
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import (

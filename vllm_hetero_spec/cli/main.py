@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measurement import MeasurementError
+from vllm_hetero_spec.measure.load import MeasurementError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

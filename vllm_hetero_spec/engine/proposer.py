@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_hetero_spec.engine import runner as runner_hooks
-from vllm_hetero_spec.engine.batch import Job, Rounds
-from vllm_hetero_spec.engine.costing import measure
-from vllm_hetero_spec.engine.drafter import Drafter
-from vllm_hetero_spec.engine.drafter_config import drafter_vllm_config, kv_budget
-from vllm_hetero_spec.engine.drafter_model import DrafterModel
-from vllm_hetero_spec.engine.kv_pool import KVPool
-from vllm_hetero_spec.engine.laws import DraftLaw, DraftLaws, shared
-from vllm_hetero_spec.engine.limits import acceptable, penalty_of, useful_lookahead
-from vllm_hetero_spec.engine.pacing import Pace, RoundMeter, controller_of
-from vllm_hetero_spec.engine.parallel import solo_group, tensor_parallel
-from vllm_hetero_spec.engine.requests import Requests, RequestState
-from vllm_hetero_spec.engine.salt import salt_of
-from vllm_hetero_spec.engine.sampling import DRAFT_STREAM, draw_of, sampling_of
-from vllm_hetero_spec.engine.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.stats import DraftStats, Growth
-from vllm_hetero_spec.engine.tokenizers import load_pair
-from vllm_hetero_spec.engine.verifier import Verifier
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import Job, Rounds
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.method import DRAFT_STREAM, draw_of, sampling_of
+from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.request_limits import acceptable, penalty_of, useful_lookahead
+from vllm_hetero_spec.engine.drafter.request_state import Requests, RequestState
+from vllm_hetero_spec.engine.lookahead_control import Pace, RoundMeter, controller_of
+from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
+from vllm_hetero_spec.engine.seam import runner_hooks
+from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
+from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
+from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
+from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.step_timing import measure
+from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaw, DraftLaws, shared
+from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.costs import CostModel
 
 logger = logging.getLogger("vllm.hetero_spec")

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine and a clock that are not there, to see what a controller would make of them.
+
+A `Machine` says what steps cost; `run` lets a controller serve a load of a `Text` on it, through
+the interface that an engine uses.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from fates import Drafts, Fates, Text
+
+from vllm_hetero_spec.lookahead.controllers import Controller, Plan
+
+Seconds = Callable[[int], float]  # of a size: rows, or requests
+
+
+class Clock:
+    """Simulated seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What steps cost, in seconds.
+
+    Attributes:
+        target: Of a target step, by rows.
+        drafter: Of a drafter step, by requests.
+        overhead: Of a round of drafting, by requests.
+        catch_up: Of a context token that the drafter has to read.
+        noise: Standard deviation of the logarithm of every measurement.
+        wander: The same of the machine's speed, which changes for all steps alike.
+        calm: Seconds after which the speed has mostly forgotten what it was.
+    """
+
+    target: Seconds
+    drafter: Seconds
+    overhead: Seconds = lambda batch: 0.0
+    catch_up: float = 0.0
+    noise: float = 0.0
+    wander: float = 0.0
+    calm: float = 0.2
+
+
+@dataclass
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        tokens: Emitted, in expectation over the verification: less noisy than what was drawn.
+        seconds: Simulated, at the machine's usual speed.
+        probing: Seconds lost by probes against plain steps.
+        steps: Target steps.
+        alone: Seconds the target alone would have taken for as many tokens at the same batch.
+        switches: Times at which the regime changed.
+        lookaheads: Steps by the longest lookahead planned; probes count as 0.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    probing: float = 0.0
+    steps: int = 0
+    alone: float = 0.0
+    switches: list[tuple[float, str]] = field(default_factory=list)
+    lookaheads: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Over the target alone."""
+        return self.alone / self.seconds
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a load: so many requests of one kind at a time, for so many seconds."""
+
+    batch: int
+    seconds: float
+    text: Text
+    machine: Machine
+    random: bool = False
+
+
+def run(
+    controller: Controller,
+    clock: Clock,
+    phases: Iterable[Phase],
+    *,
+    limit: int,
+    seed: int = 0,
+    stops: bool = False,
+) -> Outcome:
+    """Serve a load.
+
+    Args:
+        controller: Reads `clock`, if any.
+        clock: Set forward by what the steps cost.
+        phases: One after the other.
+        limit: Longest draft.
+        seed: Of everything random.
+        stops: Ask `proceed` between drafter steps.
+    """
+    generator = np.random.default_rng([seed, 0])
+    outcome = Outcome()
+    pending: list[int] = []
+    for number, phase in enumerate(phases):
+        drafts = Drafts(phase.text, limit, seed + number)
+        server = _Server(controller, clock, phase, drafts, limit, generator, stops)
+        ends = clock.now + phase.seconds
+        pending = (pending + [0] * phase.batch)[: phase.batch]
+        while clock.now < ends:
+            server.step(pending, outcome)
+            if not outcome.switches or outcome.switches[-1][1] != controller.regime:
+                outcome.switches.append((clock.now, controller.regime))
+    return outcome
+
+
+class _Server:
+    """Steps of one phase."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        clock: Clock,
+        phase: Phase,
+        drafts: Drafts,
+        limit: int,
+        generator: np.random.Generator,
+        stops: bool,
+    ) -> None:
+        self._controller, self._clock, self._phase = controller, clock, phase
+        self._drafts, self._limit = drafts, limit
+        self._generator, self._stops = generator, stops
+        self._slowness = 0.0  # logarithm
+        self._usual = 0.0  # seconds since the step began, at the machine's usual speed
+
+    def step(self, pending: list[int], outcome: Outcome) -> None:
+        """One step; `pending` is what the drafter has yet to read of each request."""
+        batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
+        random = self._phase.random
+        plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch)
+        fates = self._drafts.take(batch)
+        drafts = self._draft(plan, fates, pending)
+        lengths = self._controller.trim(drafts)
+        drafting = self._clock.now - began
+        rows = batch + sum(lengths)
+        seconds = self._spend(self._phase.machine.target(rows))
+        self._controller.observe_step(batch, rows, seconds)
+        emitted = 0
+        for i, (draft, length) in enumerate(zip(drafts, lengths, strict=True)):
+            lost = self._generator.random(length) >= fates.accepted[i, :length]
+            accepted = int(lost.argmax()) if lost.any() else length
+            if draft:
+                wanted = 0 if self._stops else plan.lookahead[i]
+                self._controller.observe_acceptance(length, accepted, draft, wanted, random)
+            emitted += accepted + 1
+            pending[i] += 1  # the drafter has written what it drafted
+            tokens = 1 + float(np.cumprod(fates.accepted[i, :length]).sum())
+            outcome.tokens += tokens
+            outcome.alone += tokens * self._phase.machine.target(batch) / batch
+        took = self._clock.now - began
+        self._controller.emitted(emitted, took)
+        outcome.seconds += self._usual
+        outcome.steps += 1
+        if plan.probe:
+            outcome.probing += drafting + seconds - self._phase.machine.target(batch)
+            outcome.probing -= (emitted - batch) * self._phase.machine.target(batch) / batch
+        planned = 0 if plan.probe else max(plan.lookahead)
+        outcome.lookaheads[planned] = outcome.lookaheads.get(planned, 0) + 1
+
+    def _draft(self, plan: Plan, fates: Fates, pending: list[int]) -> list[list[float]]:
+        """The round of drafting: confidences of what each request was proposed."""
+        machine = self._phase.machine
+        active = [i for i, wanted in enumerate(plan.lookahead) if wanted]
+        drafts: list[list[float]] = [[] for _ in plan.lookahead]
+        if not active:
+            return drafts
+        fed = sum(pending[i] for i in active)
+        forwards = machine.catch_up * max(0, fed - len(active))
+        for i in active:
+            pending[i] = 0
+        overhead = self._spend(machine.overhead(len(active)))
+        steps = drafted = 0
+        while active:
+            forwards += machine.drafter(len(active))
+            steps, drafted = steps + 1, drafted + len(active)
+            for i in active:
+                drafts[i].append(float(fates.confidence[i, len(drafts[i])]))
+            active = [i for i in active if len(drafts[i]) < plan.lookahead[i]]
+            if self._stops and active:
+                going = self._controller.proceed(drafts)
+                active = [i for i in active if going[i]]
+        self._controller.observe_draft(
+            drafted / steps,
+            steps,
+            self._spend(forwards),
+            overhead=overhead,
+            fed=fed,
+            longest=max(map(len, drafts)),
+        )
+        return drafts
+
+    def _spend(self, seconds: float) -> float:
+        """Let time pass, a little more or less than it should."""
+        machine, generator = self._phase.machine, self._generator
+        if machine.noise:
+            seconds *= math.exp(machine.noise * generator.standard_normal())
+        self._usual += seconds
+        if machine.wander:
+            seconds *= math.exp(self._slowness)
+            kept = math.exp(-seconds / machine.calm)
+            fresh = machine.wander * math.sqrt(1.0 - kept**2)
+            self._slowness = kept * self._slowness + fresh * generator.standard_normal()
+        self._clock.now += seconds
+        return seconds
+
+
+# ------------------------------------------------------------------------------- exact rates
+
+
+def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> float:
+    """Tokens per second of a fixed lookahead; 0 is the target alone."""
+    rate = text.share * text.easy + (1 - text.share) * text.hard
+    tokens = batch * sum(rate**j for j in range(lookahead + 1))
+    seconds = machine.target(batch * (lookahead + 1))
+    if lookahead:
+        seconds += machine.overhead(batch) + lookahead * machine.drafter(batch)
+    return tokens / seconds
+
+
+def stopped_rate(fates: Fates, machine: Machine, goes_on: np.ndarray) -> float:
+    """Tokens per second of one request under a rule for stopping.
+
+    Args:
+        fates: Drafts, one for each round.
+        machine: What steps cost; that of the target for one row, whatever it verifies.
+        goes_on: [drafts, depth], whether a further token is drafted behind each.
+    """
+    drafted = np.cumprod(np.hstack([np.ones((len(goes_on), 1)), goes_on[:, :-1]]), axis=1)
+    tokens = 1 + (np.cumprod(fates.accepted, axis=1) * drafted).sum(1)
+    seconds = machine.target(1) + machine.drafter(1) * drafted.sum(1)
+    return float(tokens.sum() / seconds.sum())

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in child processes: what they answer, how they fail, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure import process_memory as resident
+from vllm_hetero_spec.measure.child_process import EngineProcess, causes
+from vllm_hetero_spec.measure.load import Load, MeasurementError
+
+LOAD = Load(["a", "b"], max_tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def toy_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+
+
+def start(spec: str, **options: float) -> EngineProcess:
+    return EngineProcess("toy_engine", spec, **options)  # type: ignore[arg-type]
+
+
+def later(seconds: float, pid: int, number: int) -> None:
+    threading.Timer(seconds, os.kill, (pid, number)).start()
+
+
+def test_an_engine_answers_load_after_load_and_is_gone_when_closed() -> None:
+    with start("work") as engine:
+        for _ in range(2):
+            sample = engine.run(LOAD)
+            assert [trace.text for trace in sample.traces] == ["a", "b"]
+            # A Python process takes at least megabytes.
+            assert sample.peak_memory_bytes > 1 << 20
+        assert list(resident.processes(engine.pid))
+        assert engine.pid != os.getsid(0)
+    assert list(resident.processes(engine.pid)) == []
+    engine.close()
+    with pytest.raises(MeasurementError, match="the engine has ended"):
+        engine.run(LOAD)
+
+
+def test_what_an_engine_leaves_running_is_ended_with_it() -> None:
+    with start("leave a process") as engine:
+        assert len(list(resident.processes(engine.pid))) == 2
+    assert list(resident.processes(engine.pid)) == []
+
+
+def test_a_refused_specification() -> None:
+    with pytest.raises(ConfigError, match=r"^the toy refuses this\.$"):
+        start("refuse")
+
+
+def test_a_refused_load_leaves_the_engine_up() -> None:
+    with start("work") as engine:
+        with pytest.raises(ConfigError, match=r"^the toy refuses this load\.$"):
+            engine.run(Load(["refuse"], max_tokens=1))
+        assert engine.run(LOAD).tokens == 2
+
+
+def test_an_engine_that_fails_to_start_says_why() -> None:
+    with pytest.raises(MeasurementError, match="exit code 1\n  RuntimeError: the toy broke\n"):
+        start("fail")
+
+
+def test_an_engine_that_fails_at_work_says_why_and_is_closed() -> None:
+    with start("work") as engine:
+        with pytest.raises(MeasurementError, match="exit code 1\n  RuntimeError: the toy broke at"):
+            engine.run(Load(["fail"], max_tokens=1))
+        with pytest.raises(MeasurementError, match="the engine has ended"):
+            engine.run(LOAD)
+    assert list(resident.processes(engine.pid)) == []
+
+
+def test_an_engine_that_is_killed_at_work() -> None:
+    with start("work") as engine:
+        later(0.5, engine.pid, signal.SIGKILL)
+        with pytest.raises(MeasurementError, match="exit code -9"):
+            engine.run(Load(["sleep"], max_tokens=1))
+
+
+def test_engines_that_take_too_long() -> None:
+    with pytest.raises(MeasurementError, match=r"no answer within 0\.5 seconds"):
+        start("sleep", start_timeout=0.5)
+    with (
+        start("work", run_timeout=0.5) as engine,
+        pytest.raises(MeasurementError, match=r"no answer within 0\.5 seconds"),
+    ):
+        engine.run(Load(["sleep"], max_tokens=1))
+    assert list(resident.processes(engine.pid)) == []
+
+
+def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
+    # Where the tests run in the background of a shell, interrupts are ignored to begin with.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with start("work") as engine:
+        later(0.5, os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(Load(["sleep"], max_tokens=1))
+        assert list(resident.processes(engine.pid)) == []
+
+
+def test_an_engine_ends_when_its_parent_is_killed() -> None:
+    program = (
+        "from vllm_hetero_spec.measure.child_process import EngineProcess\n"
+        "from vllm_hetero_spec.measure.load import Load\n"
+        "engine = EngineProcess('toy_engine', 'leave a process')\n"
+        "print(engine.pid, flush=True)\n"
+        "engine.run(Load(['sleep'], max_tokens=1))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        session = int(parent.stdout.readline())
+        assert len(list(resident.processes(session))) == 2
+        parent.kill()
+    deadline = time.monotonic() + 30  # it looks for its parent now and then
+    while list(resident.processes(session)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_an_engines_errors_are_found_in_what_it_printed() -> None:
+    printed = """(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] Traceback (most recent):
+(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9]     raise ConfigError(
+(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] pack.config.ConfigError: too little memory
+    raise RuntimeError(
+RuntimeError: initialization failed
+RuntimeError: initialization failed
+"""
+    lines = [line.strip() for line in causes(printed).strip().splitlines()]
+    assert lines[:-1] == ["ConfigError: too little memory", "RuntimeError: initialization failed"]

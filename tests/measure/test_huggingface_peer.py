@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face as a peer: the same greedy tokens as vLLM, and the same meaning of every figure."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure.huggingface_driver import _Drafts
+from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
+from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+
+LOOKAHEAD = 4
+
+
+def tokens(sample: Sample) -> list[list[int]]:
+    return [trace.token_ids for trace in sample.traces]
+
+
+@pytest.fixture(scope="module")
+def load(demo_pair: Path) -> Load:
+    lines = (demo_pair / "prompts.jsonl").read_text().splitlines()[:8]
+    return Load([json.loads(line)["prompt"] for line in lines], max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, load: Load) -> Sample:
+    with HuggingFaceEngine(HuggingFaceSpec(str(demo_pair / "target"))) as engine:
+        return engine.run(load)
+
+
+@pytest.fixture(scope="module")
+def assisted(demo_pair: Path) -> Iterator[HuggingFaceEngine]:
+    spec = HuggingFaceSpec(
+        str(demo_pair / "target"),
+        str(demo_pair / "drafter"),
+        num_assistant_tokens=LOOKAHEAD,
+        confidence_threshold=0.0,
+    )
+    with HuggingFaceEngine(spec) as engine:
+        yield engine
+
+
+def test_counts_of_drafts() -> None:
+    drafts = _Drafts()
+    for drafted, accepted in ((3, 1), (0, 0), (2, 2), (4, 0)):
+        drafts.add(drafted, accepted)
+    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens) == (3, 9, 3)
+    assert drafts.drafted_per_position == [3, 3, 2, 1]
+    assert drafts.accepted_per_position == [2, 1, 0, 0]
+
+
+def test_the_target_alone(alone: Sample, load: Load) -> None:
+    assert len(alone.traces) == len(load.prompts)
+    assert alone.acceptance_length is None
+    for trace in alone.traces:
+        assert set(trace.counts) == {1}
+        assert len(trace.token_ids) == len(trace.times) <= load.max_tokens
+        assert trace.times == sorted(trace.times)
+    ends = [trace.times[-1] for trace in alone.traces]
+    assert all(end <= after.sent for end, after in zip(ends, alone.traces[1:], strict=False))
+    assert alone.seconds >= ends[-1]
+    assert alone.peak_memory_bytes > 10 << 20
+
+
+@pytest.mark.engine
+def test_it_agrees_with_vllm(demo_pair: Path, load: Load, alone: Sample) -> None:
+    with VllmEngine(EngineSpec(str(demo_pair / "target"))) as engine:
+        sample = engine.run(load)
+    pairs = list(zip(alone.traces, sample.traces, strict=True))
+    # Kernels differ, so that a near tie may fall otherwise.
+    assert sum(a.token_ids == b.token_ids for a, b in pairs) >= len(pairs) - 1
+    assert all(a.text == b.text for a, b in pairs if a.token_ids == b.token_ids)
+
+
+def test_an_assistant_of_another_tokenizer(
+    assisted: HuggingFaceEngine, alone: Sample, load: Load
+) -> None:
+    sample = assisted.run(load)
+    assert tokens(sample) == tokens(alone)
+    assert sample.acceptance_length is not None
+    assert 1.05 < sample.acceptance_length <= LOOKAHEAD + 1
+    # Every token came from a draft, or from its verification.
+    assert sum(len(trace.counts) for trace in sample.traces) + sample.accepted_tokens == (
+        sample.tokens
+    )
+    assert sum(sample.drafted_per_position) == sample.draft_tokens
+    assert sum(sample.accepted_per_position) == sample.accepted_tokens
+    assert sample.drafted_per_position[0] == sample.drafts
+    pairs = zip(sample.accepted_per_position, sample.drafted_per_position, strict=True)
+    assert all(accepted <= drafted for accepted, drafted in pairs)
+
+
+def test_greedy_loads_are_not_spoilt_by_sampled_ones(
+    assisted: HuggingFaceEngine, alone: Sample, load: Load
+) -> None:
+    before = assisted.run(load)
+    sampled = Load(load.prompts, max_tokens=24, temperature=1.0, seed=3)
+    first, again = (assisted.run(sampled) for _ in range(2))
+    assert tokens(first) == tokens(again) != tokens(alone)
+    after = assisted.run(load)
+    assert tokens(after) == tokens(alone)
+    assert after.accepted_tokens == before.accepted_tokens
+
+
+def test_sampling_across_tokenizers_follows_the_targets_law(
+    demo_pair: Path, assisted: HuggingFaceEngine, load: Load
+) -> None:
+    """Two tokens: the second is verified against the draft, or follows a rejected one."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    temperature, count = 0.8, 600
+    model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
+    prompt = load.prompts[0][:200]
+    start = AutoTokenizer.from_pretrained(demo_pair / "target").encode(prompt)
+
+    def shares(path: list[int], nucleus: float) -> dict[int, float]:
+        with torch.inference_mode():
+            row = (model(torch.tensor([[*start, *path]])).logits[0, -1] / temperature).softmax(-1)
+        best = row.sort(descending=True)
+        kept = int((best.values.cumsum(0) - best.values < nucleus).sum())
+        scaled = best.values[:kept] / best.values[:kept].sum()
+        return dict(zip(best.indices.tolist(), scaled.tolist(), strict=False))
+
+    def law_of(nucleus: float) -> dict[tuple[int, int], float]:
+        firsts = shares([], nucleus).items()
+        return {(a, b): p * q for a, p in firsts for b, q in shares([a], nucleus).items()}
+
+    # How sure the model is depends on its training: as narrow as leaves some choice.
+    nucleus = next(share / 20 for share in range(10, 20) if len(law_of(share / 20)) > 4)
+    law = law_of(nucleus)
+    sample = assisted.run(
+        Load(
+            [prompt] * count,
+            max_tokens=3,
+            temperature=temperature,
+            top_p=nucleus,
+            seed=0,
+            ignore_eos=True,
+        )
+    )
+    assert 0 < sample.accepted_tokens < sample.draft_tokens
+    found = Counter(tuple(ids[:2]) for ids in tokens(sample))
+    assert found.keys() <= law.keys()
+    # Pearson's chi-square has mean `freedom` and variance twice that; 5 deviations are far off.
+    statistic = sum((found[path] - count * p) ** 2 / (count * p) for path, p in law.items())
+    freedom = len(law) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_a_wider_load_is_refused(assisted: HuggingFaceEngine) -> None:
+    with pytest.raises(MeasurementError, match="use batch size 1"):
+        assisted.run(Load(["a", "b"], max_tokens=4, batch_size=2))
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, demo_pair: Path) -> None:
+    for spec in (
+        HuggingFaceSpec(str(tmp_path / "absent")),
+        HuggingFaceSpec(str(demo_pair / "target"), str(tmp_path / "absent")),
+    ):
+        with pytest.raises(ConfigError, match=r"^Hugging Face refuses .*absent"):
+            HuggingFaceEngine(spec)

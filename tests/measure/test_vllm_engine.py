@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM measured in a child process: alone, with our plugin, and with a method of its own."""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from os import kill
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import slem
+from target_law import p_value
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure import process_memory as resident
+from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.vllm_driver import since
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+
+LOOKAHEAD = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_core_is_a_process() -> Iterator[None]:
+    """As in production; other tests keep theirs in their own process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+        yield
+
+
+def tli(drafter: Path, lookahead: int = LOOKAHEAD) -> dict[str, Any]:
+    """vLLM's own speculation across vocabularies."""
+    return {
+        "method": "draft_model",
+        "model": str(drafter),
+        "use_heterogeneous_vocab": True,
+        "num_speculative_tokens": lookahead,
+    }
+
+
+def tokens(sample: Sample) -> list[list[int]]:
+    return [trace.token_ids for trace in sample.traces]
+
+
+def check(sample: Sample, load: Load) -> None:
+    """What holds for every load: times in order, all tokens arrived, no more requests at once."""
+    assert len(sample.traces) == len(load.prompts)
+    for trace in sample.traces:
+        assert 0 < len(trace.token_ids) == sum(trace.counts) <= load.max_tokens
+        assert trace.sent < trace.times[0]
+        assert trace.times == sorted(trace.times)
+        assert trace.times[-1] < sample.seconds
+    sent = [trace.sent for trace in sample.traces]
+    assert sent == sorted(sent)
+    for trace in sample.traces:
+        before = [t for t in sample.traces if t.sent < trace.sent and t.times[-1] > trace.sent]
+        assert len(before) < load.batch_size
+    assert sample.peak_memory_bytes > 10 << 20
+
+
+def check_drafts(sample: Sample, lookahead: int) -> None:
+    """Counters that add up, with one another and with what arrived."""
+    assert 0 < sample.accepted_tokens <= sample.draft_tokens <= lookahead * sample.drafts
+    assert sum(sample.accepted_per_position) == sample.accepted_tokens
+    assert sample.accepted_per_position == sorted(sample.accepted_per_position, reverse=True)
+    assert sample.accepted_per_position[0] <= sample.drafts
+    # Accepted tokens beyond the end of a completion do not arrive.
+    beyond_first = sum(sum(trace.counts) - len(trace.counts) for trace in sample.traces)
+    assert 0 <= sample.accepted_tokens - beyond_first <= lookahead * len(sample.traces)
+    assert max(max(trace.counts) for trace in sample.traces) <= lookahead + 1
+
+
+@pytest.fixture(scope="module")
+def loads(code_prompts: list[str]) -> list[Load]:
+    """Of two batch sizes, the first of them twice."""
+    prompts = code_prompts[:5]
+    return [Load(prompts, max_tokens=24, batch_size=size) for size in (1, 3, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, loads: list[Load]) -> list[Sample]:
+    with VllmEngine(EngineSpec(str(demo_pair / "target"), max_batch_size=3)) as engine:
+        samples = [engine.run(load) for load in loads]
+    assert list(resident.processes(engine.pid)) == []
+    return samples
+
+
+@pytest.mark.engine
+def test_the_target_alone(alone: list[Sample], loads: list[Load]) -> None:
+    for sample, load in zip(alone, loads, strict=True):
+        check(sample, load)
+        assert tokens(sample) == tokens(alone[0])
+        assert sample.acceptance_length is None
+        assert sample.drafts == sample.draft_tokens == sample.accepted_tokens == 0
+        assert sample.worker == {}
+        assert all(set(trace.counts) == {1} for trace in sample.traces)
+
+
+@pytest.mark.engine
+def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> None:
+    spec = EngineSpec(str(demo_pair / "target"), slem(demo_pair / "drafter", LOOKAHEAD), 3)
+    with VllmEngine(spec) as engine:
+        samples = [engine.run(load) for load in loads]
+        with pytest.raises(MeasurementError, match="at most 3"):
+            engine.run(Load(["a"], max_tokens=1, batch_size=4))
+        with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*2048"):
+            engine.run(Load(["a ", "b " * 5000], max_tokens=8, batch_size=2))
+        again = engine.run(loads[0])  # nothing of the refused load is left
+    assert list(resident.processes(engine.pid)) == []
+    for sample, load in zip([*samples, again], [*loads, loads[0]], strict=True):
+        check(sample, load)
+        check_drafts(sample, LOOKAHEAD)
+        assert tokens(sample) == tokens(alone[0])
+        assert sample.worker["drafts"] == sample.drafts
+        assert sample.worker["draft_tokens"] == sample.draft_tokens
+        # Each load reads its prompts anew, and a batch changes no draft.
+        assert sample.worker["catch_up_tokens"] == samples[0].worker["catch_up_tokens"]
+        assert sample.drafts == samples[0].drafts
+    assert samples[1].worker["steps"] < samples[0].worker["steps"]
+
+
+@pytest.mark.engine
+def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> None:
+    spec = EngineSpec(str(demo_pair / "target"), tli(demo_pair / "drafter"), max_batch_size=3)
+    with VllmEngine(spec) as engine:
+        sample = engine.run(loads[1])
+    check(sample, loads[1])
+    check_drafts(sample, LOOKAHEAD)
+    assert tokens(sample) == tokens(alone[0])
+    assert sample.worker == {}
+
+
+@pytest.mark.engine
+def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*absent"):
+        VllmEngine(EngineSpec(str(tmp_path / "absent")))
+    config = slem(demo_pair / "drafter")
+    with pytest.raises(ConfigError, match="tensor_parallel is 'tp9'"):
+        VllmEngine(EngineSpec(str(demo_pair / "target"), config | {"tensor_parallel": "tp9"}))
+
+
+@pytest.mark.engine
+def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: list[str]) -> None:
+    endless = Load(code_prompts[:4] * 200, max_tokens=200, ignore_eos=True)
+    with VllmEngine(EngineSpec(str(demo_pair / "target"))) as engine:
+        (core,) = (
+            int(process.name)
+            for process in resident.processes(engine.pid)
+            if "EngineCore" in (process / "cmdline").read_text()
+        )
+        threading.Timer(2.0, kill, (core, signal.SIGKILL)).start()
+        with pytest.raises(MeasurementError, match="the engine ended with exit code 1"):
+            engine.run(endless)
+    assert list(resident.processes(engine.pid)) == []
+
+
+TEMPERATURE, TOP_P, LENGTH = 0.8, 0.5, 3
+
+
+@pytest.fixture(scope="module")
+def law(demo_pair: Path, code_prompts: list[str]) -> dict[tuple[int, ...], float]:
+    """Exact probability of every sequence of LENGTH tokens, from the target's logits."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
+    start = AutoTokenizer.from_pretrained(demo_pair / "target").encode(code_prompts[0][:200])
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        ids = torch.tensor([[*start, *path] for path in found])
+        with torch.inference_mode():
+            rows = (model(ids).logits[:, -1] / TEMPERATURE).softmax(-1)
+        longer = {}
+        for (path, p), row in zip(found.items(), rows, strict=True):
+            best = row.sort(descending=True)
+            nucleus = int((best.values.cumsum(0) - best.values < TOP_P).sum())
+            shares = best.values[:nucleus] / best.values[:nucleus].sum()
+            for share, token in zip(shares.tolist(), best.indices.tolist(), strict=False):
+                longer[(*path, token)] = p * share
+        found = longer
+    assert abs(sum(found.values()) - 1) < 1e-5
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("repaired", [True, False])
+def test_the_law_of_vllms_own_method_on_a_cpu(
+    demo_pair: Path, code_prompts: list[str], law: dict, repaired: bool
+) -> None:
+    """Repaired, vLLM's speculation samples the target's law; the stock one is caught failing."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("the stock fault is of CPUs")
+    count = 1500 if repaired else 500
+    load = Load(
+        [code_prompts[0][:200]] * count,
+        max_tokens=LENGTH + 2,
+        batch_size=64,
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        ignore_eos=True,
+    )
+    spec = EngineSpec(
+        str(demo_pair / "target"),
+        tli(demo_pair / "drafter", lookahead=3),
+        max_batch_size=64,
+        repair_cpu_sampling=repaired,
+    )
+    with VllmEngine(spec) as engine:
+        sample = engine.run(load)
+    assert sample.accepted_tokens > count / 20
+    found = Counter(tuple(trace.token_ids[:LENGTH]) for trace in sample.traces)
+    if repaired:
+        assert found.keys() <= law.keys()
+        assert p_value(found, law) > 1e-4
+    else:
+        assert p_value(found, law) < 1e-4
+
+
+def test_counters_of_the_warm_up_are_left_out() -> None:
+    before = {"drafts": 3, "skipped": {"no_blocks": 1}, "positions": [4, 2]}
+    after = {
+        "drafts": 10,
+        "skipped": {"no_blocks": 1, "catching_up": 2},
+        "positions": [9, 3],
+        "first seen": [1],
+    }
+    assert since(before, after) == {
+        "drafts": 7,
+        "skipped": {"no_blocks": 0, "catching_up": 2},
+        "positions": [5, 1],
+        "first seen": [1],
+    }

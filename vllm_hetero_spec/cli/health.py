@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is everything in place? One check per question, each with its answer and, if bad, its fix."""
+
+import importlib.metadata
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_hetero_spec import __version__
+from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.measure.load import Load, MeasurementError
+
+_GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
+_TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a check.
+
+    Attributes:
+        check: What was looked at.
+        good: Whether it is as it should be.
+        found: What it is.
+        fix: What to do where it is not good.
+    """
+
+    check: str
+    good: bool
+    found: str
+    fix: str = ""
+
+
+def examine(*, run: bool = True) -> Iterator[Finding]:
+    """All checks in order, each yielded when it is done; no exception leaves one.
+
+    Args:
+        run: Generate with a tiny pair of models as the last check, which takes some ten seconds.
+    """
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("versions", _versions),
+        ("vLLM release", _release),
+        ("platform", _platform),
+        ("plugin", _plugin),
+        ("hooks", _hooks),
+        ("vLLM's sources", _ledger),
+        ("vllm serve", _serve),
+    ]
+    if run:
+        checks.append(("a tiny pair", _tiny_pair))
+    for name, check in checks:
+        try:
+            yield check()
+        except Exception as error:
+            cause = (str(error).splitlines() or [""])[0]
+            yield Finding(name, False, f"{type(error).__name__}: {cause}", _REINSTALL)
+
+
+_REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
+
+
+def _versions() -> Finding:
+    names = ("torch", "transformers", "tokenizers")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    import transformers  # noqa: F401 - fails beside a torchvision of another build
+
+    return Finding(
+        "versions",
+        True,
+        ", ".join(
+            [f"vllm-hetero-spec {__version__}", f"Python {platform.python_version()}", *found]
+        ),
+    )
+
+
+def _release() -> Finding:
+    from vllm.version import __version__ as found
+
+    from vllm_hetero_spec.engine.compat import SUPPORTED, module_for
+
+    supported = " or ".join(f"{major}.{minor}" for major, minor in sorted(SUPPORTED))
+    try:
+        module_for(found)
+    except ConfigError as error:
+        return Finding("vLLM release", False, str(found), str(error))
+    return Finding("vLLM release", True, f"{found} (supported: {supported})")
+
+
+def _platform() -> Finding:
+    import torch
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    if device == "cpu" and torch.cuda.is_available():
+        return Finding(
+            "platform",
+            False,
+            "vLLM's CPU build on a machine with a GPU",
+            "install the CUDA build: pip install 'vllm-hetero-spec[cuda]'",
+        )
+    name = current_platform.get_device_name() if device == "cuda" else platform.processor()
+    return Finding("platform", True, f"{device} {name or platform.machine()}")
+
+
+def _plugin() -> Finding:
+    found = [e.value for e in importlib.metadata.entry_points(group=_GROUP) if e.name == _PLUGIN]
+    if not found:
+        return Finding(
+            "plugin",
+            False,
+            "vLLM does not see it",
+            "pip install vllm-hetero-spec into vLLM's environment",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        return Finding(
+            "plugin",
+            False,
+            f"VLLM_PLUGINS={allowed} keeps it out",
+            f"unset VLLM_PLUGINS or add {_PLUGIN} to it",
+        )
+    return Finding("plugin", True, f"{_PLUGIN} = {found[0]}")
+
+
+def _hooks() -> Finding:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    from vllm_hetero_spec.engine.compat.patching import standing
+
+    load_general_plugins()
+    wanted = {
+        "configuration": (EngineArgs, "create_speculative_config"),
+        "command line": (EngineArgs, "add_cli_args"),
+        "metrics": (PrometheusStatLogger, "record"),
+    }
+    absent = [patch for patch, place in wanted.items() if standing(*place) != patch]
+    if absent:
+        return Finding("hooks", False, f"not applied: {', '.join(absent)}", _REINSTALL)
+    return Finding("hooks", True, f"{', '.join(wanted)}; methods {', '.join(METHODS)}")
+
+
+def _ledger() -> Finding:
+    import vllm
+    from vllm.version import __version__ as found
+
+    from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
+
+    root = Path(vllm.__file__).parent
+    faults = missing(root, ".".join(found.split(".")[:2]))
+    if faults:
+        return Finding(
+            "vLLM's sources",
+            False,
+            "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else ""),
+            "this vLLM was changed: install an unmodified supported release",
+        )
+    return Finding("vLLM's sources", True, f"all {len(LEDGER)} symbols in use are there")
+
+
+def _serve() -> Finding:
+    try:
+        return Finding("vllm serve", True, f"metadata of vllm {importlib.metadata.version('vllm')}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "vllm serve",
+            False,
+            "vLLM is installed under another distribution name, and `vllm serve` stops",
+            "python scripts/repair_vllm_metadata.py",
+        )
+
+
+def _tiny_pair() -> Finding:
+    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+
+    with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:
+        target, drafter = (str(Path(folder) / name) for name in ("target", "drafter"))
+        _make_model(target, vocabulary=400)
+        _make_model(drafter, vocabulary=300)
+        # Models of random weights agree on nothing, so the target drafts for itself, through text.
+        configs: list[dict[str, Any] | None] = [
+            None,
+            {
+                "method": "slem",
+                "model": drafter,
+                "num_speculative_tokens": 2,
+                "controller": "fixed",
+            },
+            {
+                "method": "slem",
+                "model": target,
+                "num_speculative_tokens": 2,
+                "translation": "identity",
+                "controller": "fixed",
+            },
+        ]
+        samples = []
+        for config in configs:
+            try:
+                with VllmEngine(EngineSpec(target, config)) as engine:
+                    samples.append(engine.run(Load(["Speculative decoding"], max_tokens=24)))
+            except (ConfigError, MeasurementError) as error:
+                cause = str(error).splitlines()[0]
+                return Finding("a tiny pair", False, cause, "see what it says; " + _REINSTALL)
+    alone, foreign, same = samples
+    identical = all(x.traces[0].token_ids == alone.traces[0].token_ids for x in samples)
+    found = (
+        f"{'identical' if identical else 'DIFFERENT'} output alone and with two drafters; "
+        f"{foreign.drafts} drafts across tokenizers, "
+        f"{same.accepted_tokens} of {same.draft_tokens} tokens of the target's own accepted"
+    )
+    good = identical and foreign.drafts > 0 and same.accepted_tokens == same.draft_tokens > 0
+    return Finding("a tiny pair", good, found, "" if good else _REINSTALL)
+
+
+def _make_model(folder: str, vocabulary: int) -> None:
+    """A Llama of random weights with a tokenizer of its own."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    torch.manual_seed(vocabulary)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)

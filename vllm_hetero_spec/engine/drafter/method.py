@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled drafting for a pair of models: what drafter tokens propose, and who is drawn for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.merging import PairMerging
+from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.selection import span
+from vllm_hetero_spec.draft.slrs import Reach
+from vllm_hetero_spec.engine.drafter.method_choice import choose
+from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
+
+# vLLM takes lower temperatures for 0.
+_COLDEST = 1e-5
+# Keeps draws apart from verification, which is seeded with the seed itself: the same numbers in
+# both would couple what is proposed to whether it is accepted.
+DRAFT_STREAM = 0x5EED_D2AF
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampled drafting of one pair.
+
+    Attributes:
+        method: What the drafter's tokens propose first, and with what law.
+        spell: All target tokens that a drafter token proposes.
+    """
+
+    method: SampledMethod
+    spell: Callable[[int], Sequence[int]]
+
+
+def sampling_of(
+    options: HeteroOptions, pair: Pair, width: int, device: torch.device, ranks: int
+) -> Sampling | None:
+    """How drafts are sampled; None for a method that is always greedy.
+
+    Args:
+        options: The user's; `method` decides, or is decided on here.
+        pair: The tokenizers and the bridge between them.
+        width: Columns of the target's logits.
+        device: Where the drafter runs.
+        ranks: That verify together.
+    """
+    if options.method == "slem":
+        return None
+    maps = None if pair.bridge.identity else _maps(pair)
+    method = options.method
+    if method == "hetero":
+        races = options.verification == "race"
+        method = choose(pair, maps, reproducible=races, rows_available=ranks == 1).method
+        if method == "slem":
+            return None
+    if maps is None:
+        first = np.arange(pair.drafter.vocab_size)
+        first[first >= width] = -1
+        return _sampling(first, np.ones_like(first), width, device, lambda d: (d,))
+    if method in ("push_forward", "slrs"):
+        lengths = np.diff(maps.kappa_ptr)
+        found = _sampling(
+            maps.kappa_first, lengths, width, device, lambda d: maps.target_tokens(d).tolist()
+        )
+        if method == "push_forward" or not options.merge_candidates:
+            return found
+        merging = PairMerging(pair.target, pair.drafter, maps, device)
+        reach = Reach(span(pair.drafter.vocab_size), options.merge_candidates)
+        return replace(found, method=replace(found.method, merging=merging, reach=reach))
+    twins = maps.d2t.tolist()
+    return _sampling(
+        maps.d2t,
+        np.ones_like(maps.d2t),
+        width,
+        device,
+        lambda d: twins[d : d + 1] if twins[d] >= 0 else (),
+        renormalise=method != "union",
+    )
+
+
+def _maps(pair: Pair) -> VocabularyMaps:
+    maps = build_maps(pair.target, pair.drafter, cache=default_cache())
+    return maps.with_ends(pair.bridge.special)
+
+
+def _sampling(
+    first: np.ndarray,
+    lengths: np.ndarray,
+    width: int,
+    device: torch.device,
+    spell: Callable[[int], Sequence[int]],
+    *,
+    renormalise: bool = True,
+) -> Sampling:
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return Sampling(
+        SampledMethod(TokenMap(tensor(first), width, renormalise), tensor(lengths)), spell
+    )
+
+
+def draw_of(
+    request: Any, state: RequestState, device: torch.device, clock: int | None
+) -> Draw | None:
+    """How a request's next draft is drawn; None where it has to be greedy.
+
+    Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what is in
+    them), and drafts that begin inside a character, whose first bytes are given.
+
+    Args:
+        request: The model runner's state of the request.
+        state: Ours.
+        device: Where the drafter runs.
+        clock: Seed of the request's races, where tokens are raced for.
+    """
+    params = request.sampling_params
+    if params is None or params.temperature < _COLDEST or params.structured_outputs is not None:
+        return None
+    if state.context.held:
+        return None
+    if params.seed is not None and state.generator is None:
+        state.generator = torch.Generator(device).manual_seed(params.seed ^ DRAFT_STREAM)
+    return Draw(
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        generator=state.generator,
+        clock=clock,
+        place=len(request.output_token_ids),
+    )

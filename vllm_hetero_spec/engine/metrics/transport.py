@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's counters beside vLLM's own: at /metrics, in `LLM.get_metrics()`, in the log.
+
+They are counted in a worker and read in a front end, two or three processes away, so each step's
+growth travels the way vLLM's figures do: on the step's ModelRunnerOutput to the scheduler, from
+there in the SchedulerStats to whichever front end gets the step, which adds it up.
+
+A fault here ends these metrics, never a request.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_hetero_spec.engine.compat import patching, release
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter, Log
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+
+@dataclass
+class _Carried:
+    """What SchedulerStats is given: the growth of a step's counters, None in most processes."""
+
+    hetero_spec: dict[str, Any] | None = None
+
+
+_FIELD = "hetero_spec"
+
+
+def harmless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` until it first fails: that is said once, and from then on it does nothing."""
+    failed = False
+
+    @functools.wraps(function)
+    def guarded(*args: Any) -> Any:
+        nonlocal failed
+        if failed:
+            return None
+        try:
+            return function(*args)
+        except Exception as error:
+            failed = True
+            logger.warning(
+                "The metrics %s* are incomplete from here on (%s: %s); requests are not affected.",
+                PREFIX,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    return guarded
+
+
+def install() -> None:
+    """Install all of this module in this process. Idempotent; inert for other drafters.
+
+    In every process, and before its first engine: serializers read a class's fields only once.
+
+    Raises:
+        Exception: This vLLM is not supported or lacks what is hooked; see `require`.
+    """
+    release()
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    patching.add_fields(SchedulerStats, _Carried)
+    patching.replace(Scheduler, "update_from_output", "metrics", _wrap_update)
+    for owner, build in ((PrometheusStatLogger, _exporter), (LoggingStatLogger, _log)):
+        patching.replace(owner, "__init__", "metrics", _wrap_init(build))
+        patching.replace(owner, "record", "metrics", _wrap_record)
+    patching.replace(LoggingStatLogger, "log", "metrics", _wrap_log)
+
+
+require = harmless(install)
+"""`install` where a drafter of ours is asked for: what is missing costs the metrics alone."""
+
+
+@harmless
+def require_in_worker(proposer: type) -> None:
+    """Install in this worker what sends the counts of drafters of this class."""
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    hook = wrap_sample(proposer, EMPTY_MODEL_RUNNER_OUTPUT)
+    patching.replace(GPUModelRunner, "sample_tokens", "metrics", hook)
+
+
+def wrap_sample(proposer: type, empty: Any) -> Callable[[Any], Any]:
+    """`sample_tokens` whose output carries what a drafter of ours counted since the last one.
+
+    Args:
+        proposer: The class of our drafters.
+        empty: An output that all steps share, which must not carry one step's counts: they wait.
+    """
+
+    def wrap(original: Any) -> Any:
+        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            drafter = getattr(self, "drafter", None)
+            if isinstance(drafter, proposer) and output is not empty:
+                _carry(output, drafter)
+            return output
+
+        return sample_tokens
+
+    return wrap
+
+
+@harmless
+def _carry(output: Any, drafter: Any) -> None:
+    setattr(output, _FIELD, drafter.report())
+
+
+def _wrap_update(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        growth = getattr(model_runner_output, _FIELD, None)
+        if growth is not None:
+            _hand_on(outputs, growth)
+        return outputs
+
+    return update_from_output
+
+
+@harmless
+def _hand_on(outputs: dict[int, Any], growth: dict[str, Any]) -> None:
+    """In the engine core: to the one front end that gets the step's statistics, if any does."""
+    for output in outputs.values():
+        if output.scheduler_stats is not None:
+            setattr(output.scheduler_stats, _FIELD, growth)
+            return
+
+
+def _wrap_init(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            setattr(self, _FIELD, build(self))
+
+        return __init__
+
+    return wrap
+
+
+def _wrap_record(original: Any) -> Any:
+    def record(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        growth = getattr(scheduler_stats, _FIELD, None)
+        if growth is not None:
+            _observe(getattr(self, _FIELD, None), growth, engine_idx)
+
+    return record
+
+
+def _wrap_log(original: Any) -> Any:
+    def log(self: Any) -> None:
+        original(self)
+        sink = getattr(self, _FIELD, None)
+        if sink is not None:
+            _say(sink, logging.DEBUG if self.engine_is_idle else logging.INFO)
+
+    return log
+
+
+@harmless
+def _observe(sink: Exporter | Log | None, growth: dict[str, Any], engine: int) -> None:
+    if sink is not None:
+        sink.observe(growth, engine)
+
+
+@harmless
+def _say(sink: Log, level: int) -> None:
+    sink.say(level)
+
+
+def _lookahead(stat_logger: Any) -> int | None:
+    """The configured lookahead, None where the drafter is not one of ours."""
+    spec = stat_logger.vllm_config.speculative_config
+    return spec.num_speculative_tokens if hasattr(spec, "hetero") else None
+
+
+@harmless
+def _exporter(stat_logger: Any) -> Exporter | None:
+    lookahead = _lookahead(stat_logger)
+    return None if lookahead is None else Exporter(stat_logger, lookahead)
+
+
+@harmless
+def _log(stat_logger: Any) -> Log | None:
+    return None if _lookahead(stat_logger) is None else Log()

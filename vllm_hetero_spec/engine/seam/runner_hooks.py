@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks in vLLM's worker and model runner, installed by the proposer where it is built.
+
+vLLM's `custom_class` calls `propose` without request ids. The hook on `propose_draft_token_ids`
+hands our proposer the scheduler's output instead.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.metrics import transport as metrics
+from vllm_hetero_spec.engine.metrics.counters import RPC, DraftStats
+
+
+class Proposer(Protocol):
+    """What the hooks ask of a proposer."""
+
+    def bind(self, runner: Any) -> None:
+        """Called before the target's weights load."""
+
+    def propose_batch(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:
+        """Drafts for every request of the batch."""
+
+    def snapshot(self) -> DraftStats:
+        """The counters as they stand."""
+
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last report."""
+
+    def calibrate(self) -> None:
+        """Called on every rank when the engine is warm, before the first request."""
+
+
+def install(proposer: type[Proposer]) -> None:
+    """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
+
+    Args:
+        proposer: The class of the drafters that the hooks serve.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for runner in _family(GPUModelRunner):
+        if "load_model" in vars(runner):
+            patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
+    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
+    for worker in _family(WorkerBase):
+        if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
+            patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
+    patching.add(WorkerBase, RPC, _worker_stats)
+    metrics.require_in_worker(proposer)
+
+
+def _family(base: Any) -> Iterator[Any]:
+    yield base
+    for derived in base.__subclasses__():
+        yield from _family(derived)
+
+
+def wrap_load(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`load_model` that first binds a drafter of ours to its runner."""
+
+    def wrap(original: Any) -> Any:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            drafter = getattr(self, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.bind(self)
+            return original(self, *args, **kwargs)
+
+        return load_model
+
+    return wrap
+
+
+def wrap_warm(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`compile_or_warm_up_model` that then lets a drafter of ours calibrate."""
+
+    def wrap(original: Any) -> Any:
+        def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, *args, **kwargs)
+            drafter = getattr(self.model_runner, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.calibrate()
+            return found
+
+        return compile_or_warm_up_model
+
+    return wrap
+
+
+def wrap_propose(proposer: type[Proposer]) -> Callable[[Any], Any]:
+    """`propose_draft_token_ids` that hands over to a drafter of ours."""
+
+    def wrap(original: Any) -> Any:
+        def propose_draft_token_ids(
+            self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            drafter = getattr(self, "drafter", None)
+            if not isinstance(drafter, proposer):
+                return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+            self._draft_probs = None
+            self._draft_prob_req_ids = None
+            return drafter.propose_batch(scheduler_output, sampled_token_ids)
+
+        return propose_draft_token_ids
+
+    return wrap
+
+
+def _worker_stats(worker: Any) -> dict[str, Any]:
+    """Answer to `collective_rpc(RPC)`: zeros on ranks that do not draft."""
+    snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
+    return snapshot().as_dict()

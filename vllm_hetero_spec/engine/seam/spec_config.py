@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's SpeculativeConfig with our options beside it.
+
+To vLLM it is an ordinary `custom_class` configuration, which fixes what drafting may assume: no
+async scheduling, no look-ahead slots in the target's KV cache, drafting after bookkeeping with
+sampled ids on the host, Model Runner V1. Our options and the drafter's ModelConfig travel with it
+through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM's own checks refuse
+the `prompt_lookup_max=0` that `custom_class` sets.
+"""
+
+from typing import Any
+
+from pydantic import SkipValidation
+from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_hetero_spec.config import HeteroOptions
+
+PROPOSER = "vllm_hetero_spec.engine.proposer.HeteroProposer"
+
+
+@config
+class HeteroSpeculativeConfig(SpeculativeConfig):
+    """A `custom_class` configuration that knows the drafter.
+
+    Attributes:
+        hetero: The user's validated options.
+        drafter_model_config: The drafter as vLLM sees a model. `draft_model_config` stays the
+            target's, as `custom_class` demands.
+    """
+
+    hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
+    drafter_model_config: SkipValidation[ModelConfig] = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled in another process (engine core, worker): install there what it needs."""
+        from vllm_hetero_spec.engine.seam.cache_salt import install
+
+        self.__dict__.update(state)
+        install()
+
+    def __repr__(self) -> str:
+        return (
+            f"HeteroSpeculativeConfig(method={self.hetero.method!r}, model={self.hetero.model!r}, "
+            f"num_spec_tokens={self.num_speculative_tokens})"
+        )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's model configurations to the tokenizer bridge."""
+
+import logging
+from typing import Any, NamedTuple
+
+from vllm.config import ModelConfig
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.engine.seam.drafter_config import cap_length, first_sentence
+from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.chat_template import Chat, chat_of
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+
+class Pair(NamedTuple):
+    """The two tokenizers as the bridge sees them, and the bridge."""
+
+    target: TextTokenizer
+    drafter: TextTokenizer
+    bridge: Bridge
+
+
+def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> Pair:
+    """Load two models' tokenizers and bridge them.
+
+    Raises:
+        ConfigError: A tokenizer is missing or cannot be bridged; the sentence says which.
+    """
+    target_tokenizer, target_chat = _load("target", target)
+    drafter_tokenizer, drafter_chat = _load("drafter", drafter)
+    try:
+        bridge = make_bridge(
+            target_tokenizer,
+            drafter_tokenizer,
+            mode=options.translation,
+            target_eos=_eos(target),
+            drafter_eos=_eos(drafter),
+            chats=None if options.chat_template == "off" else (target_chat, drafter_chat),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Pair(target_tokenizer, drafter_tokenizer, bridge)
+
+
+def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:
+    """Refuse a pair that cannot be bridged, and fit the drafter's length to the target's.
+
+    Raises:
+        ConfigError: As `load_pair`.
+    """
+    pair = load_pair(target, drafter, options)
+    logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
+    ratio = len(pair.drafter.encode(CALIBRATION_TEXT)) / len(pair.target.encode(CALIBRATION_TEXT))
+    cap_length(drafter, options, target.max_model_len, ratio)
+
+
+def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
+    try:
+        tokenizer = cached_tokenizer_from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        where = "in the speculative configuration" if role == "drafter" else "with --tokenizer"
+        raise ConfigError(
+            f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: "
+            f"{first_sentence(error)}; name a folder or repository that has one {where}."
+        ) from error
+    if tokenizer is None:
+        raise ConfigError(
+            f"the {role} has no tokenizer (skip_tokenizer_init); translation needs it."
+        )
+    try:
+        text = load_tokenizer(tokenizer, name=str(config.tokenizer))
+        return text.limited_to(config.get_vocab_size()), chat_of(tokenizer)
+    except UnsupportedTokenizer as error:
+        raise ConfigError(f"the {role}'s tokenizer cannot be bridged: {error}") from error
+
+
+def _eos(config: ModelConfig) -> list[int] | None:
+    """EOS ids of the generation configuration, the first being the primary one."""
+    found: Any = config.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        return None
+    return [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
+from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
+from vllm_hetero_spec.verify.noise import Noise
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+
+@dataclass
+class _Account:
+    """One request: tokens emitted, those only the fuzzy rule accepted, total variation spent."""
+
+    tokens: int = 0
+    only_fuzzy: int = 0
+    variation: float = 0.0
+
+
+class FuzzyRule:
+    """`verify.fuzzy` with its accounts.
+
+    Args:
+        divergence: One of `verify.fuzzy.DIVERGENCES`.
+        threshold: Divergence below which a sampled draft passes.
+        req_ids: Gives the requests of the batch, in order.
+        stats: Where the sums over all requests are counted.
+    """
+
+    def __init__(
+        self,
+        divergence: str,
+        threshold: float,
+        req_ids: Callable[[], Sequence[str]],
+        stats: DraftStats,
+    ) -> None:
+        self._divergence, self._threshold = divergence, threshold
+        self._req_ids, self._stats = req_ids, stats
+        self._accounts: dict[str, _Account] = {}
+
+    def __call__(
+        self, drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise
+    ) -> Verdict:
+        """See `verify.rules.token_rule`."""
+        found = fuzzy_rule(drafts, p, bonus, noise, self._divergence, self._threshold)
+        req_ids = self._req_ids()
+        if not req_ids:  # vLLM profiles with requests that do not exist
+            return found.verdict
+        figures = zip(
+            req_ids,
+            (found.verdict.accepted + 1).tolist(),
+            found.only_fuzzy.tolist(),
+            found.variation.tolist(),
+            strict=True,
+        )
+        for req_id, tokens, only_fuzzy, variation in figures:
+            account = self._accounts.setdefault(req_id, _Account())
+            account.tokens += tokens
+            account.only_fuzzy += only_fuzzy
+            account.variation += variation
+            self._stats.fuzzy_tokens += only_fuzzy
+            self._stats.fuzzy_variation += variation
+        return found.verdict
+
+    def keep(self, live: Collection[str]) -> None:
+        """Report the requests that are gone."""
+        for req_id in self._accounts.keys() - live:
+            account = self._accounts.pop(req_id)
+            logger.info(
+                "Lossy request %s: %.1f%% of %d tokens accepted by the fuzzy rule alone; total "
+                "variation from the target's distribution at most %.3f.",
+                req_id,
+                100 * account.only_fuzzy / max(1, account.tokens),
+                account.tokens,
+                min(1.0, account.variation),
+            )

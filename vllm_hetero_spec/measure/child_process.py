@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in a process of its own that stays up and is measured load after load.
+
+The parent sends what the engine is to be, then loads; the child answers each with a `Sample`. A
+process of its own frees all its memory when it ends, keeps what libraries print off the terminal,
+and leaves nothing behind: it leads its own session, so Ctrl-C reaches the parent alone, which then
+ends the child and every process that the child has started.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, TypeVar
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure import process_memory as resident
+from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
+
+_Self = TypeVar("_Self", bound="EngineProcess")
+
+_TICK = 0.1  # seconds between looks at whether the child is still there
+_GRACE = 10.0  # seconds that an engine has to end by itself
+
+
+class EngineProcess:
+    """An engine in a child process; a context manager that closes it.
+
+    Args:
+        program: Module whose main calls `serve`.
+        spec: What the engine is to be; pickled.
+        verbose: Let the child write to stderr; otherwise its output is shown only if it fails.
+        start_timeout: Seconds for the engine to start.
+        run_timeout: Seconds for one load, its warm-up included.
+
+    Raises:
+        ConfigError: The engine refused the specification.
+        MeasurementError: It did not start for any other reason.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        spec: Any,
+        *,
+        verbose: bool = False,
+        start_timeout: float = 1800.0,
+        run_timeout: float = 3600.0,
+    ) -> None:
+        self._run_timeout = run_timeout
+        self._closed = False
+        self._log = None if verbose else tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        output = self._log or sys.stderr
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={"VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING", **os.environ},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._ask(spec, start_timeout)
+        except ConfigError:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child, and of the session of all its processes."""
+        return self._process.pid
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load.
+
+        Raises:
+            ConfigError: The engine refused the load; it stays up.
+            MeasurementError: The engine failed or took too long, and is closed now.
+        """
+        if self._closed:
+            raise MeasurementError("the engine has ended")
+        resident.reset_peaks(self.pid)
+        sample: Sample = self._ask(load, self._run_timeout)
+        if sample.peak_memory_bytes:  # of a device, known to the engine alone
+            return sample
+        return replace(sample, peak_memory_bytes=resident.peak_bytes(self.pid))
+
+    def close(self) -> None:
+        """End the engine and free its memory; a second call does nothing."""
+        self._end(_GRACE)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(_GRACE if error is None else 0)
+
+    def _ask(self, question: Any, timeout: float) -> Any:
+        try:
+            self._connection.send(question)
+            answer = self._answer(timeout)
+        except TimeoutError:
+            self._end(0)
+            raise MeasurementError(
+                f"the engine gave no answer within {timeout:g} seconds{self._told}"
+            ) from None
+        except (EOFError, OSError):
+            code = self._end(_GRACE)
+            raise MeasurementError(f"the engine ended with exit code {code}{self._told}") from None
+        except BaseException:
+            self._end(0)
+            raise
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    def _answer(self, timeout: float) -> Any:
+        """What the child sends next; EOFError once it has ended, whoever else holds its pipe."""
+        deadline = time.monotonic() + timeout
+        while not self._connection.poll(_TICK):
+            if self._ended():
+                raise EOFError
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return self._connection.recv()
+
+    def _ended(self) -> bool:
+        # Not reaped yet, so that its number cannot become another session's before `_end`.
+        state = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, state) is not None
+
+    def _end(self, grace: float) -> int:
+        """Hang up, wait, kill what is left of the session; the child's exit code."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            self._connection.close()
+            deadline = time.monotonic() + grace
+            try:
+                while not self._ended() and time.monotonic() < deadline:
+                    time.sleep(_TICK / 2)
+            finally:  # also where the wait is interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            # Their memory is to be free for the next engine; what was killed takes a moment.
+            deadline = time.monotonic() + _GRACE
+            while any(resident.processes(self.pid)) and time.monotonic() < deadline:
+                time.sleep(_TICK / 2)
+        return self._process.wait()
+
+    @property
+    def _told(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        return causes(self._log.read())
+
+
+def causes(printed: str) -> str:
+    """The distinct errors in an engine's output, the first of which caused the others."""
+    found = dict.fromkeys(
+        re.findall(r"(?:^|\] )(?:\w+\.)*(\w+(?:Error|Exception): .+)", printed, re.M)
+    )
+    return "".join(f"\n  {line}" for line in found) + "\n  (--verbose shows all that it prints)"
+
+
+def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
+    """The child's side: build an engine as the parent says, then run loads until it says goodbye.
+
+    Args:
+        build: Builds the engine, and returns what runs a load on it. A ConfigError of either goes
+            to the parent; any other exception ends the process.
+    """
+    parent = Connection(int(sys.argv[1]))
+    os.set_inheritable(parent.fileno(), False)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        run = build(parent.recv())
+    except ConfigError as refusal:
+        parent.send(refusal)
+        return
+    parent.send(None)
+    while (load := _received(parent)) is not None:
+        try:
+            parent.send(run(load))
+        except ConfigError as refusal:
+            parent.send(refusal)
+
+
+def _received(parent: Connection) -> Load | None:
+    try:
+        return parent.recv()
+    except EOFError:  # gone without a goodbye
+        _end_session()
+        raise
+
+
+def _end_with(parent: int) -> None:
+    """End with the parent, whatever is at work here."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    _end_session()
+
+
+def _end_session() -> None:
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a measured Hugging Face's process: prompts one by one through `generate`.
+
+Run by `HuggingFaceEngine` as `python -m vllm_hetero_spec.measure.huggingface_driver`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation import BaseStreamer
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure.child_process import serve
+from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
+
+_WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
+
+
+class _Arrivals(BaseStreamer):
+    """Notes when tokens arrive: the accepted ones of a verification come together."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._prompt_seen = False
+        self.token_ids: list[int] = []
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take new tokens; the first call brings the prompt."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        ids = value.flatten().tolist()
+        self.token_ids += ids
+        self.times.append(time.perf_counter() - self._began)
+        self.counts.append(len(ids))
+
+    def end(self) -> None:
+        """Nothing is left to take."""
+
+
+@dataclass
+class _Drafts:
+    """Counts of drafts, by their lengths in target tokens and how many of them were accepted."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        if drafted == 0:
+            return
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for counts, length in (
+            (self.drafted_per_position, drafted),
+            (self.accepted_per_position, accepted),
+        ):
+            counts += [0] * (drafted - len(counts))
+            for position in range(length):
+                counts[position] += 1
+
+
+class Generator:
+    """A target, perhaps an assistant, and what has been run on them."""
+
+    def __init__(self, spec: HuggingFaceSpec) -> None:
+        self._spec = spec
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._tokenizer, self._target = self._load(spec.model)
+        self._assistants: dict[bool, dict[str, Any]] = {}
+        self._warm: set[bool] = set()
+        self._widths: list[int] = []
+        self._target.register_forward_pre_hook(self._saw_forward, with_kwargs=True)
+        # Of the model's defaults only the ends of a text count, as in vLLM once told how to sample.
+        ends = self._target.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        self._ends = sorted({*ends, self._tokenizer.eos_token_id} - {None})
+        self._target.generation_config = GenerationConfig()
+        self._assistant(sampled=False)  # a folder that cannot be loaded is said at once
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load, after a warm-up where it is the first greedy or sampled one."""
+        sampled = load.temperature > 0
+        if sampled not in self._warm:
+            warm_up = replace(load, prompts=[_WARM_UP], max_tokens=16, ignore_eos=True, seed=None)
+            self._generate_all(warm_up)
+            self._warm.add(sampled)
+        if self._device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        traces, drafts, seconds = self._generate_all(load)
+        return Sample(
+            traces=traces,
+            seconds=seconds,
+            drafts=drafts.drafts,
+            draft_tokens=drafts.draft_tokens,
+            accepted_tokens=drafts.accepted_tokens,
+            accepted_per_position=drafts.accepted_per_position,
+            drafted_per_position=drafts.drafted_per_position,
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if self._device == "cuda" else 0,
+        )
+
+    def _generate_all(self, load: Load) -> tuple[list[Trace], _Drafts, float]:
+        sampled = load.temperature > 0
+        law = {"temperature": load.temperature, "top_p": load.top_p, "top_k": 0} if sampled else {}
+        config = GenerationConfig(
+            max_new_tokens=load.max_tokens,
+            do_sample=sampled,
+            eos_token_id=None if load.ignore_eos else self._ends,
+            pad_token_id=self._ends[0] if self._ends else 0,
+            **law,
+        )
+        assistance = self._assistant(sampled)
+        drafts = _Drafts()
+        traces = []
+        began = time.perf_counter()
+        for index, prompt in enumerate(load.prompts):
+            if load.seed is not None:
+                torch.manual_seed(load.seed + index)
+            sent = time.perf_counter() - began
+            inputs = self._tokenizer(prompt, return_tensors="pt").to(self._device)
+            arrivals = _Arrivals(began)
+            self._widths.clear()
+            self._target.generate(
+                inputs.input_ids,
+                attention_mask=inputs.attention_mask,
+                generation_config=config,
+                streamer=arrivals,
+                **assistance,
+            )
+            if assistance:
+                # A forward reads the last token and the draft, the first one the prompt and the
+                # draft.
+                self._widths[0] -= inputs.input_ids.shape[1] - 1
+                for width, taken in zip(self._widths, arrivals.counts, strict=True):
+                    drafts.add(width - 1, taken - 1)
+            text = self._tokenizer.decode(arrivals.token_ids, skip_special_tokens=True)
+            traces.append(Trace(arrivals.token_ids, text, sent, arrivals.times, arrivals.counts))
+        return traces, drafts, time.perf_counter() - began
+
+    def _saw_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
+        self._widths.append(named["input_ids"].shape[1])
+
+    def _assistant(self, sampled: bool) -> dict[str, Any]:
+        """What `generate` is to be given beside the target's own arguments.
+
+        Sampling across tokenizers prunes the assistant's embeddings for good, so that a greedy load
+        needs another copy of it.
+        """
+        if self._spec.assistant is None:
+            return {}
+        if sampled not in self._assistants:
+            tokenizer, model = self._load(self._spec.assistant)
+            settings = model.generation_config
+            settings.num_assistant_tokens = self._spec.num_assistant_tokens
+            settings.num_assistant_tokens_schedule = "constant"
+            if self._spec.confidence_threshold is not None:
+                settings.assistant_confidence_threshold = self._spec.confidence_threshold
+            given = {"assistant_model": model}
+            if tokenizer.get_vocab() != self._tokenizer.get_vocab():
+                given |= {"tokenizer": self._tokenizer, "assistant_tokenizer": _in_order(tokenizer)}
+            self._assistants[sampled] = given
+        return self._assistants[sampled]
+
+    def _load(self, name: str) -> tuple[Any, Any]:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32 if self._device == "cpu" else "auto"
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"Hugging Face refuses {name}: {' '.join(str(error).split())}"
+            ) from error
+        return tokenizer, model.to(self._device).eval()
+
+
+def _in_order(tokenizer: Any) -> Any:
+    """The tokenizer, its vocabulary listed by id.
+
+    transformers 5.19 takes an assistant's logits for those of its ids in rising order, but they
+    come in the order of this list, which is a hash table's. Drafts are then verified against
+    another token's probability: all are accepted, and samples do not follow the target's law.
+    """
+    vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=itemgetter(1)))
+    tokenizer.get_vocab = vocabulary.copy
+    return tokenizer
+
+
+def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
+    """Load the models.
+
+    Raises:
+        ConfigError: A model cannot be loaded.
+    """
+    return Generator(spec).run
+
+
+if __name__ == "__main__":
+    serve(build)

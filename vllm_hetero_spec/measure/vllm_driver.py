@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a measured vLLM's process: a client that keeps a number of requests in flight.
+
+It sends the next request when one ends, and notes when tokens arrive, as the clients of a server
+would. Run by `VllmEngine` as `python -m vllm_hetero_spec.measure.vllm_driver`.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.compat import cpu_sampling
+from vllm_hetero_spec.measure.child_process import serve
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
+from vllm_hetero_spec.measure.vllm_engine import EngineSpec
+
+_METRICS = "vllm:spec_decode_num_"
+_CPU_MAX_MODEL_LEN = 2048
+_CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
+_WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
+_LAST_WORDS = 5.0  # seconds for what vLLM raises, which says more
+_EXTENSION = "vllm_hetero_spec.measure.vllm_driver.DeviceMemory"
+
+
+class DeviceMemory:
+    """What vLLM's workers answer about a GPU's memory; mixed into their class by vLLM."""
+
+    def hetero_spec_device_peak(self) -> int:
+        """Most bytes of tensors on the device since the worker started; 0 on CPUs."""
+        import torch
+
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+@dataclass
+class _Request:
+    """One request under way."""
+
+    sent: float
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def arrived(self, completion: Any, now: float) -> None:
+        if completion.token_ids:
+            self.token_ids.extend(completion.token_ids)
+            self.times.append(now)
+            self.counts.append(len(completion.token_ids))
+        self.texts.append(completion.text)
+
+    def trace(self) -> Trace:
+        text = "".join(self.texts)
+        return Trace(self.token_ids, text, self.sent, self.times, self.counts)
+
+
+class Driver:
+    """A `vllm.LLM` and what has been run on it."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        config = llm.llm_engine.vllm_config
+        self._ours = hasattr(config.speculative_config, "hetero")
+        self._extended = config.parallel_config.worker_extension_cls == _EXTENSION
+        self._salts = count()
+        self._warm: set[tuple[int, bool]] = set()
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load, after a warm-up where it is the first of its kind.
+
+        Raises:
+            ConfigError: vLLM refused a request.
+        """
+        kind = (load.batch_size, load.temperature > 0)
+        if kind not in self._warm:
+            prompts = [_WARM_UP] * load.batch_size
+            self._drive(replace(load, prompts=prompts, max_tokens=16, ignore_eos=True, seed=None))
+            self._warm.add(kind)
+        before = self._counters()
+        traces, seconds = self._drive(load)
+        grown = since(before, self._counters())
+        return Sample(
+            traces=traces,
+            seconds=seconds,
+            drafts=grown.get("drafts", 0),
+            draft_tokens=grown.get("draft_tokens", 0),
+            accepted_tokens=grown.get("accepted_tokens", 0),
+            accepted_per_position=grown.get("accepted_tokens_per_pos", []),
+            worker=grown["worker"],
+            peak_memory_bytes=self._device_peak(),
+        )
+
+    def _drive(self, load: Load) -> tuple[list[Trace], float]:
+        """Run a load to its end; its traces, and the seconds it took."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        # Prefixes are shared within a load, as in production, and never with an earlier one: vLLM
+        # and our drafter both keep requests of different salts apart.
+        salt = str(next(self._salts))
+        requests: list[_Request] = []
+        names: list[str] = []
+        running = 0
+        began = time.perf_counter()
+
+        def send() -> None:
+            index = len(requests)
+            sampling = SamplingParams(
+                temperature=load.temperature,
+                top_p=load.top_p,
+                max_tokens=load.max_tokens,
+                ignore_eos=load.ignore_eos,
+                seed=None if load.seed is None else load.seed + index,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            requests.append(_Request(sent=time.perf_counter() - began))
+            prompt = {"prompt": load.prompts[index], "cache_salt": salt}
+            try:
+                names.append(engine.add_request(str(index), prompt, sampling))
+            except (ValueError, VLLMClientError) as error:
+                engine.abort_request(names, internal=True)
+                self._warm.clear()  # the next warm-up takes what the aborted ones still count
+                raise refusal(error) from error
+
+        while running or len(requests) < len(load.prompts):
+            while running < load.batch_size and len(requests) < len(load.prompts):
+                send()
+                running += 1
+            outputs = engine.step()
+            now = time.perf_counter() - began
+            for output in outputs:
+                requests[int(output.request_id)].arrived(output.outputs[0], now)
+                running -= output.finished
+        return [request.trace() for request in requests], time.perf_counter() - began
+
+    def _counters(self) -> dict[str, Any]:
+        """vLLM's counters of speculation by the rest of their name; under "worker" ours."""
+        found: dict[str, Any] = {}
+        for metric in self._llm.get_metrics():
+            if not metric.name.startswith(_METRICS):
+                continue
+            name = metric.name.removeprefix(_METRICS)
+            if hasattr(metric, "values"):  # one for each engine of data parallelism
+                sums = found.get(name, [0] * len(metric.values))
+                found[name] = [a + b for a, b in zip(sums, metric.values, strict=True)]
+            else:
+                found[name] = found.get(name, 0) + metric.value
+        return {**found, "worker": self._worker_counters()}
+
+    def _worker_counters(self) -> dict[str, Any]:
+        if not self._ours:
+            return {}
+        from vllm_hetero_spec.engine.metrics.counters import read_stats
+
+        return read_stats(self._llm)
+
+    def _device_peak(self) -> int:
+        if not self._extended:  # the user's own extension has its place
+            return 0
+        return sum(self._llm.collective_rpc("hetero_spec_device_peak"))
+
+
+def since(before: Any, after: Any) -> Any:
+    """Growth of counters: of numbers, and of lists and dictionaries of them."""
+    if isinstance(after, dict):
+        return {name: since(before.get(name), value) for name, value in after.items()}
+    if isinstance(after, list):
+        return [since(a, b) for a, b in zip(before or [0] * len(after), after, strict=True)]
+    return after - (before or 0)
+
+
+def refusal(error: Exception) -> ConfigError:
+    """What an error of vLLM's front end says, in one line."""
+    details = getattr(error, "errors", None)  # pydantic lists what it refused
+    text = details()[0]["msg"] if callable(details) else str(error)
+    return ConfigError(f"vLLM refuses this: {' '.join(text.removeprefix('Value error, ').split())}")
+
+
+def build(spec: EngineSpec) -> Callable[[Load], Sample]:
+    """Start vLLM.
+
+    Raises:
+        ConfigError: vLLM or the plugin refused the models or the configuration.
+    """
+    if spec.repair_cpu_sampling:
+        os.environ[cpu_sampling.VARIABLE] = "1"  # read where the plugin loads, in every process
+    from vllm import LLM
+
+    try:
+        llm = LLM(
+            model=spec.model,
+            speculative_config=spec.speculative_config,
+            max_num_seqs=spec.max_batch_size,
+            disable_log_stats=False,
+            **_engine_arguments(spec),
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # of vLLM's front end; engine failures are others
+        raise refusal(error) from error
+    threading.Thread(target=_end_with_core, args=(llm.llm_engine.engine_core,), daemon=True).start()
+    return Driver(llm).run
+
+
+def _end_with_core(client: Any) -> None:
+    """End this process after its engine core, for whose outputs vLLM would wait for ever.
+
+    That an engine core has failed, vLLM raises; not so that it was killed, as for lack of memory.
+    """
+    resources = getattr(client, "resources", None)  # none where the core is in this process
+    while resources is not None:
+        time.sleep(1)
+        if resources.engine_dead:
+            time.sleep(_LAST_WORDS)
+            print("EngineDeadError: the engine core has ended", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's own defaults on a GPU; on a CPU, memory for this batch instead of most of the RAM.
+
+    Float32 on CPUs: few of them are fast at 16 bits, and equal tokens should not hang on rounding.
+    """
+    from vllm.platforms import current_platform
+
+    given = {"use_tqdm_on_load": False, "worker_extension_cls": _EXTENSION, **spec.engine}
+    if not current_platform.is_cpu():
+        return given
+    defaults = {"dtype": "float32", "enforce_eager": True}
+    if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(
+            spec.model, trust_remote_code=bool(given.get("trust_remote_code"))
+        ).get_text_config()
+        defaults["max_model_len"] = min(config.max_position_embeddings, _CPU_MAX_MODEL_LEN)
+        tokens = given.get("max_model_len", defaults["max_model_len"]) + _CPU_BLOCK
+        defaults["kv_cache_memory_bytes"] = (spec.max_batch_size + 1) * tokens * _kv_bytes(config)
+    return {**defaults, **given}
+
+
+def _kv_bytes(config: Any) -> int:
+    """Bytes of keys and values of one token in float32."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * 4 * config.num_hidden_layers * heads * width)
+
+
+if __name__ == "__main__":
+    serve(build)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM as an engine that can be measured: alone, with our plugin, or with a method of its own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_hetero_spec.measure.child_process import EngineProcess
+from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start.
+
+    Attributes:
+        model: The target: a Hugging Face name or a folder.
+        speculative_config: As in vLLM, its own methods included; None runs the target alone.
+        max_batch_size: Largest `Load.batch_size`.
+        engine: Further arguments of `vllm.LLM`, over the defaults chosen in `driver`.
+        repair_cpu_sampling: Repair vLLM's CPU sampling for methods other than ours, which see to
+            it themselves; without it vLLM's own methods sample from a wrong law on CPUs.
+    """
+
+    model: str
+    speculative_config: dict[str, Any] | None = None
+    max_batch_size: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+    repair_cpu_sampling: bool = False
+
+
+class VllmEngine(EngineProcess):
+    """vLLM in a child process, its engine core in another one below that as in production.
+
+    Args:
+        spec: What to start.
+        verbose: Let vLLM write to stderr; otherwise its output is shown only if it fails.
+        start_timeout: Seconds for the engine to start.
+        run_timeout: Seconds for one load, its warm-up included.
+
+    Raises:
+        ConfigError: vLLM or the plugin refused the models or the configuration.
+        MeasurementError: It did not start for any other reason.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        verbose: bool = False,
+        start_timeout: float = 1800.0,
+        run_timeout: float = 3600.0,
+    ) -> None:
+        self._max_batch_size = spec.max_batch_size
+        super().__init__(
+            "vllm_hetero_spec.measure.vllm_driver",
+            spec,
+            verbose=verbose,
+            start_timeout=start_timeout,
+            run_timeout=run_timeout,
+        )
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load; the first of each batch size after a warm-up that is not counted.
+
+        Every load computes its prompts anew: nothing is reused of those before.
+
+        Raises:
+            ConfigError: vLLM refused the load, as for a prompt that is too long; it stays up.
+            MeasurementError: The load is wider than the engine, or the engine failed or took too
+                long and is closed now.
+        """
+        if load.batch_size > self._max_batch_size:
+            raise MeasurementError(
+                f"a load of batch size {load.batch_size} on an engine started for at most "
+                f"{self._max_batch_size}; raise max_batch_size"
+            )
+        return super().run(load)
