@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the demo's kinds of tokenizer: the two that real models use, and bare bytes.
+"""Trains the demo's kinds of tokenizer: the two that real models use.
 
 `byte_bpe` is GPT-2's scheme: text becomes bytes, bytes become printable letters, BPE merges them.
 `sentencepiece` is Llama-2's: a space becomes "▁", one more is put in front of the text, and a
-character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`. `bytes` has
-nothing but the 256 bytes, each its own id, and an end of text.
+character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`.
 The same text is cut at different places by each, which is what the project is about. Each has a
-chat template, with special tokens of its own but for `bytes`, which spells `byte_bpe`'s as text.
+chat template with special tokens of its own.
 """
 
 import json
@@ -27,20 +26,16 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from vllm_hetero_spec.text.token_bytes import byte_alphabet
-
-TokenizerKind = Literal["byte_bpe", "sentencepiece", "bytes"]
+TokenizerKind = Literal["byte_bpe", "sentencepiece"]
 
 _END_OF_TEXT = "<|endoftext|>"
 _UNK, _BOS, _EOS = "<unk>", "<s>", "</s>"
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-BYTE_VOCABULARY = 256 + 1  # and the end of text
 ROLES = ("system", "user", "assistant")
 # What stands before and after a role's name at the beginning of its turn, and a turn's end.
 _TURNS: dict[TokenizerKind, tuple[str, str, str]] = {
     "byte_bpe": ("<|im_start|>", "\n", "<|im_end|>"),
     "sentencepiece": ("<|", "|>\n", "<|end|>"),
-    "bytes": ("<|im_start|>", "\n", "<|im_end|>"),
 }
 _ALPHABET = 100  # characters with a token of their own; the rest fall back to bytes
 # Where SentencePiece training may not merge across: words keep one leading space, as in " self",
@@ -54,22 +49,17 @@ def train_tokenizer(
     """Train a tokenizer on `texts`; its vocabulary has `vocab_size` ids, fewer if texts run out."""
     if kind == "byte_bpe":
         return _byte_bpe(texts, vocab_size)
-    if kind == "bytes":
-        return _bytes(vocab_size)
     return _sentencepiece(texts, vocab_size)
 
 
 def turn_end(kind: TokenizerKind) -> str:
-    """What ends a turn, a special token but for `bytes`."""
+    """The special token that ends a turn."""
     return _TURNS[kind][2]
 
 
 def end_ids(kind: TokenizerKind, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Ids that end a generation: of the text and, where it is a token, of a turn."""
-    ends = [tokenizer.eos_token]
-    if kind != "bytes":
-        ends.append(turn_end(kind))
-    return [tokenizer.convert_tokens_to_ids(end) for end in ends]
+    """Ids that end a generation: of the text and of a turn."""
+    return tokenizer.convert_tokens_to_ids([tokenizer.eos_token, turn_end(kind)])
 
 
 def restyled(text: str, source: TokenizerKind, kind: TokenizerKind) -> str:
@@ -120,22 +110,6 @@ def _byte_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
         eos_token=_END_OF_TEXT,
         clean_up_tokenization_spaces=False,
         chat_template=_chat_template("byte_bpe"),
-    )
-
-
-def _bytes(vocab_size: int) -> PreTrainedTokenizerFast:
-    if vocab_size != BYTE_VOCABULARY:
-        raise ValueError(f"a vocabulary of bytes has {BYTE_VOCABULARY} tokens, not {vocab_size}")
-    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_END_OF_TEXT, special=True)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=_END_OF_TEXT,
-        eos_token=_END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-        chat_template=_chat_template("bytes"),
     )
 
 

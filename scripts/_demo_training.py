@@ -23,7 +23,7 @@ from transformers import (
 HEAD_DIM = 64  # every vLLM attention backend takes it
 MAX_POSITIONS = 2048
 _TOKENS = 2048  # of a step
-_SEQUENCE: dict[TokenizerKind, int] = {"byte_bpe": 256, "sentencepiece": 256, "bytes": 512}  # a row
+_SEQUENCE = 256  # a row
 _WARMUP, _FLOOR = 0.05, 0.02  # of the budget; of the peak learning rate
 _HELDOUT_CHARACTERS = 2_000  # of each held-out text, for the loss
 
@@ -116,7 +116,7 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _schedule(spent)
-        rows = _batch(streams, tokenizer, _SEQUENCE[spec.tokenizer])
+        rows = _batch(streams, tokenizer, _SEQUENCE)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = model(input_ids=rows, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())

@@ -6,7 +6,6 @@ standard library's own sources, and conversations about them in chat templates t
 result is kept and reused:
 
     python scripts/train_demo_models.py                      # train, or show what is there
-    python scripts/train_demo_models.py --byte-drafter       # and a drafter that reads bytes
     python scripts/train_demo_models.py --widen SRC DST --parameters 176e6
 """
 
@@ -27,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from _demo_chat import chat_prompts
 from _demo_corpus import Corpus, standard_library
 from _demo_distill import continuations
-from _demo_tokenizers import BYTE_VOCABULARY, restyled
+from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
 from rich.console import Console
@@ -37,8 +36,6 @@ from transformers.utils.logging import disable_progress_bar
 
 TARGET = ModelSpec("byte_bpe", vocab_size=4096, layers=4, heads=4)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=2048, layers=2, heads=2)
-BYTE_DRAFTER = ModelSpec("bytes", vocab_size=BYTE_VOCABULARY, layers=2, heads=2)
-BYTE_FOLDER = "byte-drafter"
 SECONDS = 200.0
 WIDE_PARAMETERS = 176e6
 _RECIPE = 2  # raise it when a change to the training makes kept pairs stale
@@ -56,11 +53,9 @@ class PairBudget:
     drafter: Budget
 
     @classmethod
-    def of_seconds(
-        cls, seconds: float, shares: tuple[float, float, float] = (0.5, 0.15, 0.35)
-    ) -> "PairBudget":
-        """Split a time, by default so that the pair agrees best."""
-        return cls(*(Budget(seconds=share * seconds) for share in shares))
+    def of_seconds(cls, seconds: float) -> "PairBudget":
+        """Split a time so that the pair agrees best."""
+        return cls(*(Budget(seconds=share * seconds) for share in (0.5, 0.15, 0.35)))
 
 
 def train_pair(
@@ -104,8 +99,19 @@ def train_pair(
                 pair / "target", target, corpus, budget.target, report=_losses("target", report)
             )
         }
-        models["drafter"] = _train_drafter(
-            pair / "drafter", drafter, pair / "target", target, corpus, budget, report
+        own_words = continuations(
+            pair / "target",
+            corpus.train,
+            budget.continuations,
+            report=lambda spent: report("continuations", spent, "of the target, to learn from"),
+        )
+        models["drafter"] = train(
+            pair / "drafter",
+            drafter,
+            corpus,
+            budget.drafter,
+            imitate=[restyled(text, target.tokenizer, drafter.tokenizer) for text in own_words],
+            report=_losses("drafter", report),
         )
         if wide_parameters is not None:
             models["target-wide"] = {
@@ -125,66 +131,6 @@ def train_pair(
             out.rename(Path(scratch) / "replaced")
         pair.rename(out)
     return manifest
-
-
-def train_byte_drafter(
-    pair: Path,
-    target: ModelSpec,
-    drafter: ModelSpec,
-    budget: PairBudget,
-    *,
-    corpus: Corpus | None = None,
-    force: bool = False,
-    report: Report = lambda stage, spent, status: None,
-) -> dict[str, Any]:
-    """Train another drafter for a demo pair into its folder, as its own drafter was trained.
-
-    The figures are returned and lie in the drafter's folder. A kept one is reused where it was
-    trained for this very pair, and replaced otherwise or with `force`. `budget.target` is not
-    spent.
-    """
-    kept = json.loads((pair / _MANIFEST).read_text())["recipe"]
-    recipe, out = _recipe(kept, drafter, budget), pair / BYTE_FOLDER
-    if (out / _MANIFEST).is_file() and not force:
-        manifest = json.loads((out / _MANIFEST).read_text())
-        if manifest["recipe"] == recipe:
-            return manifest["figures"]
-    corpus = corpus or standard_library()
-    with tempfile.TemporaryDirectory(dir=pair.parent, prefix=f".{pair.name}-") as scratch:
-        trained = Path(scratch) / BYTE_FOLDER
-        figures = _train_drafter(trained, drafter, pair / "target", target, corpus, budget, report)
-        manifest = {"recipe": recipe, "figures": figures}
-        (trained / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        if out.exists():
-            out.rename(Path(scratch) / "replaced")
-        trained.rename(out)
-    return figures
-
-
-def _train_drafter(
-    out: Path,
-    spec: ModelSpec,
-    target_folder: Path,
-    target: ModelSpec,
-    corpus: Corpus,
-    budget: PairBudget,
-    report: Report,
-) -> dict[str, Any]:
-    """Train a drafter on the corpus and on the target's own continuations of it."""
-    own_words = continuations(
-        target_folder,
-        corpus.train,
-        budget.continuations,
-        report=lambda spent: report("continuations", spent, "of the target, to learn from"),
-    )
-    return train(
-        out,
-        spec,
-        corpus,
-        budget.drafter,
-        imitate=[restyled(text, target.tokenizer, spec.tokenizer) for text in own_words],
-        report=_losses("drafter", report),
-    )
 
 
 def _losses(stage: str, report: Report) -> Callable[[float, float], None]:
@@ -207,9 +153,7 @@ def default_out() -> Path:
     return Path(cache) / "vllm_hetero_spec" / "demo"
 
 
-def _train_with_progress(
-    out: Path, seconds: float, force: bool, byte_drafter: bool, console: Console
-) -> None:
+def _train_with_progress(out: Path, seconds: float, force: bool, console: Console) -> None:
     columns = (
         TextColumn("{task.description:13}"),
         BarColumn(),
@@ -237,23 +181,11 @@ def _train_with_progress(
         )
         for task in tasks.values():
             progress.update(task, completed=1.0)
-        models = manifest["models"]
-        if byte_drafter:
-            models[BYTE_FOLDER] = train_byte_drafter(
-                out,
-                TARGET,
-                BYTE_DRAFTER,
-                PairBudget.of_seconds(seconds, (0.0, 0.15, 0.85)),
-                force=force,
-                report=report,
-            )
-    _describe(out, models, console)
+    _describe(out, manifest["models"], console)
 
 
 def _describe(out: Path, models: dict[str, Any], console: Console) -> None:
-    for role in ("target", "drafter", BYTE_FOLDER):
-        if role not in models:
-            continue
+    for role in ("target", "drafter"):
         model = models[role]
         console.print(
             f"{role}: {model['parameters']:,} parameters, {model['spec']['tokenizer']} vocabulary "
@@ -289,9 +221,6 @@ def main() -> int:
     )
     parser.add_argument("--force", action="store_true", help="train again over a kept pair")
     parser.add_argument(
-        "--byte-drafter", action="store_true", help="and as long again for one that reads bytes"
-    )
-    parser.add_argument(
         "--widen", nargs=2, type=Path, metavar=("SRC", "DST"), help="widen a Llama folder instead"
     )
     parser.add_argument(
@@ -309,9 +238,7 @@ def main() -> int:
                 "outputs are unchanged"
             )
         else:
-            _train_with_progress(
-                arguments.out, arguments.seconds, arguments.force, arguments.byte_drafter, console
-            )
+            _train_with_progress(arguments.out, arguments.seconds, arguments.force, console)
     except (FileNotFoundError, FileExistsError, ValueError) as error:
         parser.error(str(error))
     return 0
