@@ -4,11 +4,12 @@
 import pytest
 from bench_fakes import sample, trace
 
-from vllm_hetero_spec.bench.figures import figures_of, identical, quantiles, speedup, spread
+from vllm_hetero_spec.bench.figures import figures_of, identical
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.results import Recorded
 from vllm_hetero_spec.bench.rows import pairs_with
 from vllm_hetero_spec.measure.load import Sample, Trace
+from vllm_hetero_spec.report.figures import quantiles, speedup, spread
 
 
 def at_speed(tokens_per_second: float) -> Sample:
@@ -68,6 +69,24 @@ def test_acceptance_is_pooled_not_averaged() -> None:
     assert found.acceptance_of_drafted == pytest.approx([6 / 10, 3 / 6, 1 / 2])
     assert sum(found.acceptance_per_position) == pytest.approx(found.acceptance_length - 1)
     assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (10, 18, 10)
+
+
+def test_the_error_of_acceptance_is_over_prompts() -> None:
+    def prompt(*counts: int) -> Trace:
+        return Trace([0] * sum(counts), "", 0.0, list(map(float, range(len(counts)))), [*counts])
+
+    # After the first arrival 2 drafts each: 4 accepted of one prompt, none of the other.
+    first, second = prompt(1, 3, 3), prompt(1, 1, 1)
+    run = Sample([first, second], 1.0, drafts=4, accepted_tokens=4)
+    found = figures_of([run])
+    assert found.acceptance_length == pytest.approx(2.0)
+    assert found.acceptance_error == pytest.approx((2 * (2**2 + 2**2)) ** 0.5 / 4)
+    # A round that says the same again makes nothing surer; another prompt would.
+    assert figures_of([run, run]).acceptance_error == pytest.approx(found.acceptance_error)
+    alike = figures_of([Sample([first, first], 1.0, drafts=4, accepted_tokens=8)])
+    assert alike.acceptance_error == pytest.approx(0.0)
+    single = figures_of([Sample([first], 1.0, drafts=2, accepted_tokens=4)])
+    assert single.acceptance_error is None
 
 
 def test_counters_are_summed_and_absent_ones_are_none() -> None:

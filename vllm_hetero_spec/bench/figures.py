@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a cell, from what its runs measured.
 
-Latencies are pooled over the requests of all rounds. Speeds are taken per round, and speedups are
-ratios of two runs of the same round, so that their spread says how far a machine drifted.
+Latencies are pooled over the requests of all rounds; speeds are taken per round.
 """
 
 from collections import Counter
@@ -10,30 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-import numpy as np
-
 from vllm_hetero_spec.measure.load import Sample
-
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Median and tail of pooled latencies, in seconds."""
-
-    median: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True)
-class Spread:
-    """One value per round: median, range and quartiles."""
-
-    median: float
-    low: float
-    high: float
-    quartile1: float
-    quartile3: float
-    rounds: int
+from vllm_hetero_spec.report.figures import Quantiles, Spread, error_of_ratio, quantiles, spread
 
 
 @dataclass(frozen=True)
@@ -43,6 +20,7 @@ class Figures:
     Attributes:
         requests: Completed prompts, of all rounds.
         tokens: Generated target tokens, of all rounds.
+        seconds: Of all rounds.
         ttft: Time to the first token.
         tpot: Time per output token after the first arrival.
         itl: Gaps between arrivals.
@@ -51,6 +29,7 @@ class Figures:
         draft_tokens: Target tokens proposed in them.
         accepted_tokens: Those accepted.
         acceptance_length: 1 + accepted / drafts; None without drafts.
+        acceptance_error: Its standard error over prompts; None of a single one.
         acceptance_per_position: Share of drafts whose token at position 0, 1, ... was accepted.
         acceptance_of_drafted: Share of the tokens drafted at a position that were accepted; empty
             where the engine does not count them.
@@ -66,6 +45,7 @@ class Figures:
 
     requests: int
     tokens: int
+    seconds: float
     ttft: Quantiles | None
     tpot: Quantiles | None
     itl: Quantiles | None
@@ -74,6 +54,7 @@ class Figures:
     draft_tokens: int
     accepted_tokens: int
     acceptance_length: float | None
+    acceptance_error: float | None
     acceptance_per_position: list[float]
     acceptance_of_drafted: list[float]
     drafter_tokens: float | None
@@ -98,6 +79,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     return Figures(
         requests=sum(len(sample.traces) for sample in samples),
         tokens=sum(sample.tokens for sample in samples),
+        seconds=sum(sample.seconds for sample in samples),
         ttft=quantiles([trace.ttft for trace in traces]),
         tpot=quantiles([trace.tpot for trace in traces if trace.tpot is not None]),
         itl=quantiles(list(chain.from_iterable(trace.itl for trace in traces))),
@@ -106,6 +88,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         draft_tokens=sum(sample.draft_tokens for sample in samples),
         accepted_tokens=accepted,
         acceptance_length=1 + accepted / drafts if drafts else None,
+        acceptance_error=_acceptance_error(samples, accepted, drafts),
         acceptance_per_position=[count / drafts for count in per_position] if drafts else [],
         acceptance_of_drafted=[
             count / of for count, of in zip(per_position, drafted, strict=False) if of
@@ -120,28 +103,6 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     )
 
 
-def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """Linearly interpolated; None of nothing."""
-    if not values:
-        return None
-    return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Of one or more rounds."""
-    median, low, high, first, third = (
-        float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
-    )
-    return Spread(median, low, high, first, third, rounds=len(values))
-
-
-def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
-    """Ratios of tokens per second of (run, reference) pairs; None without pairs."""
-    if not pairs:
-        return None
-    return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
-
-
 def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
     """Prompts with the reference's ids in every (run, reference) pair, and all prompts."""
     if not pairs:
@@ -151,6 +112,25 @@ def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
         for both in ((run.traces, of.traces) for run, of in pairs)
     ]
     return sum(map(all, zip(*same, strict=True))), len(same[0])
+
+
+def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> float | None:
+    """Over prompts, all rounds of one together.
+
+    Engines count drafts of all prompts together. A prompt's share of them is taken from its later
+    arrivals: each brings one token, and those accepted with it.
+    """
+    if not accepted:
+        return None
+    prompts = list(zip(*(sample.traces for sample in samples), strict=True))
+    steps = [sum(len(trace.counts[1:]) for trace in traces) for traces in prompts]
+    more = [sum(sum(trace.counts[1:]) for trace in traces) for traces in prompts]
+    more = [tokens - arrivals for tokens, arrivals in zip(more, steps, strict=True)]
+    if not sum(more):
+        return None
+    return error_of_ratio(
+        [own * accepted / sum(more) for own in more], [own * drafts / sum(steps) for own in steps]
+    )
 
 
 def _summed(lists: Sequence[Sequence[int]]) -> list[int]:

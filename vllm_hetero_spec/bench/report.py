@@ -3,13 +3,10 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from vllm_hetero_spec.bench.engines import repairs_sampling
 from vllm_hetero_spec.bench.plan import Cell
@@ -22,9 +19,10 @@ from vllm_hetero_spec.bench.tables import (
     SPECULATION_NOTE,
     SPEED,
     SPEED_NOTE,
-    markdown_table,
 )
 from vllm_hetero_spec.inputs.model_folder import widened_columns
+from vllm_hetero_spec.report.tables import as_data, markdown_table, terminal_table
+from vllm_hetero_spec.report.values import widened
 
 MARKDOWN = "results.md"
 SUMMARY = "summary.json"
@@ -62,22 +60,14 @@ def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> No
     if not console.is_terminal:
         console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
     else:
-        table = Table(*(column.head for column in SPEED))
-        for row in rows:
-            table.add_row(*(escape(column.show(row)) for column in SPEED))
-        console.print(table)
+        console.print(terminal_table(SPEED, rows))
     for note in notes(contents):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def notes(contents: Contents) -> list[str]:
     """What a reader of the figures must know of how they came about."""
-    found = [
-        f"{target} is a model widened with zero MLP columns: {zero:,} of {columns:,} add nothing "
-        "but cost. Its speeds tell how speculation behaves at that ratio of costs, nothing about "
-        "a real pair."
-        for target, (zero, columns) in contents.header["widened"].items()
-    ]
+    found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     repaired = dict.fromkeys(
         cell.engine.method
@@ -137,8 +127,7 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
 
 
 def _as_data(row: Row) -> dict[str, Any]:
-    plain = asdict(row)
-    cell = row.cell
-    del plain["cell"]
-    named = dict(zip(Cell._fields[1:], cell[1:], strict=True))
-    return {"name": str(cell), **cell.engine._asdict(), **named, **plain}
+    """A row with the parts of its cell beside its figures."""
+    plain = as_data(row)
+    cell = plain.pop("cell")
+    return {"name": str(row.cell), **cell.pop("engine"), **cell, **plain}

@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_hetero_spec.bench.figures import Figures, Spread, figures_of, identical, speedup
+from vllm_hetero_spec.bench.figures import Figures, figures_of, identical
 from vllm_hetero_spec.bench.methods import ALONE, HF_ALONE, KINDS
 from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents, Recorded
 from vllm_hetero_spec.measure.load import Sample
+from vllm_hetero_spec.report.figures import Spread, speedup
 
 Pairs = list[tuple[Sample, Sample]]
 
