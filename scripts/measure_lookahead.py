@@ -30,20 +30,10 @@ from _pair import ENGINE, pair_parser, prompts_of
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Gauges
+from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, GOODPUT, FRESH = "alone", "goodput", "fresh"
-
-
-class Never(Fixed):
-    """No drafts: the drafter is not even kept in step."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def gauges(self) -> Gauges:
-        return Gauges(0, off=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Bench:
         goodput = self._proposer._pace.controller
         self._calibrated = copy.deepcopy(goodput)
         self._controllers: dict[str, Controller] = {
-            ALONE: Never(),
+            ALONE: Fixed(0),
             **{f"k{k}": Fixed(k) for k in arguments.fixed},
             GOODPUT: goodput,
         }

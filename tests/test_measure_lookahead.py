@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controllers compared in the same engines: the table that is made of it."""
 
-from measure_lookahead import Never, Run, _in_turn, report
+from measure_lookahead import Run, _in_turn, report
 
 
 def run_of(number: int, controller: str, seconds: float, *, drafted: int = 0) -> Run:
@@ -22,11 +22,6 @@ def test_controllers_are_compared_within_rounds() -> None:
     assert found["k2"][:3] == ["150.0", "2.000 ±0.000", "1.000 ±0.000"]
     assert found["k2"][3:] == ["0.70", "0.35", "0.100", "1 of 2"]
     assert found["goodput"][:3] == ["187.5", "2.500 ±0.000", "1.250 ±0.000"]
-
-
-def test_the_target_alone_leaves_the_drafter_alone() -> None:
-    assert Never().plan(2, [4, 4]).lookahead == (0, 0)
-    assert Never().gauges().off
 
 
 def test_every_controller_has_each_place_once() -> None:

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm_hetero_spec.engine.drafter.request_limits import LOOKAHEAD_ARG, wished_lookahead
 from vllm_hetero_spec.engine.lookahead_control import Outcome, Pace
 from vllm_hetero_spec.engine.metrics.counters import read_stats
-from vllm_hetero_spec.lookahead.controllers import Fixed, Gauges, Plan
+from vllm_hetero_spec.lookahead.controllers import Fixed, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
@@ -30,9 +30,11 @@ class Scripted(Fixed):
         self.tokens: list[int] = []
         self.verified: list[tuple[int, int]] = []
 
-    def plan(self, batch: int, limits: Any, pending: Any = None, random: Any = None) -> Plan:
+    def plan(
+        self, batch: int, limits: Any, pending: Any = None, random: Any = None
+    ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
-        return Plan(tuple(min(limit, lookahead) for limit in limits), self.probe)
+        return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
 
     def observe_step(self, batch: int, rows: int, seconds: float) -> None:
         self.steps.append((batch, rows))
@@ -43,8 +45,12 @@ class Scripted(Fixed):
     def emitted(self, tokens: int, seconds: float) -> None:
         self.tokens.append(tokens)
 
+    @property
+    def off(self) -> bool:
+        return not self.script
+
     def gauges(self) -> Gauges:
-        return Gauges(0, off=not self.script)
+        return Gauges(0)
 
 
 def runner_of(*req_ids: str, wishes: dict[str, Any] | None = None) -> Any:
@@ -99,7 +105,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
     asked: list[int] = []
 
     class Stopping(Scripted):
-        def proceed(self, confidences: Any) -> list[bool]:
+        def continue_drafting(self, confidences: Any) -> list[bool]:
             asked.append(len(confidences))
             return [len(request) == 1 for request in confidences]
 

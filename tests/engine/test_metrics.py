@@ -62,7 +62,7 @@ def test_growth_is_what_came_since_the_last_time() -> None:
 
 
 def test_off_is_a_share_of_recent_steps() -> None:
-    stats, gauges = DraftStats(), Gauges(0, off=True)
+    stats, gauges = DraftStats(), Gauges(0)
     shares = []
     for off in (0, 16, 16, 0):
         stats.steps += 16

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from fates import Drafts, Fates, Text
 
-from vllm_hetero_spec.lookahead.controllers import Controller, Plan
+from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 
 Seconds = Callable[[int], float]  # of a size: rows, or requests
 
@@ -58,6 +58,7 @@ class Outcome:
         tokens: Emitted, in expectation over the verification: less noisy than what was drawn.
         seconds: Simulated, at the machine's usual speed.
         probing: Seconds lost by probes against plain steps.
+        probes: Steps that probed.
         steps: Target steps.
         alone: Seconds the target alone would have taken for as many tokens at the same batch.
         switches: Times at which the regime changed.
@@ -67,6 +68,7 @@ class Outcome:
     tokens: float = 0.0
     seconds: float = 0.0
     probing: float = 0.0
+    probes: int = 0
     steps: int = 0
     alone: float = 0.0
     switches: list[tuple[float, str]] = field(default_factory=list)
@@ -111,7 +113,7 @@ def run(
         phases: One after the other.
         limit: Longest draft.
         seed: Of everything random.
-        stops: Ask `proceed` between drafter steps.
+        stops: Ask `continue_drafting` between drafter steps.
     """
     generator = np.random.default_rng([seed, 0])
     outcome = Outcome()
@@ -176,12 +178,13 @@ class _Server:
         outcome.seconds += self._usual
         outcome.steps += 1
         if plan.probe:
+            outcome.probes += 1
             outcome.probing += drafting + seconds - self._phase.machine.target(batch)
             outcome.probing -= (emitted - batch) * self._phase.machine.target(batch) / batch
         planned = 0 if plan.probe else max(plan.lookahead)
         outcome.lookaheads[planned] = outcome.lookaheads.get(planned, 0) + 1
 
-    def _draft(self, plan: Plan, fates: Fates, pending: list[int]) -> list[list[float]]:
+    def _draft(self, plan: LookaheadPlan, fates: Fates, pending: list[int]) -> list[list[float]]:
         """The round of drafting: confidences of what each request was proposed."""
         machine = self._phase.machine
         active = [i for i, wanted in enumerate(plan.lookahead) if wanted]
@@ -201,7 +204,7 @@ class _Server:
                 drafts[i].append(float(fates.confidence[i, len(drafts[i])]))
             active = [i for i in active if len(drafts[i]) < plan.lookahead[i]]
             if self._stops and active:
-                going = self._controller.proceed(drafts)
+                going = self._controller.continue_drafting(drafts)
                 active = [i for i in active if going[i]]
         self._controller.observe_draft(
             drafted / steps,

@@ -97,7 +97,7 @@ def test_without_calibration(text: Text) -> None:
     for batch in (1, 8, 32):
         ours, controller = serve(Phase(batch, 10.0, text, on), seed=batch)
         assert ours.speedup > LOW, batch
-        assert controller.gauges().off == (text is USELESS)
+        assert controller.off == (text is USELESS)
         best = best_fixed(on, text, batch)
         fixed = run(Fixed(best), Clock(), [Phase(batch, 10.0, text, on)], limit=LONGEST, seed=batch)
         assert ours.rate > 0.96 * fixed.rate, batch
@@ -262,7 +262,7 @@ def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
 def test_probes_of_a_long_context_are_dear_and_rare() -> None:
     """What a probe costs counts its catch-up: hundreds of tokens at 1 ms each."""
     on = replace(machine(TARGETS["gpu"], 0.08), catch_up=1e-3)
-    ours, controller = serve(Phase(1, 60.0, USELESS, on), costs=calibration(on))
+    ours, _ = serve(Phase(1, 60.0, USELESS, on), costs=calibration(on))
     assert ours.speedup > LOW
-    assert 2 <= controller.gauges().probes < 30
+    assert 2 <= ours.probes < 30
     assert ours.probing < 0.02 * ours.seconds

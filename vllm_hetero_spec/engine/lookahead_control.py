@@ -16,7 +16,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel
 from vllm_hetero_spec.engine.drafter.request_limits import wished_lookahead
 from vllm_hetero_spec.engine.drafter.token_choice import DraftRow
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, Plan
+from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
@@ -103,7 +103,7 @@ class Pace:
         self._drafts: dict[str, _Draft] = {}
         self._regime = ""
         self._began = self._ended = 0.0
-        self._plan = Plan(())
+        self._plan = LookaheadPlan(())
         self._req_ids: Sequence[str] = ()
         self._random: Sequence[bool] = ()
         self._own: dict[int, int] = {}  # batch indices of requests that decide for themselves
@@ -165,7 +165,7 @@ class Pace:
         """Whether requests that are not drafted for are to be caught up beside those that are."""
         if self._plan.probe:
             return False
-        return any(self._plan.lookahead) or not self.controller.gauges().off
+        return any(self._plan.lookahead) or not self.controller.off
 
     def drafted(self, outcome: Outcome, jobs: Sequence[Job]) -> None:
         """A round of drafting has ended."""
@@ -214,7 +214,7 @@ class Pace:
             if row.index in self._own:
                 return True
             told[row.index] = row.confidences
-        worth = self.controller.proceed(told)
+        worth = self.controller.continue_drafting(told)
         self._stopped = not any(worth[row.index] for row in rows)
         return not self._stopped
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides how far to draft: one interface, and its two simple implementations.
+"""Who decides how far to draft: the base class, and two simple controllers.
 
 Whatever is decided keeps the target's law, because every decision is a stopping time: whether a
 token is in a draft depends on the tokens before it and on confidences that were known before the
 token itself was drawn, never on which token it became.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Plan:
+class LookaheadPlan:
     """What to draft in this step.
 
     Attributes:
@@ -31,48 +31,48 @@ class Gauges:
 
     Attributes:
         lookahead: Target tokens it drafts for requests without a limit; 0 while off.
-        off: The target works alone, but for probes.
         tokens_per_second: Lambda, what a second is worth.
         gain: Rate of the best lookahead over the rate of the target alone; 0 where unknown.
         drafter_seconds: One drafter step of the present batch.
         target_seconds: A plain step of the target.
-        verify_seconds: A step of the target that verifies the drafts of `lookahead`.
         acceptance: Conditional acceptance by position.
-        probes: Rounds of drafting that were probes.
-        switches: Times it went on or off.
     """
 
     lookahead: int
-    off: bool = False
     tokens_per_second: float = 0.0
     gain: float = 0.0
     drafter_seconds: float = 0.0
     target_seconds: float = 0.0
-    verify_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
-    probes: int = 0
-    switches: int = 0
 
 
-class Controller(Protocol):
-    """Decides, step by step; told what came of it.
+class Controller(ABC):
+    """Decides how far to draft, step by step, and is told what came of it.
 
-    One step is `plan`, then drafting (with `proceed` between drafter steps, where the drafter can
-    stop a round early), `trim`, and the target's step. The observations may come in any order
-    before the next `plan`; what is never observed is never learnt, and nothing breaks.
+    One step is `plan`, then drafting (with `continue_drafting` between drafter steps, where the
+    drafter can stop early), `trim`, and the target's step. The observations may come in any order
+    before the next `plan`; what is never observed is never learnt, and nothing breaks. The base
+    class learns nothing, never stops early and verifies everything.
     """
 
     @property
     def regime(self) -> str:
         """A word or two for what it does at present; a change is worth a line in the log."""
+        return "drafting"
 
+    @property
+    def off(self) -> bool:
+        """The target works alone at present, but for probes."""
+        return False
+
+    @abstractmethod
     def plan(
         self,
         batch: int,
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-    ) -> Plan:
+    ) -> LookaheadPlan:
         """How far to draft.
 
         Args:
@@ -84,29 +84,31 @@ class Controller(Protocol):
             random: Which requests are random, not greedy; None where none is.
         """
 
-    def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Which requests draft on, between two drafter steps of a round.
+    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Which requests draft on, between two drafter steps.
 
         Args:
             confidences: Of the tokens proposed so far, one list for each request of the plan;
-                empty for those not in the round.
+                empty for those that are not drafted for.
         """
+        return [True] * len(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many of each request's proposed tokens to verify.
 
+        Whether token j of a request is in depends on its confidences up to j, and on those of
+        other requests.
+
         Args:
             confidences: For each request of the plan one number for each proposed target token,
                 from 0 to 1, known before that token was drawn.
-
-        Whether token j of a request is in depends on its confidences up to j, and on those of
-        other requests.
         """
+        return [len(request) for request in confidences]
 
-    def observe_step(self, batch: int, rows: int, seconds: float) -> None:
+    def observe_step(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027
         """A target step without prefill took so long: wall time, from drafts to next tokens."""
 
-    def observe_draft(
+    def observe_draft(  # noqa: B027
         self,
         batch: float,
         steps: float,
@@ -116,7 +118,7 @@ class Controller(Protocol):
         fed: int = 0,
         longest: int = 0,
     ) -> None:
-        """A round of drafting took so long.
+        """The drafting of one step took so long.
 
         Args:
             batch: Requests that drafted, the mean over its steps.
@@ -124,10 +126,10 @@ class Controller(Protocol):
             seconds: Of the forwards.
             overhead: Seconds of the rest: translation, copies, picking.
             fed: Context tokens fed in the catch-up, over all requests.
-            longest: Target tokens of its longest draft.
+            longest: Target tokens of the longest draft.
         """
 
-    def observe_acceptance(
+    def observe_acceptance(  # noqa: B027
         self,
         verified: int,
         accepted: int,
@@ -141,60 +143,33 @@ class Controller(Protocol):
             verified: Tokens of it that the target verified.
             accepted: Leading tokens that it accepted.
             confidences: Of all tokens proposed, those that were trimmed included.
-            wanted: Tokens that were asked for; leave it out where `proceed` ended the draft.
+            wanted: Tokens that were asked for; leave it out where `continue_drafting` ended the
+                draft.
             random: The request is random, not greedy.
         """
 
-    def emitted(self, tokens: int, seconds: float) -> None:
+    def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
         """The step as a whole, drafting included, gave so many tokens over all requests."""
 
+    @abstractmethod
     def gauges(self) -> Gauges:
         """The present, for metrics."""
 
 
-class _Unlearning:
-    """The part of a controller that learns nothing."""
-
-    regime = "drafting"
-
-    def observe_step(self, batch: int, rows: int, seconds: float) -> None:
-        pass
-
-    def observe_draft(
-        self,
-        batch: float,
-        steps: float,
-        seconds: float,
-        *,
-        overhead: float = 0.0,
-        fed: int = 0,
-        longest: int = 0,
-    ) -> None:
-        pass
-
-    def observe_acceptance(
-        self,
-        verified: int,
-        accepted: int,
-        confidences: Sequence[float] = (),
-        wanted: int = 0,
-        random: bool = False,
-    ) -> None:
-        pass
-
-    def emitted(self, tokens: int, seconds: float) -> None:
-        pass
-
-
-class Fixed(_Unlearning):
+class Fixed(Controller):
     """The same lookahead always.
 
     Args:
-        lookahead: In target tokens.
+        lookahead: In target tokens; 0 is the target alone.
     """
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is ever drafted."""
+        return not self._lookahead
 
     def plan(
         self,
@@ -202,16 +177,12 @@ class Fixed(_Unlearning):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-    ) -> Plan:
-        return Plan(tuple(min(limit, self._lookahead) for limit in limits))
-
-    def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        return [True] * len(confidences)
-
-    def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        return [len(request) for request in confidences]
+    ) -> LookaheadPlan:
+        """The fixed lookahead, within the limits; see `Controller`."""
+        return LookaheadPlan(tuple(min(limit, self._lookahead) for limit in limits))
 
     def gauges(self) -> Gauges:
+        """The lookahead; nothing is estimated."""
         return Gauges(self._lookahead)
 
 
@@ -230,7 +201,7 @@ class ConfidenceStop(Fixed):
         super().__init__(lookahead)
         self._threshold = threshold
 
-    def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         return [all(not c < self._threshold for c in request) for request in confidences]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:

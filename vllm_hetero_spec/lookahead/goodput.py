@@ -3,8 +3,8 @@
 
 A renewal process that earns tokens and costs seconds is run best by doing whatever earns more than
 lambda tokens for each second it takes, lambda being the rate achieved (Dinkelbach). Three decisions
-follow: the lookahead of a round and whether to draft at all (`plan`), whether one more drafter step
-is worth its time (`proceed`), and which proposed tokens are worth a row of the target (`trim`).
+follow: how far to draft and whether at all (`plan`), whether one more drafter step is worth its
+time (`continue_drafting`), and which proposed tokens are worth a row of the target (`trim`).
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
-from vllm_hetero_spec.lookahead.controllers import Gauges, Plan
+from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.experience import Experience
 from vllm_hetero_spec.lookahead.outlook import Outlook, Replay
@@ -64,13 +64,13 @@ class _Load(NamedTuple):
     random: int
 
 
-class Goodput:
+class Goodput(Controller):
     """The controller that maximises tokens per second.
 
     Args:
         costs: Calibrated where possible; corrected by what is observed.
         positions: Longest draft, in target tokens.
-        stops: The drafter asks `proceed` between its steps.
+        stops: The drafter asks `continue_drafting` between its steps.
         clock: Seconds that never run back.
     """
 
@@ -105,6 +105,11 @@ class Goodput:
             return "measuring"
         return "target alone" if self._switch.off else "drafting"
 
+    @property
+    def off(self) -> bool:
+        """Whether the target works alone, but for probes."""
+        return self._switch.off
+
     # ------------------------------------------------------------------------------- decisions
 
     def plan(
@@ -113,7 +118,7 @@ class Goodput:
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-    ) -> Plan:
+    ) -> LookaheadPlan:
         """How far to draft; see `Controller`."""
         now = self._clock()
         limits = [min(limit, self._positions) for limit in limits]
@@ -122,7 +127,7 @@ class Goodput:
         ended, self._probe, self._round = self._probe, None, None
         if ended is not None:
             self._budget.spend(ended.seconds)
-        nothing = Plan((0,) * len(limits))
+        nothing = LookaheadPlan((0,) * len(limits))
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
@@ -141,7 +146,7 @@ class Goodput:
         chosen = [i for i in self._able(limits, pending) if self._pays(share, pending[i])]
         return self._draft_for(chosen[: self._familiar()], self._lookahead, limits)
 
-    def proceed(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
         return self._round.proceed(confidences) if self._round else [True] * len(confidences)
 
@@ -198,15 +203,11 @@ class Goodput:
         known = self._costs.knows_target
         return Gauges(
             lookahead=lookahead,
-            off=self._switch.off,
             tokens_per_second=self._worth,
             gain=self._outlook.gain if self._outlook else 0.0,
             drafter_seconds=self._costs.drafter(batch) if self._costs.knows_drafter else 0.0,
             target_seconds=self._costs.target(batch, batch) if known else 0.0,
-            verify_seconds=self._costs.target(batch, batch * (lookahead + 1)) if known else 0.0,
             acceptance=tuple(self._experience.rates(2 * sum(self._random) > len(self._random))),
-            probes=self._budget.count,
-            switches=self._switch.changes,
         )
 
     # ------------------------------------------------------------------------------- inside
@@ -276,7 +277,7 @@ class Goodput:
 
     def _maybe_probe(
         self, now: float, limits: Sequence[int], pending: Sequence[int]
-    ) -> Plan | None:
+    ) -> LookaheadPlan | None:
         """Drafts for a few requests, where their time has come."""
         if self._budget.early(now):
             return None
@@ -330,7 +331,7 @@ class Goodput:
 
     def _draft_for(
         self, chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
-    ) -> Plan:
+    ) -> LookaheadPlan:
         lookahead = [0] * len(limits)
         for i in chosen:
             lookahead[i] = min(length, limits[i])
@@ -340,4 +341,4 @@ class Goodput:
                 self._costs, self._steps, self._experience, self._worth,
                 batch=batch, most=batch + sum(lookahead), random=self._random,
             )  # fmt: skip
-        return Plan(tuple(lookahead), probe)
+        return LookaheadPlan(tuple(lookahead), probe)

@@ -15,12 +15,10 @@ class Switch:
 
     Attributes:
         off: The target works alone.
-        changes: Times it went on or off.
     """
 
     def __init__(self) -> None:
         self.off = True
-        self.changes = 0
         self._since = _STAY_OFF
         self._batch = 0
 
@@ -31,7 +29,6 @@ class Switch:
         settled = high > _OTHER_BATCH * low or self._since >= _STAY_OFF
         if (settled and gain > _BEGIN) if self.off else gain < _END:
             self.off = not self.off
-            self.changes += 1
             self._since, self._batch = 0, batch
 
 

@@ -25,20 +25,6 @@ class Chance(Protocol):
         """True with this probability; values outside [0, 1] are clipped."""
 
 
-class RandomChance:
-    """Choices from a random generator."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
-
-    def draw(self, weights: ArrayLike) -> int:
-        values = np.asarray(weights, float)
-        return int(self._generator.choice(len(values), p=values / values.sum()))
-
-    def flip(self, probability: float) -> bool:
-        return bool(self._generator.random() < probability)
-
-
 class _Replay:
     """Follows a prescribed beginning, then takes the first possible choice every time."""
 
