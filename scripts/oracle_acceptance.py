@@ -28,8 +28,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from vllm_hetero_spec.advice.place_rows import greedy_decode
-
 DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
 _STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed
 
@@ -172,6 +170,18 @@ class Drafter:
             output = self._model(input_ids=row, past_key_values=self._cache, use_cache=True)
         self._cached = list(ids)
         return output.logits[0, -1, : len(self._table)].clone()
+
+
+def greedy_decode(model: Any, ids: list[int], new_tokens: int, eos: set[int]) -> list[int]:
+    """Up to `new_tokens` ids after `ids`, the EOS that ends them included."""
+    out: list[int] = []
+    cache, row = DynamicCache(), torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        while len(out) < new_tokens and (not out or out[-1] not in eos):
+            logits = model(input_ids=row, past_key_values=cache, use_cache=True).logits
+            out.append(int(logits[0, -1].argmax()))
+            row = torch.tensor([[out[-1]]], device=model.device)
+    return out
 
 
 def load(folder: Path) -> tuple[Any, Any]:

@@ -32,14 +32,6 @@ def _drafter(advice: Advice, drafter: DrafterFindings) -> dict[str, Any]:
     if drafter.view is not None and drafter.memory is not None:
         told |= drafter.view.as_json(drafter.memory, advice.plan.temperatures)
     return told | {
-        "acceptance": {
-            f"temperature_{temperature:g}": {
-                method: {"value": value, "error": error}
-                for method, (value, error) in methods.items()
-            }
-            for temperature, methods in drafter.acceptance.items()
-        },
-        "acceptance_failure": drafter.acceptance_failure,
         "measured": [_candidate(candidate) for candidate in drafter.candidates],
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_hetero_spec.advice.measuring import Plan
 from vllm_hetero_spec.advice.memory import Memory
-from vllm_hetero_spec.advice.pairs import Acceptance, PairView
+from vllm_hetero_spec.advice.pairs import PairView
 from vllm_hetero_spec.advice.prediction import Prediction
 
 Predictions = Mapping[tuple[float, int], Prediction]  # by temperature and batch size
@@ -46,8 +46,6 @@ class DrafterFindings:
         view: What the tokenizers say; None where they cannot be bridged.
         memory: What it takes; None as above.
         stopped: Why it was not looked at further, in a sentence; "" where it was.
-        acceptance: Of one drafted token, by temperature; empty where it was not read.
-        acceptance_failure: Why not.
         candidates: Its methods that were measured.
     """
 
@@ -56,12 +54,10 @@ class DrafterFindings:
     view: PairView | None = None
     memory: Memory | None = None
     stopped: str = ""
-    acceptance: Mapping[float, Acceptance] = field(default_factory=dict)
-    acceptance_failure: str = ""
     candidates: list[Candidate] = field(default_factory=list)
 
     def best_method(self, temperatures: Sequence[float]) -> Candidate:
-        """The method to measure: most accepted on average above temperature 0, if that is known.
+        """The method to measure, by what the tokenizers say.
 
         At temperature 0 every method drafts as SLEM, so that one engine serves both.
         """
@@ -69,10 +65,6 @@ class DrafterFindings:
         warm = [t for t in temperatures if t > 0]
         if not warm:
             return Candidate("slem", "temperature 0: every method drafts so")
-        known = [self.acceptance[t] for t in warm if t in self.acceptance]
-        if known:
-            method = max(known[0], key=lambda name: sum(each[name][0] for each in known))
-            return Candidate(method, "one drafted token of it is accepted most often")
         first = self.view.methods(max(warm))[0]
         return Candidate(first.method, first.reason)
 

@@ -76,11 +76,6 @@ def _show_drafter(advice: Advice, drafter: DrafterFindings, console: Console) ->
             )
     if drafter.stopped:
         console.print(drafter.stopped, highlight=False, markup=False, style="yellow")
-    if drafter.acceptance:
-        console.print(_acceptance(drafter))
-    if drafter.acceptance_failure:
-        sentence = f"acceptance of one token was not read: {drafter.acceptance_failure}"
-        console.print(sentence, highlight=False, markup=False, style="yellow")
     for candidate in drafter.candidates:
         if candidate.failure:
             sentence = f"{candidate.method} could not be measured: {candidate.failure}"
@@ -108,19 +103,6 @@ def _tokenizers(drafters: Sequence[tuple[str, PairView]]) -> Table:
             *(f"{share:.1%}" for share in shares),
             "-" if ratio is None else f"{ratio:.2f}",
         )
-    return table
-
-
-def _acceptance(drafter: DrafterFindings) -> Table:
-    names = max(map(list, drafter.acceptance.values()), key=len)
-    title = "acceptance of one drafted token (standard error)"
-    table = _table(title, "temperature", *names, numbers=0)
-    for temperature, methods in drafter.acceptance.items():
-        cells = [
-            f"{methods[name][0]:.3f} ({methods[name][1]:.3f})" if name in methods else ""
-            for name in names
-        ]
-        table.add_row(f"{temperature:g}", *cells)
     return table
 
 

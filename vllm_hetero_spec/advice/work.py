@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work behind the advice, step by step: tokenizers, rows of both models, engines.
+"""The work behind the advice, step by step: tokenizers, then engines.
 
 What is wrong with one drafter is noted in its findings, and the others go on. Models and engines
 are loaded one after the other, so that each has the memory to itself.
@@ -20,11 +20,10 @@ from vllm_hetero_spec.advice.measuring import (
     measure_drafter,
 )
 from vllm_hetero_spec.advice.memory import local_folder, memory_of, missing_weights
-from vllm_hetero_spec.advice.pairs import read_acceptance, view_pair
+from vllm_hetero_spec.advice.pairs import view_pair
 from vllm_hetero_spec.bench.engines import on_gpu
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
-from vllm_hetero_spec.measure.call_in_child import in_child
 from vllm_hetero_spec.measure.load import Engine, MeasurementError
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
@@ -53,8 +52,7 @@ class Task:
         target: A Hugging Face name or a folder.
         plan: What engines are to generate.
         documents: The text that tokenizers are compared on.
-        methods: To measure; empty for the one that is accepted most.
-        places: Of each prompt, at which rows are read; 0 leaves that out.
+        methods: To measure; empty for the one that the tokenizers say.
         speculative: Further keys of the speculative configuration.
         engine: Further arguments of `vllm.LLM`.
         trust_remote_code: Run code of the repositories.
@@ -64,7 +62,6 @@ class Task:
     plan: Plan
     documents: Sequence[str]
     methods: Sequence[str]
-    places: int
     speculative: Mapping[str, Any]
     engine: Mapping[str, Any]
     trust_remote_code: bool
@@ -125,7 +122,6 @@ class Work:
         with closing(self._started("the target alone", None)) as engine:
             alone = measure_alone(engine, plan, self._tell)
         for drafter in drafters:
-            self._accept(drafter)
             asked = [Candidate(method, "asked for") for method in methods]
             drafter.candidates = asked or [drafter.best_method(plan.temperatures)]
             for candidate in drafter.candidates:
@@ -160,25 +156,6 @@ class Work:
         """What vLLM runs a drafter in, by what the user and `VllmEngine` say."""
         given = self._task.speculative.get("dtype") or self._task.engine.get("dtype")
         return str(given or ("auto" if on_gpu() else "float32"))
-
-    def _accept(self, drafter: DrafterFindings) -> None:
-        """Acceptance from rows of both models, whose memory is free again afterwards."""
-        task = self._task
-        if not task.places:
-            return
-        self._watcher.say(f"{drafter.name}: reading rows of both models")
-        try:
-            drafter.acceptance = in_child(
-                read_acceptance,
-                task.target,
-                drafter.model,
-                task.plan.prompts,
-                task.plan.temperatures,
-                task.places,
-                task.trust_remote_code,
-            )
-        except MeasurementError as error:
-            drafter.acceptance_failure = str(error)
 
     def _try(self, drafter: DrafterFindings, candidate: Candidate, alone: Alone) -> None:
         plan, method = self._task.plan, candidate.method

@@ -31,9 +31,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
         help="rank drafters and methods for a target; print the configuration to paste",
-        description="Compares tokenizers, reads from both models how often drafts of each method "
-        "are accepted, measures short loads alone and with each drafter, and foresees from them "
-        "the speedup of every lookahead.",
+        description="Compares tokenizers, measures short loads alone and with each drafter, and "
+        "foresees from them the speedup of every lookahead.",
     )
     parser.add_argument("target", help=MODEL)
     parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{MODEL}; any number")
@@ -67,17 +66,9 @@ def add_parser(commands: Any) -> None:
         choices=METHODS,
         nargs="+",
         default=[],
-        help="measure these (default: the one whose tokens are accepted most often)",
+        help="measure these (default: the one that the tokenizers suggest)",
     )
     parser.add_argument("--repeats", type=positive, default=2, metavar="N", help=DEFAULT)
-    parser.add_argument(
-        "--places",
-        type=int,
-        default=8,
-        metavar="N",
-        help="places of each prompt at which acceptance is read from both models, 0 to leave that "
-        "out (default: %(default)s)",
-    )
     parser.add_argument(
         "--statistics-only", action="store_true", help="stop before any weights are read"
     )
@@ -109,7 +100,6 @@ def run(arguments: argparse.Namespace) -> None:
         if file is None
         else load_prompts(file, sys.maxsize),
         methods=arguments.methods,
-        places=arguments.places,
         speculative=arguments.speculative_config,
         engine=arguments.engine_args,
         trust_remote_code=arguments.trust_remote_code,
@@ -161,8 +151,6 @@ def _check(arguments: argparse.Namespace, plan: Plan, drafters: Sequence[Drafter
             f"--max-tokens is {plan.max_tokens}; a draft of {plan.lookahead} tokens needs "
             f"{plan.lookahead + 2} at least."
         )
-    if arguments.places < 0:
-        raise ConfigError(f"--places is {arguments.places}; it must not be negative.")
     for drafter in drafters:
         for method in arguments.methods or METHODS[:1]:
             config = {"method": method, "model": drafter.model, **arguments.speculative_config}
