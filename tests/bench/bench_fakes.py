@@ -30,17 +30,8 @@ SUITE = Suite(
         ),
     ),
     methods=("slem",),
-    peers=("alone",),
     prompts={"big": {"code": PROMPTS}},
-    batch_sizes=(1,),
-    temperatures=(0.0,),
-    lookaheads=(4,),
     max_tokens=8,
-    repeats=3,
-    ignore_eos=False,
-    seed=0,
-    top_p=1.0,
-    engines_at_once=None,
 )
 HEADER: dict[str, Any] = {
     "started": "2025-01-01 00:00:00 +0000",

@@ -117,6 +117,20 @@ def test_a_measured_cell_has_not_failed(tmp_path: Path) -> None:
     results.close()
 
 
+def test_results_in_memory_keep_texts_and_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = Results()
+    results.measured(RUN, SAMPLE)
+    results.failed(CELL, "dead")
+    results.close()
+    assert results.done == {RUN}
+    assert results.contents.samples[0].sample.traces[0].text == "abc"
+    assert results.contents.errors == {CELL: "dead"}
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

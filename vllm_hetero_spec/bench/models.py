@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.yaml_file import Entry
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.model_folder import check_model
@@ -66,7 +67,7 @@ def tokenizer_of(model: str, engine: dict[str, Any]) -> Any:
         raise ConfigError(f"cannot load the tokenizer of {model}: {_line(error)}") from error
 
 
-def vocabularies_differ(target: str, drafter: str, engine: dict[str, Any]) -> str | None:
+def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
     """Why vLLM's `draft_model` cannot run a pair; None where the vocabularies agree.
 
     Raises:
@@ -77,12 +78,13 @@ def vocabularies_differ(target: str, drafter: str, engine: dict[str, Any]) -> st
     from vllm_hetero_spec.text.loading import load_tokenizer
     from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
 
-    trust = bool(engine.get("trust_remote_code"))
+    models = target.model, drafter.model
+    trust = bool(target.engine.get("trust_remote_code"))
     try:
-        texts = [load_tokenizer(tokenizer_of(model, engine)) for model in (target, drafter)]
+        texts = [load_tokenizer(tokenizer_of(model, target.engine)) for model in models]
         sizes = [
             AutoConfig.from_pretrained(model, trust_remote_code=trust).get_text_config().vocab_size
-            for model in (target, drafter)
+            for model in models
         ]
     except UnsupportedTokenizer as error:
         return str(error)

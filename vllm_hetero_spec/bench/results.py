@@ -53,20 +53,27 @@ class Contents:
 
 
 class Results:
-    """A results file that is being written.
+    """Results that are being written to a file, or kept in memory alone.
 
     Raises:
         ConfigError: The file holds another suite's results, or another process writes to it.
     """
 
-    def __init__(self, folder: Path, header: dict[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None = None, header: dict[str, Any] | None = None, fresh: bool = False
+    ) -> None:
         """Begin a file, or go on with one.
 
         Args:
-            folder: Where it lies; made if need be.
+            folder: Where it lies, made if need be; None keeps the results in memory.
             header: "suite", "digest", "provenance" and what else is to be remembered.
             fresh: Begin anew and keep what is there as a .bak file.
         """
+        header = header or {}
+        self._file: TextIO | None = None
+        if folder is None:
+            self.contents = Contents(header)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         self._file = _locked(path)
@@ -138,9 +145,12 @@ class Results:
 
     def close(self) -> None:
         """Let others write to the file; a second call does nothing."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _append(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_hetero_spec.bench.methods import ALONE
+
 
 @dataclass(frozen=True)
 class Drafter:
@@ -43,8 +45,8 @@ class Suite:
         name: What the results are called.
         targets: Targets with their drafters.
         methods: Methods of this package.
-        peers: What they are measured beside (`PEERS`).
         prompts: Texts by target and dataset, chat templates applied.
+        peers: What the methods are measured beside (`PEERS`).
         batch_sizes: Requests in flight.
         temperatures: 0 is greedy.
         lookaheads: Values of num_speculative_tokens.
@@ -59,17 +61,17 @@ class Suite:
     name: str
     targets: tuple[Target, ...]
     methods: tuple[str, ...]
-    peers: tuple[str, ...]
     prompts: dict[str, dict[str, tuple[str, ...]]]
-    batch_sizes: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    lookaheads: tuple[int, ...]
-    max_tokens: int
-    repeats: int
-    ignore_eos: bool
-    seed: int | None
-    top_p: float
-    engines_at_once: int | None
+    peers: tuple[str, ...] = (ALONE,)
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    lookaheads: tuple[int, ...] = (4,)
+    max_tokens: int = 128
+    repeats: int = 3
+    ignore_eos: bool = False
+    seed: int | None = 0
+    top_p: float = 1.0
+    engines_at_once: int | None = None
 
     def target(self, name: str) -> Target:
         """The target of a name."""

@@ -19,7 +19,7 @@ from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measure.load import MeasurementError
@@ -88,7 +88,7 @@ def _measure(
 ) -> None:
     # What the first session found room for, so that waves are the same in all of them.
     at_once = results.contents.header["engines_at_once"]
-    plan = make_plan(suite, at_once, _vocabularies_differ, arguments.only)
+    plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )
@@ -102,10 +102,6 @@ def _measure(
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
-    return vocabularies_differ(target.model, drafter.model, target.engine)
 
 
 def _header(suite: Suite) -> dict[str, Any]:
