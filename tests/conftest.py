@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hetero_spec.paths import demo_folder
+
 REPO = Path(__file__).resolve().parent.parent
 
 # Tiny models lose more to waiting for other threads than they gain; read when torch is imported.
@@ -39,10 +41,9 @@ def shared(shared_or_none: Path | None) -> Path:
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
     """The demo models: target/, target-wide/, drafter/, prompts.jsonl; trained once and kept."""
-    if given := os.environ.get("HETERO_SPEC_DEMO"):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    out = cache / "vllm_hetero_spec" / "demo"
+    out = demo_folder()
+    if "HETERO_SPEC_DEMO" in os.environ:
+        return out
     script = REPO / "scripts" / "train_demo_models.py"
     subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
     return out

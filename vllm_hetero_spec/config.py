@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_hetero_spec.errors import nearest
+
 METHODS = ("slem", "hetero", "slrs", "push_forward", "tli", "union")
+DEFAULT_METHOD = "hetero"
 VERIFICATIONS = ("token", "block", "race", "fuzzy")
 DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")
@@ -122,10 +125,10 @@ def wants_us(user: Mapping[str, Any] | None, known_methods: tuple[str, ...] = ()
     if method in (None, "draft_model") and "heterogeneous_vocab_method" in user:
         return _upstream_spelling(user)
     if isinstance(method, str) and method not in known_methods:
-        nearest = difflib.get_close_matches(method.lower(), [*METHODS, *known_methods], n=1)
-        if nearest and nearest[0] in METHODS:
+        near = difflib.get_close_matches(method.lower(), [*METHODS, *known_methods], n=1)
+        if near and near[0] in METHODS:
             raise ConfigError(
-                f"speculative method {method!r} does not exist; did you mean {nearest[0]!r}? "
+                f"speculative method {method!r} does not exist; did you mean {near[0]!r}? "
                 f"Methods of vllm_hetero_spec: {_listed(METHODS)}."
             )
     return False
@@ -211,7 +214,7 @@ def _upstream_spelling(user: Mapping[str, Any]) -> bool:
         )
     if method not in METHODS:
         raise ConfigError(
-            f"heterogeneous_vocab_method={method!r} does not exist{_nearest(method, METHODS)}; "
+            f"heterogeneous_vocab_method={method!r} does not exist{nearest(method, METHODS)}; "
             f"supported: {_listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
         )
     return True
@@ -223,7 +226,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_UPSTREAM_KEYS})
             raise ConfigError(
                 f"unknown key {key!r} in the speculative configuration"
-                f"{_nearest(key, supported)}; supported: {_listed(supported)}."
+                f"{nearest(key, supported)}; supported: {_listed(supported)}."
             )
 
 
@@ -320,13 +323,8 @@ def _bytes(value: Any) -> int:
 def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
-            f"{key} is {value!r}{_nearest(value, choices)}; supported: {_listed(choices)}."
+            f"{key} is {value!r}{nearest(value, choices)}; supported: {_listed(choices)}."
         )
-
-
-def _nearest(word: Any, choices: Any) -> str:
-    near = difflib.get_close_matches(str(word), list(choices), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _listed(names: Any) -> str:

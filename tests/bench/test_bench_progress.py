@@ -10,9 +10,9 @@ import pytest
 from bench_fakes import sample
 from rich.console import Console
 
+from vllm_hetero_spec import machine
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.progress import Reporter, TimeLeft, _duration
-from vllm_hetero_spec.measure import machine as provenance
 
 
 def cell(method: str, batch_size: int = 1) -> Cell:
@@ -70,12 +70,12 @@ def test_what_is_told(terminal: bool) -> None:
 
 
 def test_provenance_tells_versions_machine_and_sources() -> None:
-    found = provenance.provenance()
+    found = machine.provenance()
     assert {"vllm_hetero_spec", "vllm", "torch", "transformers", "python"} <= set(found["versions"])
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["memory_gib"] > 0
     assert found["machine"]["cpu"]
-    assert 0 < provenance.available_memory_bytes() <= provenance.memory_bytes()
+    assert 0 < machine.available_memory_bytes() <= machine.memory_bytes()
 
 
 def test_sources_outside_of_a_checkout_have_no_revision(
@@ -83,16 +83,16 @@ def test_sources_outside_of_a_checkout_have_no_revision(
 ) -> None:
     # As where a package is installed below somebody else's repository.
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    package = tmp_path / "site" / "bench"
+    package = tmp_path / "site" / "package"
     package.mkdir(parents=True)
-    (package.parent / "config.py").write_text("")
-    monkeypatch.setattr(provenance, "_HERE", package)
-    assert provenance.source() == {}
+    (package / "config.py").write_text("")
+    monkeypatch.setattr(machine, "_HERE", package)
+    assert machine.source() == {}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
-    found = provenance.source()
+    found = machine.source()
     assert re.fullmatch(r"[0-9a-f]{40}", found["revision"])
     assert found["dirty"] is False
-    (package.parent / "config.py").write_text("changed")
-    assert provenance.source()["dirty"] is True
+    (package / "config.py").write_text("changed")
+    assert machine.source()["dirty"] is True

@@ -284,7 +284,7 @@ def test_hugging_face_rows_are_streamed(write: Write, monkeypatch: pytest.Monkey
     library.load_dataset = fail
     line, sentence = refused(write(GOOD.replace("{builtin: mixed, count: 2}", HF)))
     assert line == 5
-    assert sentence == "cannot load the dataset org/data: Dataset scripts are not supported"
+    assert sentence == "cannot load the dataset org/data: Dataset scripts are not supported."
 
 
 def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

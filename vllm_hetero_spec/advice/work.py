@@ -23,6 +23,7 @@ from vllm_hetero_spec.advice.memory import local_folder, memory_of, missing_weig
 from vllm_hetero_spec.advice.pairs import view_pair
 from vllm_hetero_spec.bench.engines import on_gpu
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.measure.load import Engine, MeasurementError
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
@@ -136,9 +137,8 @@ class Work:
                 drafter.model, trust_remote_code=self._task.trust_remote_code
             )
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0].rstrip(".")
             raise ConfigError(
-                f"the configuration of {drafter.name} cannot be read: {reason}."
+                f"the configuration of {drafter.name} cannot be read: {first_line(error)}."
             ) from error
         drafter.memory = memory_of(
             config,

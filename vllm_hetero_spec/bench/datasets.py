@@ -10,8 +10,9 @@ from typing import Any
 
 from vllm_hetero_spec.bench.models import located, tokenizer_of
 from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.yaml_file import Entry, nearest
+from vllm_hetero_spec.bench.yaml_file import Entry
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line, nearest
 from vllm_hetero_spec.inputs.prompts import BUILT_IN
 
 BUILT_IN_SETS = {"mixed": BUILT_IN}
@@ -149,8 +150,9 @@ def _hf_rows(keys: dict[str, Entry]) -> Iterator[dict[str, Any]]:
         )
     # The library raises what its file systems, parsers and HTTP clients raise.
     except Exception as error:
-        line = str(error).strip().split("\n")[0]
-        raise entry.refuse(f"cannot load the dataset {entry.value()}: {line}") from error
+        raise entry.refuse(
+            f"cannot load the dataset {entry.value()}: {first_line(error)}."
+        ) from error
 
 
 def _datasets_library(entry: Entry) -> Any:

@@ -9,8 +9,8 @@ from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
 from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.measure.load import Engine
-from vllm_hetero_spec.measure.machine import available_memory_bytes
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30

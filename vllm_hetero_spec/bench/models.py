@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as a suite names them: Hugging Face names, folders, and the demo pair."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.yaml_file import Entry
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.inputs.model_folder import check_model
+from vllm_hetero_spec.paths import demo_folder
 
 _DEMO = "demo:"
-
-
-def demo_folder() -> Path:
-    """Where the demo pair lies, or would."""
-    if given := os.environ.get("HETERO_SPEC_DEMO"):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "vllm_hetero_spec" / "demo"
 
 
 def located(entry: Entry) -> Path:
@@ -64,7 +57,7 @@ def tokenizer_of(model: str, engine: dict[str, Any]) -> Any:
             trust_remote_code=bool(engine.get("trust_remote_code")),
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the tokenizer of {model}: {_line(error)}") from error
+        raise ConfigError(f"cannot load the tokenizer of {model}: {first_line(error)}") from error
 
 
 def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
@@ -89,13 +82,9 @@ def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
     except UnsupportedTokenizer as error:
         return str(error)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the models' configurations: {_line(error)}") from error
+        raise ConfigError(f"cannot load the models' configurations: {first_line(error)}") from error
     if texts[0].fingerprint != texts[1].fingerprint:
         return "target and drafter have different vocabularies"
     if sizes[0] != sizes[1]:
         return f"the target has {sizes[0]} output rows, the drafter {sizes[1]}"
     return None
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

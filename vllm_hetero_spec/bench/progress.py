@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.load import Sample
 
 
@@ -98,7 +99,7 @@ class Reporter:
         self._done(run, f"{sample.tokens_per_second:.1f} tok/s{accepted}")
 
     def failed(self, run: Measurement, sentence: str) -> None:
-        self._done(run, f"failed: {' '.join(sentence.split())}")
+        self._done(run, f"failed: {one_line(sentence)}")
 
     def _done(self, run: Measurement, how: str) -> None:
         self._left.remove(run)

@@ -20,6 +20,7 @@ from vllm_hetero_spec.bench.tables import (
     SPEED,
     SPEED_NOTE,
 )
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.report.tables import as_data, markdown_table, terminal_table
 from vllm_hetero_spec.report.values import widened
@@ -119,7 +120,7 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
     """Cells by reason."""
     by_reason: dict[str, list[str]] = {}
     for cell, reason in reasons.items():
-        by_reason.setdefault(" ".join(reason.split()), []).append(f"`{cell}`")
+        by_reason.setdefault(one_line(reason), []).append(f"`{cell}`")
     if not by_reason:
         return []
     lines = [f"- {reason}: {', '.join(cells)}" for reason, cells in by_reason.items()]

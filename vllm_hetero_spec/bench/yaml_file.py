@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of a YAML file that know their line, so that every mistake is told with its place."""
 
-import difflib
 import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,5 @@ def distinct(entries: Iterable[Entry], values: Iterable[Hashable]) -> None:
         seen.add(value)
 
 
-def nearest(word: Any, choices: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where one of the choices is near."""
-    near = difflib.get_close_matches(str(word), list(choices), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def _problem(error: Exception) -> str:
-    return str(getattr(error, "problem", None) or error).split("\n")[0]
+    return first_line(getattr(error, "problem", None) or error)

@@ -22,8 +22,8 @@ from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.machine import provenance
 from vllm_hetero_spec.measure.load import MeasurementError
-from vllm_hetero_spec.measure.machine import provenance
 
 _RESULTS = Path("bench-results")
 

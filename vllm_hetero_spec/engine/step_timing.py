@@ -25,7 +25,8 @@ from vllm.platforms import current_platform
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.text.vocabulary import default_cache
+from vllm_hetero_spec.machine import cpu_name
+from vllm_hetero_spec.paths import cache_folder
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -133,19 +134,10 @@ def machine() -> tuple[Any, ...]:
     return (
         current_platform.get_device_name() if not current_platform.is_cpu() else "cpu",
         platform.machine(),
-        _processor(),
+        cpu_name(),
         os.cpu_count(),
         torch.get_num_threads(),
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def _timed(step: Callable[[int], Any], size: int) -> float:
@@ -172,9 +164,9 @@ def measure(
     group = get_tp_group()
     most = config.scheduler_config.max_num_seqs
     rows = min(most * (1 + options.num_speculative_tokens), runner.max_num_tokens)
-    cache = default_cache()
+    cache = cache_folder()
     kept = CostFile(
-        None if cache is None else cache.with_name("costs"),
+        None if cache is None else cache / "costs",
         config.model_config.compute_hash(),
         config.parallel_config.compute_hash(),
         config.compilation_config.mode,

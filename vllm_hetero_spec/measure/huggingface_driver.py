@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.child_process import serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import Load, Sample, Trace
@@ -179,9 +180,7 @@ class Generator:
                 name, dtype=torch.float32 if self._device == "cpu" else "auto"
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"Hugging Face refuses {name}: {' '.join(str(error).split())}"
-            ) from error
+            raise ConfigError(f"Hugging Face refuses {name}: {one_line(error)}") from error
         return tokenizer, model.to(self._device).eval()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import cpu_sampling
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.child_process import serve
 from vllm_hetero_spec.measure.load import Load, Sample, Trace
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
@@ -181,7 +182,7 @@ def refusal(error: Exception) -> ConfigError:
     """What an error of vLLM's front end says, in one line."""
     details = getattr(error, "errors", None)  # pydantic lists what it refused
     text = details()[0]["msg"] if callable(details) else str(error)
-    return ConfigError(f"vLLM refuses this: {' '.join(text.removeprefix('Value error, ').split())}")
+    return ConfigError(f"vLLM refuses this: {one_line(text.removeprefix('Value error, '))}")
 
 
 def build(spec: EngineSpec) -> Callable[[Load], Sample]:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_hetero_spec.paths import cache_folder
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -96,10 +97,8 @@ class VocabularyMaps:
 
 def default_cache() -> Path | None:
     """Folder where maps are kept between runs, None for a user without a home."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):
-        root = os.path.expanduser("~/.cache")
-    return Path(root, "vllm_hetero_spec", "maps") if os.path.isabs(root) else None
+    folder = cache_folder()
+    return folder / "maps" if folder is not None else None
 
 
 def build_maps(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On what, and with which versions, something was measured."""
+"""This machine: its processor and memory, and the versions and sources that run on it."""
 
 import os
 import platform
@@ -71,12 +71,12 @@ def gpus() -> list[str]:
 
 def source() -> dict[str, Any]:
     """Git revision of the package, and whether it was changed since; empty where there is none."""
-    tracked = _output("git", "-C", str(_HERE), "ls-files", str(_HERE.parent / "config.py"))
+    tracked = _output("git", "-C", str(_HERE), "ls-files", str(_HERE / "config.py"))
     if not tracked:
         return {}
     return {
         "revision": _output("git", "-C", str(_HERE), "rev-parse", "HEAD"),
-        "dirty": bool(_output("git", "-C", str(_HERE), "status", "--porcelain", str(_HERE.parent))),
+        "dirty": bool(_output("git", "-C", str(_HERE), "status", "--porcelain", str(_HERE))),
     }
 
 
