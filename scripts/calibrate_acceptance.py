@@ -31,11 +31,11 @@ from rich.progress import track
 from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.draft.merging import PairMerging
-from vllm_hetero_spec.draft.rows import TokenMap, probabilities
+from vllm_hetero_spec.draft.pair_merges import PairMerges
+from vllm_hetero_spec.draft.path import Path as DraftPath
 from vllm_hetero_spec.draft.selection import span
-from vllm_hetero_spec.draft.slrs import Merging, Reach, Slrs
-from vllm_hetero_spec.draft.slrs import Path as DraftPath
+from vllm_hetero_spec.draft.slrs import MergeSpan, Merging, Slrs
+from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -100,12 +100,12 @@ class RowAcceptance:
     """
 
     def __init__(
-        self, twins: TokenMap, firsts: TokenMap, merging: Merging, reaches: Sequence[Reach]
+        self, twins: TokenMap, firsts: TokenMap, merging: Merging, reaches: Sequence[MergeSpan]
     ) -> None:
         self._twins, self._firsts = twins, firsts
         device = twins.first.device
         self._slrs = {
-            reach: Slrs(firsts, merging, frozenset(), Noise(device), reach.span)
+            reach: Slrs(firsts, merging, frozenset(), Noise(device), reach.tokens)
             for reach in sorted(set(reaches))
         }
         self._shared = torch.zeros(twins.width, dtype=torch.bool, device=device)
@@ -127,7 +127,7 @@ class RowAcceptance:
             `union` rejects what has no twin, `slem` matches a greedy draft as a string, `race_tli`
             races on the row of TLI, and SLRS-n is named by its reach.
         """
-        union = self._twins.laws(q)
+        union = self._twins.draft_probs(q)
         tli = _normalised(union)
         picked = torch.tensor(greedy, device=p.device)
         matched = p.gather(1, picked.clamp_min(0)[:, None])[:, 0]
@@ -136,27 +136,27 @@ class RowAcceptance:
             "drafter_shared": union.double().sum(-1),
             "union": overlap(p, union),
             "tli": overlap(p, tli),
-            "push_forward": overlap(p, _normalised(self._firsts.laws(q))),
+            "push_forward": overlap(p, _normalised(self._firsts.draft_probs(q))),
             **{r.name: overlap(p, self._slrs_probs(q, follow, r)) for r in self._slrs},
             "slem": torch.where(picked >= 0, matched, 0.0).double(),
             "race_tli": race_acceptance(p, tli),
         }
 
-    def _slrs_probs(self, q: torch.Tensor, follow: Follow, reach: Reach) -> torch.Tensor:
+    def _slrs_probs(self, q: torch.Tensor, follow: Follow, reach: MergeSpan) -> torch.Tensor:
         """float32 [n, V_T], the distribution of the first token that SLRS-n proposes."""
         fed: list[list[int]] = [[] for _ in q]
 
         def feed(
-            indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+            indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
         ) -> torch.Tensor:
             texts = [[*fed[place], *tokens] for place, tokens in zip(indices, ids, strict=True)]
-            kept = len(indices) - aside
+            kept = len(indices) - side_branches
             for place, text in zip(indices[:kept], texts, strict=False):
                 fed[place] = text
             return follow(indices, texts)
 
         rows = q[:, : len(self._firsts.first)] * (self._firsts.first >= 0)
-        paths = [DraftPath(reach.span, wanted=1, asides=reach.candidates - 1) for _ in q]
+        paths = [DraftPath(reach.tokens, wanted=1, side_branches=reach.candidates - 1) for _ in q]
         return self._slrs[reach].draft(_normalised(rows), paths, feed)
 
 
@@ -235,7 +235,7 @@ class PairRows:
             TokenMap(torch.from_numpy(first).long().to(device), width)
             for first in (maps.d2t, maps.kappa_first)
         )
-        self.merging = PairMerging(self.target, self.drafter, maps, device)
+        self.merging = PairMerges(self.target, self.drafter, maps, device)
 
     @torch.inference_mode()
     def read(
@@ -293,7 +293,7 @@ def measure(
     temperatures: Sequence[float],
     places: int,
     longest: int,
-    reaches: Sequence[Reach],
+    reaches: Sequence[MergeSpan],
     seed: int,
 ) -> tuple[dict[float, dict[str, Estimate]], int]:
     """Means over all places by temperature and name, and how many places these are.
@@ -341,10 +341,10 @@ def _measure(
         yield t, acceptance.measure(p, q, rows.greedy, partial(follow, t))
 
 
-def reach(text: str) -> Reach:
+def reach(text: str) -> MergeSpan:
     """`4:16` as a reach of SLRS-n; ValueError where it is none."""
-    found = Reach(*map(int, text.split(":")))
-    if found.span < 2 or found.candidates < 1:
+    found = MergeSpan(*map(int, text.split(":")))
+    if found.tokens < 2 or found.candidates < 1:
         raise ValueError(text)
     return found
 
@@ -375,7 +375,11 @@ def main() -> int:
         file, count = arguments.text, arguments.num_texts
         texts = load_prompts(file, count) if file else documents_of(CALIBRATION_TEXT)[:count]
         pair = PairRows(load(arguments.target), load(arguments.drafter))
-        reaches = arguments.reaches or [Reach(), Reach(2, 8), Reach(span(pair.drafter.vocab_size))]
+        reaches = arguments.reaches or [
+            MergeSpan(),
+            MergeSpan(2, 8),
+            MergeSpan(span(pair.drafter.vocab_size)),
+        ]
         means, places = measure(
             pair,
             track(texts, "texts", console=Console(stderr=True), transient=True),

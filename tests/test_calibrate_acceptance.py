@@ -15,7 +15,7 @@ from calibrate_acceptance import Estimate, PairRows, measure
 from oracle_acceptance import load
 from train_demo_models import PairBudget, train_pair
 
-from vllm_hetero_spec.draft.slrs import Reach
+from vllm_hetero_spec.draft.slrs import MergeSpan
 
 TARGET = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=1)
@@ -71,11 +71,13 @@ def test_places_follow_from_the_seed(pair: PairRows) -> None:
 def test_a_text_too_short_has_no_places(pair: PairRows) -> None:
     assert pair.read("x", 4, 64, torch.Generator()) is None
     with pytest.raises(ValueError, match="two texts"):
-        measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [Reach()], 0)
+        measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [MergeSpan()], 0)
 
 
 def test_figures_of_every_method(pair: PairRows) -> None:
-    results, places = measure(pair, TEXTS, [0.5, 1.0], 5, 64, [Reach(), Reach(2, 4), Reach(3)], 0)
+    results, places = measure(
+        pair, TEXTS, [0.5, 1.0], 5, 64, [MergeSpan(), MergeSpan(2, 4), MergeSpan(3)], 0
+    )
     assert places == 15
     assert list(results) == [0.5, 1.0]
     for figures in results.values():

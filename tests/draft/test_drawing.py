@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws come from the rows whose laws are kept, however the batch is cut into parts."""
+"""Draws come from the rows that are kept, however the batch is cut into parts."""
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
-from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.race import race
 
@@ -14,9 +14,11 @@ FIRST = torch.tensor([2, 0, 2, 1, 3])
 REQUESTS = 9
 
 
-def batch(clocks: bool, steps: int = 3) -> DrawBatch:
+def batch(races: bool, steps: int = 3) -> DrawBatch:
     draws = [
-        Draw(0.5 + index / 4, index % 4, 0.95, clock=100 + index if clocks else None, place=index)
+        Draw(
+            0.5 + index / 4, index % 4, 0.95, race_seed=100 + index if races else None, place=index
+        )
         for index in range(REQUESTS)
     ]
     method = SampledMethod(TokenMap(FIRST, 4), torch.tensor([1, 2, 1, 3, 1]))
@@ -28,37 +30,37 @@ def logits(step: int) -> torch.Tensor:
     return torch.randn(REQUESTS, 5, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("clocks", [False, True])
+@pytest.mark.parametrize("races", [False, True])
 @pytest.mark.parametrize("cells", [5, 11, 23])
-def test_parts_change_nothing(clocks: bool, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = batch(clocks)
+def test_parts_change_nothing(races: bool, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = batch(races)
     expected = [whole.draw(logits(step)) for step in range(3)]
     monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
-    parts = batch(clocks)
+    parts = batch(races)
     assert [parts.draw(logits(step)).tolist() for step in range(3)] == [
         chosen.tolist() for chosen in expected
     ]
-    assert torch.equal(parts.laws, whole.laws)
-    rows = batch(clocks).rows(logits(0), [4, 0, 7, 8, 1, 2, 3, 5, 6])
+    assert torch.equal(parts.draft_probs, whole.draft_probs)
+    rows = batch(races).rows(logits(0), [4, 0, 7, 8, 1, 2, 3, 5, 6])
     assert rows.sum(-1).tolist() == pytest.approx([1.0] * REQUESTS)
 
 
-def test_laws_are_those_of_the_rows() -> None:
-    draws = batch(clocks=False, steps=1)
+def test_draft_probs_are_those_of_the_rows() -> None:
+    draws = batch(races=False, steps=1)
     draws.draw(logits(0))
-    rows = batch(clocks=False).rows(logits(0), range(REQUESTS))
+    rows = batch(races=False).rows(logits(0), range(REQUESTS))
     expected = np.zeros((REQUESTS, 4), np.float32)
     for d, t in enumerate(FIRST.tolist()):
         expected[:, t] += rows[:, d].numpy()
-    np.testing.assert_allclose(draws.laws.numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(draws.draft_probs.numpy(), expected, atol=1e-6)
 
 
 def test_raced_drafts_begin_with_the_winner_of_their_law() -> None:
-    draws = batch(clocks=True)
+    draws = batch(races=True)
     chosen = torch.stack([draws.draw(logits(step)) for step in range(3)])
     places = torch.arange(REQUESTS)
     for step in range(3):
-        laws = draws.laws[step * REQUESTS : (step + 1) * REQUESTS]
-        winners = race(laws, 100 + torch.arange(REQUESTS), places)
+        draft_probs = draws.draft_probs[step * REQUESTS : (step + 1) * REQUESTS]
+        winners = race(draft_probs, 100 + torch.arange(REQUESTS), places)
         assert FIRST[chosen[step]].tolist() == winners.tolist()
         places = places + torch.tensor([1, 2, 1, 3, 1])[chosen[step]]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_slrs import ToyMerging
 from toy_worlds import LETTERS, WORDS, World, worlds
 
-from vllm_hetero_spec.draft.rows import TokenMap
-from vllm_hetero_spec.draft.slrs import Reach
+from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance, law
 
@@ -46,7 +46,9 @@ def acceptance(world: World) -> RowAcceptance:
     firsts = [pair.kappa(d)[0] for d in every]
     width = len(pair.target)
     maps = (TokenMap(torch.tensor(first), width) for first in (twins, firsts))
-    return RowAcceptance(*maps, ToyMerging(world), reaches=(Reach(3), Reach(2), Reach(2, 3)))
+    return RowAcceptance(
+        *maps, ToyMerging(world), reaches=(MergeSpan(3), MergeSpan(2), MergeSpan(2, 3))
+    )
 
 
 def greedy_of(world: World, context: tuple[int, ...]) -> int:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from toy_worlds import LETTERS, WORDS, World, worlds
 
-from vllm_hetero_spec.draft.rows import TokenMap
-from vllm_hetero_spec.draft.slrs import Path, Slrs
+from vllm_hetero_spec.draft.path import Path
+from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import law, total_variation
 from vllm_hetero_spec.verify.drafts import DraftBatch
@@ -71,16 +72,16 @@ class ToyDrafter:
         self.kv: list[list[int]] = [[] for _ in paths]
 
     def feed(
-        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        main = len(indices) - aside
+        main = len(indices) - side_branches
         for index, tokens in zip(indices[:main], ids[:main], strict=True):
             path, kv = self._paths[index], self.kv[index]
             assert kv[: path.fed] == path.drafted[: path.fed]
             del kv[path.written :]
             kv += tokens
         for index, count in Counter(indices[main:]).items():
-            assert count <= self._paths[index].asides
+            assert count <= self._paths[index].side_branches
         texts = [tuple(self.kv[index]) for index in indices[:main]]
         for index, tokens in zip(indices[main:], ids[main:], strict=True):
             texts.append((*self.kv[index][: self._paths[index].written], *tokens))
@@ -110,7 +111,7 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
     """The joint law of the proposed tokens, and every row beside them."""
     (world, *_), span, candidates = KINDS[kind]
     torch.manual_seed(steps)
-    paths, laws, _ = drafted(world, steps, span, candidates)
+    paths, draft_probs, _ = drafted(world, steps, span, candidates)
 
     expected = law(
         lambda chance: tuple(
@@ -128,8 +129,8 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
 
     for path in paths[:300]:
         rows = [
-            ref.one_hot(t, laws.shape[1]) if row < 0 else laws[row].numpy()
-            for t, row in zip(path.proposal, path.law_of, strict=True)
+            ref.one_hot(t, draft_probs.shape[1]) if row < 0 else draft_probs[row].numpy()
+            for t, row in zip(path.proposal, path.row_of, strict=True)
         ]
         assert any(
             path.proposal == [token for token, _ in stream]
@@ -142,10 +143,10 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
 def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
     (*_, world), span, candidates = KINDS[kind]
     torch.manual_seed(7)
-    paths, laws, _ = drafted(world, 4, span, candidates)
+    paths, draft_probs, _ = drafted(world, 4, span, candidates)
     lengths = [len(path.proposal) for path in paths]
     tokens = torch.tensor([t for path in paths for t in path.proposal])
-    row_of = torch.tensor([row for path in paths for row in path.law_of])
+    row_of = torch.tensor([row for path in paths for row in path.row_of])
     p = torch.tensor(
         np.array(
             [world.p(tuple(path.proposal[:j])) for path in paths for j in range(len(path.proposal))]
@@ -153,7 +154,7 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
         dtype=torch.float32,
     )
     bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
-    verdict = token_rule(DraftBatch(tokens, lengths, laws, row_of), p, bonus, Noise(CPU))
+    verdict = token_rule(DraftBatch(tokens, lengths, draft_probs, row_of), p, bonus, Noise(CPU))
     share = Counter(verdict.tokens[:, 0].tolist())
     expected = {t: float(x) for t, x in enumerate(world.p(()))}
     found = {t: share[t] / COPIES for t in expected}
@@ -165,7 +166,7 @@ def test_the_drafters_kv_is_counted(kind: str) -> None:
     """`fed` never claims a token that was replaced or never fed, and no step is overspent."""
     (world, *_), span, candidates = KINDS[kind]
     torch.manual_seed(2)
-    paths, laws, drafter = drafted(world, 4, span, candidates, wanted=3)
+    paths, draft_probs, drafter = drafted(world, 4, span, candidates, wanted=3)
     for path, kv in zip(paths, drafter.kv, strict=True):
         assert path.drafted[: path.fed] == kv[: path.fed]
         assert len(kv) < 4
@@ -173,24 +174,24 @@ def test_the_drafters_kv_is_counted(kind: str) -> None:
         assert not path.ahead
         ended = sum(len(world.pair.target[t]) for t in path.proposal)
         assert ended == len(world.pair.spell(path.drafted))
-        assert path.law_of.count(-1) < len(path.law_of) <= 2 + 5
+        assert path.row_of.count(-1) < len(path.row_of) <= 2 + 5
     assert any(path.fed < len(path.drafted) for path in paths)
-    assert len(laws) == sum(row >= 0 for path in paths for row in path.law_of)
+    assert len(draft_probs) == sum(row >= 0 for path in paths for row in path.row_of)
 
 
 def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
-    """A drafter that has broken down leaves laws of 0 behind, not of NaN."""
+    """A drafter that has broken down leaves draft_probs of 0 behind, not of NaN."""
     world = worlds(1)[0]
     paths = [Path(3, 3) for _ in range(4)]
     tokens = TokenMap(torch.tensor([world.pair.kappa(d)[0] for d in range(5)]), 5)
     slrs = Slrs(tokens, ToyMerging(world), frozenset(), Noise(CPU), 3)
 
     def broken(
-        indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
         return torch.zeros(len(indices), 5)
 
     first = torch.tensor(world.q_after(())(()), dtype=torch.float32).repeat(4, 1)
-    laws = slrs.draft(first, paths, broken)
-    assert laws.isfinite().all()
-    assert {float(row.sum().round()) for row in laws} == {0.0, 1.0}
+    draft_probs = slrs.draft(first, paths, broken)
+    assert draft_probs.isfinite().all()
+    assert {float(row.sum().round()) for row in draft_probs} == {0.0, 1.0}

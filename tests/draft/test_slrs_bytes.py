@@ -10,10 +10,11 @@ import pytest
 import recipes
 import torch
 
-from vllm_hetero_spec.draft.merging import PairMerging
-from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.pair_merges import PairMerges
+from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.selection import LONG_SPAN, SHORT_SPAN, span
-from vllm_hetero_spec.draft.slrs import Path, Slrs
+from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps
@@ -66,14 +67,14 @@ class Drafts:
         self.paths = [Path(wanted * span, wanted) for _ in texts]
         self._kv: list[list[int]] = [[] for _ in texts]
         tokens = TokenMap(torch.from_numpy(maps.kappa_first.astype(np.int64)), target.vocab_size)
-        merging = PairMerging(target, tokenizer, maps, CPU)
+        merging = PairMerges(target, tokenizer, maps, CPU)
         slrs = Slrs(tokens, merging, frozenset({drafter.end}), Noise(CPU), span)
-        self.laws = slrs.draft(self._rows(range(len(texts))), self.paths, self._feed)
+        self.draft_probs = slrs.draft(self._rows(range(len(texts))), self.paths, self._feed)
 
     def _feed(
-        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        assert not aside
+        assert not side_branches
         for index, tokens in zip(indices, ids, strict=True):
             self._kv[index][self.paths[index].written :] = tokens
         return self._rows(indices)
@@ -106,15 +107,15 @@ def test_whole_target_tokens_are_drafted(target: TextTokenizer, drafter: ByteDra
     torch.manual_seed(1)
     texts = CONTEXTS * 20
     lengths = {}
-    for reach in (1, SHORT_SPAN, LONG_SPAN):
-        drafts = Drafts(target, drafter, texts, reach, 3)
+    for merge_span in (1, SHORT_SPAN, LONG_SPAN):
+        drafts = Drafts(target, drafter, texts, merge_span, 3)
         for path in drafts.paths:
             spelled = target.decode_bytes(path.proposal)
             assert spelled == drafter.tokenizer.decode_bytes(path.drafted)
             assert len(path.proposal) >= 3
         pieces = [len(target.token_bytes[t]) for path in drafts.paths for t in path.proposal[:3]]
-        lengths[reach] = np.mean(pieces)
-        assert max(pieces) == reach
+        lengths[merge_span] = np.mean(pieces)
+        assert max(pieces) == merge_span
     assert lengths[1] == 1
     assert lengths[SHORT_SPAN] > 1.2
     assert lengths[LONG_SPAN] > 1.5
@@ -128,10 +129,10 @@ def test_the_law_is_that_of_what_is_proposed(
     copies = 2500
     drafts = Drafts(target, drafter, [text] * copies, LONG_SPAN, 1)
     found = Counter(path.proposal[0] for path in drafts.paths)
-    psi = drafts.laws[0]
-    assert torch.equal(drafts.laws, psi.expand(copies, -1))
-    assert float(psi.sum()) == pytest.approx(1.0, abs=1e-5)
-    distance = sum(abs(found[t] / copies - float(x)) for t, x in enumerate(psi)) / 2
-    cells = int((psi > 1e-6).sum())
+    probs = drafts.draft_probs[0]
+    assert torch.equal(drafts.draft_probs, probs.expand(copies, -1))
+    assert float(probs.sum()) == pytest.approx(1.0, abs=1e-5)
+    distance = sum(abs(found[t] / copies - float(x)) for t, x in enumerate(probs)) / 2
+    cells = int((probs > 1e-6).sum())
     assert distance < 1.5 * 0.5 * math.sqrt(2 * cells / (math.pi * copies))
     assert any(len(target.token_bytes[t]) > 1 for t in found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SLRS-n with several candidates: what is fed aside says the same as in the draft's own place."""
+"""SLRS-n with several candidates: a side branch says the same as in the draft's own place."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from harness import engine, metrics_of, proposer_of, slem
 from vllm import SamplingParams
 
 from vllm_hetero_spec.draft import slrs
+from vllm_hetero_spec.draft.path import Feed
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
@@ -21,38 +22,38 @@ class Checked:
     What differs is noted: the proposer would take an assertion for a broken drafter.
     """
 
-    def __init__(self, feed: slrs.Feed) -> None:
+    def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self.aside = 0
+        self.side_branches = 0
         self.apart = 0.0
 
     def __call__(
-        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        rows = self._feed(indices, ids, aside)
-        kept = len(indices) - aside
+        rows = self._feed(indices, ids, side_branches)
+        kept = len(indices) - side_branches
         for line in range(kept, len(indices)):
             self._compare(self._feed([indices[line]], [ids[line]])[0], rows[line])
-        if aside:
+        if side_branches:
             self._compare(self._feed(indices[:kept], ids[:kept]), rows[:kept])
-        self.aside += aside
+        self.side_branches += side_branches
         return rows
 
     def _compare(self, rows: torch.Tensor, others: torch.Tensor) -> None:
         self.apart = max(self.apart, float((rows - others).abs().max()))
 
 
-def test_rows_aside_are_those_in_line(
+def test_rows_of_side_branches_are_those_in_line(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of less and more than a block, drafts that leave one and enter the next."""
     genuine, seen, sums = slrs.Slrs.draft, [], []
 
-    def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: slrs.Feed) -> torch.Tensor:
+    def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: Feed) -> torch.Tensor:
         seen.append(Checked(feed))
-        laws = genuine(self, rows, paths, seen[-1])
-        sums.extend(laws.sum(-1).tolist())
-        return laws
+        draft_probs = genuine(self, rows, paths, seen[-1])
+        sums.extend(draft_probs.sum(-1).tolist())
+        return draft_probs
 
     monkeypatch.setattr(slrs.Slrs, "draft", draft)
     spec = slem(demo_pair / "drafter", method="slrs", merge_candidates=4)
@@ -63,7 +64,7 @@ def test_rows_aside_are_those_in_line(
         size = proposer_of(llm)._rounds._pool.block_size
         lengths = [len(output.prompt_token_ids) for output in outputs]
     assert min(lengths) < size < max(lengths)
-    assert sum(feed.aside for feed in seen) > 500
+    assert sum(feed.side_branches for feed in seen) > 500
     assert max(feed.apart for feed in seen) < 1e-5
     assert sums == pytest.approx([1.0] * len(sums), abs=1e-4)
 

@@ -172,11 +172,11 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 ) -> None:
     """The negative oracle: what was drawn verified as if it had been certain, or the reverse."""
     if {"race", "garbled"} & set(request.node.name.strip("]").split("-")):
-        pytest.skip("races do not read the laws of drafts, and bad drafts are hardly accepted")
+        pytest.skip("races do not read draft_probs, and bad drafts are hardly accepted")
     genuine = DraftBatch.mass
 
     def wrong(self: DraftBatch) -> torch.Tensor:
-        certain = self.rows is None
+        certain = self.draft_probs is None
         return torch.full_like(genuine(self), 0.3) if certain else torch.ones_like(genuine(self))
 
     monkeypatch.setattr(DraftBatch, "mass", wrong)

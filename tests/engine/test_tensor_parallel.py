@@ -47,7 +47,7 @@ def test_same_tokens_on_two_ranks(
 def test_sampled_drafts_on_two_ranks(
     demo_pair: Path, code_prompts: list[str], method: str, verification: str
 ) -> None:
-    """Both ranks verify with the first one's laws: the law is kept, and so is the text's sense.
+    """Both ranks verify with the first's draft_probs: the law is kept, and so is the text's sense.
 
     Ranks that disagreed on one token would write different KV from there on, and the text of a
     drafter that is the target would soon be rejected: most often where the law is a broad one.

@@ -38,7 +38,7 @@ def drawn_batch(copies: int) -> DraftBatch:
     return DraftBatch(
         tokens=torch.from_numpy(tokens.reshape(-1)),
         lengths=[3] * copies,
-        rows=rows,
+        draft_probs=rows,
         row_of=torch.tensor([0, -1, 1]).repeat(copies),
     )
 
@@ -81,7 +81,7 @@ def test_the_batch_with_another_row_is_caught() -> None:
     drafts = drawn_batch(COPIES)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
     truthful = token_rule(drafts, p, drawn(P[3], 1), Noise(CPU)).tokens[:, 0]
-    skewed = DraftBatch(drafts.tokens, drafts.lengths, drafts.rows.flip(0), drafts.row_of)  # type: ignore[union-attr]
+    skewed = DraftBatch(drafts.tokens, drafts.lengths, drafts.draft_probs.flip(0), drafts.row_of)  # type: ignore[union-attr]
     lied = token_rule(skewed, p, drawn(P[3], 1), Noise(CPU)).tokens[:, 0]
 
     def off(tokens: torch.Tensor) -> float:
@@ -254,7 +254,7 @@ def test_a_row_of_one_token_is_won_by_it() -> None:
     assert (race(rows, torch.arange(3000), torch.zeros(3000, dtype=torch.int64)) == 4).all()
 
 
-def test_races_with_the_same_clocks_agree_as_often_as_they_should() -> None:
+def test_races_with_the_same_seeds_agree_as_often_as_they_should() -> None:
     p, psi = (torch.tensor(row, dtype=torch.float32).repeat(COPIES, 1) for row in (P[0], ROWS[0]))
     seeds, places = torch.arange(COPIES), torch.full((COPIES,), 3)
     same = (race(p, seeds, places) == race(psi, seeds, places)).double().mean()

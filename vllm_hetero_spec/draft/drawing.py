@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled drafts: draws from a drafter's rows, and the law of what each draw proposes.
+"""Sampled drafts: draws from a drafter's rows, and the distribution of what each proposes.
 
-The law is computed from the very row that is drawn from. The randomness is the drafter's own: it
+It is computed from the very row that is drawn from. The randomness is the drafter's own: it
 shares no stream with verification, which would bias the result.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hetero_spec.draft.rows import TokenMap, probabilities
-from vllm_hetero_spec.draft.slrs import DEFAULT_REACH, Merging, Reach
+from vllm_hetero_spec.draft.slrs import DEFAULT_MERGE_SPAN, MergeSpan, Merging
+from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 from vllm_hetero_spec.verify.race import race
 
@@ -25,7 +25,7 @@ class Draw:
         top_k: 0 for all.
         top_p: 1 for all.
         generator: The request's own stream for drafts, where it has a seed.
-        clock: Seed of the race that the target's token will win; None where there is no race.
+        race_seed: Seed of the race that the target's token will win; None where there is no race.
         place: Index in the request's output of the first token to be proposed.
     """
 
@@ -33,7 +33,7 @@ class Draw:
     top_k: int = 0
     top_p: float = 1.0
     generator: torch.Generator | None = None
-    clock: int | None = None
+    race_seed: int | None = None
     place: int = 0
 
 
@@ -45,13 +45,13 @@ class SampledMethod:
         tokens: What a drafter token proposes first.
         lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
-        reach: Of SLRS-n.
+        merge_span: Of SLRS-n.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
     merging: Merging | None = None
-    reach: Reach = DEFAULT_REACH
+    merge_span: MergeSpan = DEFAULT_MERGE_SPAN
 
 
 class DrawBatch:
@@ -81,26 +81,25 @@ class DrawBatch:
         self._top_p = torch.tensor(top_p, device=device) if min(top_p) < 1 else None
         own = {i: draw.generator for i, draw in enumerate(draws) if draw.generator is not None}
         self.noise = Noise(device, own, generator)
-        clocks = [draw.clock for draw in draws]
-        self._clocks = None
-        if clocks[0] is not None:  # all requests race or none does
-            self._clocks = torch.tensor(clocks, device=device)
+        race_seeds = [draw.race_seed for draw in draws]
+        self._race_seeds = None
+        if race_seeds[0] is not None:  # all requests race or none does
+            self._race_seeds = torch.tensor(race_seeds, device=device)
             self._places = torch.tensor([draw.place for draw in draws], device=device)
-        # One column more than the target has: see TokenMap.add_laws.
-        self._laws = torch.zeros((sum(steps), tokens.width + 1), device=device)
+        self._table = tokens.table(sum(steps))
         self._used = 0
 
     @property
-    def laws(self) -> torch.Tensor:
-        """float32 [R, V_T], the laws of all draws so far, in the order of drawing."""
-        return self._laws[: self._used, :-1]
+    def draft_probs(self) -> torch.Tensor:
+        """float32 [R, V_T], what was drawn from, one row per draw, in the order of drawing."""
+        return self._table[: self._used, :-1]
 
     @property
     def substitutes(self) -> list[int]:
         """[R], the target token that stands in for a draw that proposes nothing, if any can."""
         if self._tokens.renormalise:
             return []
-        substitutes: list[int] = self._tokens.substitute(self._laws[: self._used]).tolist()
+        substitutes: list[int] = self._tokens.substitute(self._table[: self._used]).tolist()
         return substitutes
 
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
@@ -119,7 +118,7 @@ class DrawBatch:
         ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw one token for each of the first m requests and keep its law.
+        """Draw one token for each of the first m requests and keep what it was drawn from.
 
         Args:
             logits: float [m, V_D], changed in place.
@@ -128,17 +127,17 @@ class DrawBatch:
             int64 [m] drafter ids.
         """
         count = len(logits)
-        laws = self._laws[self._used : self._used + count]
+        table = self._table[self._used : self._used + count]
         self._used += count
         uniform = self.noise.uniform([1] * count)
         chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
         for part in slices(len(logits), logits.shape[1], logits.device):
             q = self._rows(logits[part], part)
-            self._tokens.add_laws(q, laws[part])
-            if self._clocks is not None:
-                winners = race(laws[part, :-1], self._clocks[part], self._places[part])
+            self._tokens.add_draft_probs(q, table[part])
+            if self._race_seeds is not None:
+                winners = race(table[part, :-1], self._race_seeds[part], self._places[part])
                 q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
             chosen[part] = choose(q, uniform[part])
-        if self._clocks is not None:
+        if self._race_seeds is not None:
             self._places[:count] += self._lengths[chosen]
         return chosen

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """SLRS-n: push-forward that also proposes target tokens made of several drafter tokens.
 
-Before anything is drawn, a chain of the likeliest drafter tokens is fed for as long as what they
-spell begins a longer target token, and beside its first token a few other likely ones: a tree.
-Draws follow its rows until one leaves it; the longest target token found along them is proposed.
-The rows are known beforehand, and so is the law of the proposal: over the places where the tree may
-be left, with what probability it is left for which token. `verify.reference.slrs_n` is the readable
-form.
+An example: the target writes NewYork as one token, the drafter as New|York. Push-forward could
+only propose New. SLRS-2 runs the drafter once more behind New, before anything is drawn, and reads
+that York follows with probability 0.9. With probability 0.3 for New, draft_probs are now known:
+0.27 for NewYork and 0.03 for New, which stands for New and something else. Only then New is drawn
+and, from the row behind it, York: NewYork is proposed. Had it been New|Jersey, New would have been
+proposed, and the next token drawn afresh from the same row without York.
 
-What was drawn behind the proposal is thrown away, and the next token drawn afresh from the known
-row there, without what would have made the proposal longer. (To keep a drawn token and tell the
-verifier the plain row would be biased.) Feeding a chain that is not drawn costs forwards and no
-memory: the drawn tokens take its places. Others are fed aside and fed again where they are drawn.
+In general a tree of drafter tokens is laid before the draw: a chain of the likeliest tokens for as
+long as what they spell begins a longer target token, and beside its first token a few other likely
+ones, the side branches. Draws follow the rows of the tree until one leaves it, and the longest
+target token found along them is proposed. Its draft_probs add up, over the places where the tree
+may be left, with what probability it is left for which token.
+
+What was drawn behind the proposal is thrown away, and the next token drawn from the row there
+without what would have made the proposal longer. (To keep what was drawn and tell the verifier the
+plain row would be biased.) A chain that is not drawn costs forwards and no memory: the drawn tokens
+take its places. Side branches lie in blocks of their own, and are fed again where they are drawn.
+`verify.reference.slrs_n` is the readable form.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.rows import TokenMap
-from vllm_hetero_spec.draft.tree import Heir, Link, Tree
+from vllm_hetero_spec.draft.path import Feed, Path
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.draft.tree import Candidate, Node, Tree
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
@@ -50,86 +57,24 @@ class Merging(Protocol):
         """Target tokens of what a path spells behind the merged token that begins it."""
 
 
-class Feed(Protocol):
-    """The drafter, as a path sees it."""
-
-    def __call__(
-        self, indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
-    ) -> torch.Tensor:
-        """Feed ids to paths, behind the `written` ones.
-
-        Args:
-            indices: Of the paths, [n].
-            ids: At least one for each.
-            aside: The last so many leave nothing behind, one place of `Path.asides` for each.
-
-        Returns:
-            float32 [n, V_D], the rows that follow, as probabilities.
-        """
-
-
-class Reach(NamedTuple):
+class MergeSpan(NamedTuple):
     """How far SLRS-n looks ahead.
 
     Attributes:
-        span: Drafter tokens that a proposed target token may take, n.
+        tokens: Drafter tokens that a proposed target token may take, n.
         candidates: Drafter tokens that are looked behind at each step, m.
     """
 
-    span: int = 2
+    tokens: int = 2
     candidates: int = 1
 
     @property
     def name(self) -> str:
         """As figures are named: slrs_2, slrs_2_of_8."""
-        return f"slrs_{self.span}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
+        return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
 
 
-DEFAULT_REACH = Reach()
-
-
-@dataclass
-class Path:
-    """One request's draft.
-
-    Attributes:
-        steps: Drafter tokens that it may still draw.
-        wanted: Target tokens after which it stops.
-        asides: Tokens that can be fed aside in one step, beside the chain.
-        drafted: Drafter ids; the KV of the first `fed` is written.
-        ahead: Tokens of the chain whose KV is written behind those, not drawn yet.
-        proposal: Target ids.
-        law_of: Index into the laws of each target id, -1 where it was certain.
-    """
-
-    steps: int
-    wanted: int
-    asides: int = 0
-    drafted: list[int] = field(default_factory=list)
-    fed: int = 0
-    ahead: int = 0
-    proposal: list[int] = field(default_factory=list)
-    law_of: list[int] = field(default_factory=list)
-
-    def propose(self, first: int, law: int, rest: Sequence[int]) -> None:
-        """Add a drawn target token and the certain ones behind it."""
-        self.proposal += [first, *rest]
-        self.law_of += [law, *[-1] * len(rest)]
-
-    @property
-    def written(self) -> int:
-        """Tokens of the draft and its chain whose KV is written."""
-        return self.fed + self.ahead
-
-    @property
-    def unfed(self) -> list[int]:
-        """The end of the draft that has no KV yet."""
-        return self.drafted[self.fed :]
-
-    @property
-    def laws(self) -> int:
-        """How many laws a new path may come to have."""
-        return max(0, min(self.steps, self.wanted))
+DEFAULT_MERGE_SPAN = MergeSpan()
 
 
 class Slrs:
@@ -158,139 +103,146 @@ class Slrs:
         """Fill the paths.
 
         Args:
-            rows: float32 [B, V_D], law of each path's first drafter token.
+            rows: float32 [B, V_D], probabilities of each path's first drafter token.
             paths: [B].
             feed: The drafter.
 
         Returns:
-            float32 [R, V_T], the laws that `law_of` indexes.
+            float32 [R, V_T], the rows that `row_of` indexes.
         """
-        # One column more than the target has: see TokenMap.add_laws.
-        laws = rows.new_zeros((sum(path.laws for path in paths), self._tokens.width + 1))
+        table = self._tokens.table(sum(path.draws for path in paths))
         used = 0
-        heads = {i: rows[i] for i, path in enumerate(paths) if path.laws}
+        heads = {i: rows[i] for i, path in enumerate(paths) if path.draws}
         while heads:
             trees = self._trees(heads, paths, feed)
-            self._add_laws(list(trees.values()), laws[used : used + len(trees)])
+            self._add_draft_probs(list(trees.values()), table[used : used + len(trees)])
             drawn = self._draw(trees)
             ends = {
-                i: self._advance(paths[i], law, drawn[i], tree)
-                for law, (i, tree) in enumerate(trees.items(), used)
+                i: self._advance(paths[i], row, drawn[i], tree)
+                for row, (i, tree) in enumerate(trees.items(), used)
             }
             heads = self._next_heads(ends, paths, feed)
             used += len(trees)
-        return laws[:used, :-1]
+        return table[:used, :-1]
 
     def _trees(
         self, heads: dict[int, torch.Tensor], paths: Sequence[Path], feed: Feed
     ) -> dict[int, Tree]:
         """The tree of each path, known before anything is drawn."""
         trees = {i: Tree(row) for i, row in heads.items()}
-        self._find_heirs(list(trees.values()), [paths[i].asides for i in trees])
+        self._find_candidates(list(trees.values()), [1 + paths[i].side_branches for i in trees])
         for depth in range(1, self._span):
-            going = [i for i, tree in trees.items() if tree.heirs and paths[i].steps > depth]
+            going = [i for i, tree in trees.items() if tree.candidates and paths[i].steps > depth]
             if not going:
                 break
-            fed = [(i, trees[i].heirs[0]) for i in going]
-            aside = [(i, heir) for i in going for heir in trees[i].heirs[1:]]
-            fed += aside
-            rows = feed([i for i, _ in fed], [heir.path[-1:] for _, heir in fed], len(aside))
+            fed = [(i, trees[i].candidates[0]) for i in going]
+            side = [(i, candidate) for i in going for candidate in trees[i].candidates[1:]]
+            fed += side
+            ids = [candidate.path[-1:] for _, candidate in fed]
+            rows = feed([i for i, _ in fed], ids, len(side))
             likely = rows.topk(min(PARTNERS, rows.shape[-1]), -1)
             e_ids, shares = likely.indices.cpu().numpy(), likely.values.cpu().numpy()
-            for line, (i, heir) in enumerate(fed):
-                self._add(trees[i], heir, rows[line], e_ids[line], shares[line])
+            for line, (i, candidate) in enumerate(fed):
+                self._add(trees[i], candidate, rows[line], e_ids[line], shares[line])
             for line, i in enumerate(going):
                 paths[i].ahead = depth
-                trees[i].heirs = self._grown(trees[i].heirs[0], e_ids[line], shares[line])
+                chain = trees[i].candidates[0]
+                trees[i].candidates = self._grown(chain, e_ids[line], shares[line])
         return trees
 
-    def _find_heirs(self, trees: Sequence[Tree], asides: Sequence[int]) -> None:
-        """The likeliest tokens that can merge: the chain's first, and so many beside it."""
+    def _find_candidates(self, trees: Sequence[Tree], counts: Sequence[int]) -> None:
+        """The likeliest tokens that can merge, so many: the chain's first and its side branches."""
         able = self._merging.mergeable
         for part, rows in _stacks([tree.row for tree in trees]):
-            count = min(1 + max(asides[part]), len(able))
-            best = (rows[:, : len(able)] * able).topk(count, -1)
+            best = (rows[:, : len(able)] * able).topk(min(max(counts[part]), len(able)), -1)
             lines = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            for tree, most, (ids, shares) in zip(trees[part], asides[part], lines, strict=True):
-                heirs = [Heir((d,), share) for d, share in zip(ids, shares, strict=True) if share]
-                tree.heirs = heirs[: 1 + most]
+            for tree, count, (ids, shares) in zip(trees[part], counts[part], lines, strict=True):
+                likely = zip(ids[:count], shares[:count], strict=True)
+                tree.candidates = [Candidate((d,), share) for d, share in likely if share]
 
     def _add(
-        self, tree: Tree, heir: Heir, row: torch.Tensor, e_ids: np.ndarray, shares: np.ndarray
+        self,
+        tree: Tree,
+        candidate: Candidate,
+        row: torch.Tensor,
+        e_ids: np.ndarray,
+        shares: np.ndarray,
     ) -> None:
-        """Add an heir to its tree; `e_ids` are the likeliest tokens of its row, with `shares`."""
-        first = self._merging.spell(heir.path[0])[0]
-        tree.add(heir, first, row, e_ids, self._merging.among(heir.path, e_ids), shares)
+        """Add a candidate to its tree; `e_ids` are the likeliest of its row, with `shares`."""
+        first = self._merging.spell(candidate.path[0])[0]
+        tree.add(candidate, first, row, e_ids, self._merging.among(candidate.path, e_ids), shares)
 
-    def _grown(self, heir: Heir, e_ids: np.ndarray, shares: np.ndarray) -> list[Heir]:
+    def _grown(
+        self, candidate: Candidate, e_ids: np.ndarray, shares: np.ndarray
+    ) -> list[Candidate]:
         """What may prolong the chain behind its newest token."""
-        longer = Heir((*heir.path, int(e_ids[0])), float(shares[0]))
+        longer = Candidate((*candidate.path, int(e_ids[0])), float(shares[0]))
         if len(longer.path) < self._span and self._merging.goes_on(longer.path):
             return [longer]
         return []
 
-    def _add_laws(self, trees: Sequence[Tree], psi: torch.Tensor) -> None:
-        """The laws of the next proposals into zeros [n, V_T + 1].
+    def _add_draft_probs(self, trees: Sequence[Tree], table: torch.Tensor) -> None:
+        """What the next proposals are drawn from into rows of a `TokenMap.table`.
 
-        At first every drawn token stands for the first target token that it begins. Link by link,
+        At first every drawn token stands for the first target token that it begins. Node by node,
         what merges behind it moves from the longest token found so far to the merged one.
         """
         for part, rows in _stacks([tree.row for tree in trees]):
-            self._tokens.add_laws(rows, psi[part])
-        links = [(line, link) for line, tree in enumerate(trees) for link in tree.links.values()]
-        if not links:
+            self._tokens.add_draft_probs(rows, table[part])
+        nodes = [(line, node) for line, tree in enumerate(trees) for node in tree.nodes.values()]
+        if not nodes:
             return
-        sizes = [len(link.e_ids) for _, link in links]
-        places = np.repeat([(line, link.longest) for line, link in links], sizes, 0).T
-        merged = np.concatenate([link.t_ids for _, link in links])
-        table = torch.from_numpy(np.stack([*places, merged])).to(psi.device)
-        mass = torch.from_numpy(np.concatenate([link.shares for _, link in links])).to(psi.device)
-        psi.index_put_((table[0], table[1]), -mass, accumulate=True)
-        psi.index_put_((table[0], table[2]), mass, accumulate=True)
-        psi.clamp_min_(0.0)
+        sizes = [len(node.e_ids) for _, node in nodes]
+        places = np.repeat([(line, node.longest) for line, node in nodes], sizes, 0).T
+        merged = np.concatenate([node.t_ids for _, node in nodes])
+        cells = torch.from_numpy(np.stack([*places, merged])).to(table.device)
+        mass = torch.from_numpy(np.concatenate([node.shares for _, node in nodes])).to(table.device)
+        table.index_put_((cells[0], cells[1]), -mass, accumulate=True)
+        table.index_put_((cells[0], cells[2]), mass, accumulate=True)
+        table.clamp_min_(0.0)
 
     def _draw(self, trees: dict[int, Tree]) -> dict[int, tuple[int, ...]]:
         """Draws along each tree, the one that leaves it included."""
         rows = [row for tree in trees.values() for row in tree.rows]
         counts = [0] * (max(trees) + 1)
         for i, tree in trees.items():
-            counts[i] = len(tree.links) + 1
+            counts[i] = len(tree.nodes) + 1
         uniform = self._noise.uniform(counts)
         drawn = torch.cat([choose(stack, uniform[part]) for part, stack in _stacks(rows)])
         every = iter(drawn.tolist())
         return {
-            i: tree.followed([next(every) for _ in range(counts[i])]) for i, tree in trees.items()
+            i: tree.path_taken([next(every) for _ in range(counts[i])]) for i, tree in trees.items()
         }
 
-    def _advance(self, path: Path, law: int, drawn: tuple[int, ...], tree: Tree) -> Link | None:
-        """Add what was drawn to a path; the link behind which it goes on, without what merges."""
+    def _advance(self, path: Path, row: int, drawn: tuple[int, ...], tree: Tree) -> Node | None:
+        """Add what was drawn to a path; the node behind which it goes on, without what merges."""
         spelled = self._merging.spell(drawn[0])
         if not len(spelled):  # nothing can be drawn from a row of nothing
             path.steps = 0
             return None
         token, used, fed = spelled[0], 1, 0
         if len(drawn) > 1:
-            link = tree.links[drawn[:-1]]
-            token, used = link.found(drawn[-1])
-            fed = 0 if link.aside else min(used, len(link.path))
+            node = tree.nodes[drawn[:-1]]
+            token, used = node.longest_with(drawn[-1])
+            fed = 0 if node.side_branch else min(used, len(node.path))
         path.fed, path.ahead = len(path.drafted) + fed, 0
         path.drafted += drawn[:used]
         path.steps -= used
         rest = spelled[1:] if used == 1 else self._merging.rest(drawn[:used], token)
-        path.propose(token, law, rest)
-        return tree.links.get(drawn[:used])
+        path.propose(token, row, rest)
+        return tree.nodes.get(drawn[:used])
 
     def _next_heads(
-        self, ends: dict[int, Link | None], paths: Sequence[Path], feed: Feed
+        self, ends: dict[int, Node | None], paths: Sequence[Path], feed: Feed
     ) -> dict[int, torch.Tensor]:
         """The next row of each path that goes on: the one known, or behind what is fed now."""
-        rows = {i: link.row for i, link in ends.items() if link and not paths[i].unfed}
-        going = {i: link for i, link in ends.items() if self._goes_on(paths[i])}
+        rows = {i: node.row for i, node in ends.items() if node and not paths[i].unfed}
+        going = {i: node for i, node in ends.items() if self._goes_on(paths[i])}
         if late := [i for i in going if i not in rows]:
             rows |= zip(late, feed(late, [paths[i].unfed for i in late]), strict=True)
         for i in late:
             paths[i].fed = len(paths[i].drafted)
-        return {i: link.unmerged(rows[i]) if link else rows[i] for i, link in going.items()}
+        return {i: node.unmerged(rows[i]) if node else rows[i] for i, node in going.items()}
 
     def _goes_on(self, path: Path) -> bool:
         if not path.steps or len(path.proposal) >= path.wanted:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class Heir(NamedTuple):
+class Candidate(NamedTuple):
     """A path that may be added to a tree.
 
     Attributes:
@@ -24,23 +24,23 @@ class Heir(NamedTuple):
     share: float
 
 
-class Link(NamedTuple):
+class Node(NamedTuple):
     """A path of a tree, and what is known behind it.
 
     Attributes:
         path: Drafter ids from the root on.
-        aside: Whether it was fed aside, so that its KV is not in the request's own blocks.
+        side_branch: Whether it is one, so that its KV is not in the request's own blocks.
         follow: Probability that draws follow it to its end.
         longest: Target token, the longest found along it.
         used: Tokens of the path that it takes.
-        row: float32 [V_D], law of the next drafter token.
+        row: float32 [V_D], probabilities of the next drafter token.
         e_ids: int64 [n], next drafter tokens that merge with the path.
         t_ids: int64 [n], the target tokens that they make together, and
         shares: float32 [n], with what probability the draws follow the path to them.
     """
 
     path: tuple[int, ...]
-    aside: bool
+    side_branch: bool
     follow: float
     longest: int
     used: int
@@ -49,7 +49,7 @@ class Link(NamedTuple):
     t_ids: np.ndarray
     shares: np.ndarray
 
-    def found(self, e: int) -> tuple[int, int]:
+    def longest_with(self, e: int) -> tuple[int, int]:
         """The longest target token along the path and e, and how many of these it takes."""
         merged = np.flatnonzero(self.e_ids == e)
         if len(merged):
@@ -68,23 +68,23 @@ class Tree:
     """What is known of a request before its next tokens are drawn.
 
     Attributes:
-        row: float32 [V_D], law of the next drafter token.
-        links: By path.
-        heirs: Paths that may be added; the first prolongs the chain.
+        row: float32 [V_D], probabilities of the next drafter token.
+        nodes: By path.
+        candidates: Paths that may be added; the first prolongs the chain.
     """
 
     row: torch.Tensor
-    links: dict[tuple[int, ...], Link] = field(default_factory=dict)
-    heirs: list[Heir] = field(default_factory=list)
+    nodes: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """The laws of the next draws: at the root, then behind each link."""
-        return [self.row, *(link.row for link in self.links.values())]
+        """What the next draws are from: at the root, then behind each node."""
+        return [self.row, *(node.row for node in self.nodes.values())]
 
     def add(
         self,
-        heir: Heir,
+        candidate: Candidate,
         first: int,
         row: torch.Tensor,
         e_ids: np.ndarray,
@@ -94,27 +94,29 @@ class Tree:
         """Add a path.
 
         Args:
-            heir: One of them.
+            candidate: One of them.
             first: Target token that the first token of the path begins.
-            row: float32 [V_D], the law behind it.
+            row: float32 [V_D], probabilities of the next drafter token behind it.
             e_ids: int64 [n], next tokens that may merge, with
             t_ids: int [n], what they make, -1 where they do not merge, and
             shares: float32 [n], their probabilities in the row.
         """
-        follow, longest, used = heir.share, first, 1
-        parent = self.links.get(heir.path[:-1])
+        follow, longest, used = candidate.share, first, 1
+        parent = self.nodes.get(candidate.path[:-1])
         if parent is not None:
             follow *= parent.follow
-            longest, used = parent.found(heir.path[-1])
-        aside = heir != self.heirs[0]
+            longest, used = parent.longest_with(candidate.path[-1])
+        side_branch = candidate != self.candidates[0]
         merges = t_ids >= 0
         merging = e_ids[merges], t_ids[merges].astype(np.int64), shares[merges] * np.float32(follow)
-        self.links[heir.path] = Link(heir.path, aside, follow, longest, used, row, *merging)
+        self.nodes[candidate.path] = Node(
+            candidate.path, side_branch, follow, longest, used, row, *merging
+        )
 
-    def followed(self, drawn: Sequence[int]) -> tuple[int, ...]:
+    def path_taken(self, drawn: Sequence[int]) -> tuple[int, ...]:
         """Draws from `rows` up to the first that leaves the tree."""
-        of_link = dict(zip(self.links, drawn[1:], strict=True))
+        of_node = dict(zip(self.nodes, drawn[1:], strict=True))
         path: tuple[int, ...] = (drawn[0],)
-        while path in of_link:
-            path += (of_link[path],)
+        while path in of_node:
+            path += (of_node[path],)
         return path

@@ -33,7 +33,7 @@ from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.step_timing import measure
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaw, DraftLaws, shared
+from vllm_hetero_spec.engine.verifier.draft_probs import DraftProbs, PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.costs import CostModel
 
@@ -62,10 +62,10 @@ class HeteroProposer:
         self._runner: Any = None
         self._drafter: Drafter | None = None
         self._first_rank = True
-        self._verifying: Any = None  # the group of ranks that need the drafts' laws
+        self._verifying: Any = None  # the group of ranks that need the draft_probs
         self._failures = 0
         self._rest = 0
-        self._laws = DraftLaws()
+        self._draft_probs = PendingDraftProbs()
         self._pace: Pace | None = None
         self._calibrated = False
         self._planning: Any = None  # the group of ranks that draft together
@@ -74,7 +74,7 @@ class HeteroProposer:
     def bind(self, runner: Any) -> None:
         """Called before the target's weights load: take our place in the model runner."""
         self._runner = runner
-        verifier = Verifier(self.options, runner, self._laws, self.stats)
+        verifier = Verifier(self.options, runner, self._draft_probs, self.stats)
         verifier.install()
         self._verifier = verifier
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
@@ -185,20 +185,20 @@ class HeteroProposer:
         """
         began = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in sampled]
-        laws: dict[str, DraftLaw] = {}
+        draft_probs: dict[str, DraftProbs] = {}
         self._verifier.keep(self._runner.requests.keys())
         if self._drafter is not None:
             self.stats.steps += 1
             try:
                 lengths = self._plan(scheduler_output, sampled)
-                drafts, laws = self._propose(scheduler_output, sampled, lengths)
+                drafts, draft_probs = self._propose(scheduler_output, sampled, lengths)
             except Exception as error:  # a broken drafter must not fail a request
                 logger.debug("drafter failed", exc_info=True)
                 self._recover(error, sampled)
         if self._verifying is not None:
-            laws = shared(laws, self._verifying)
+            draft_probs = shared(draft_probs, self._verifying)
         for req_id in self._runner.input_batch.req_ids:
-            self._laws.put(req_id, laws.get(req_id))
+            self._draft_probs.put(req_id, draft_probs.get(req_id))
         if self._pace is not None:
             self._pace.end()
         self.stats.propose_seconds += time.perf_counter() - began
@@ -243,22 +243,22 @@ class HeteroProposer:
 
     def _propose(
         self, scheduler_output: Any, sampled: list[list[int]], lengths: list[int]
-    ) -> tuple[list[list[int]], dict[str, DraftLaw]]:
-        """Drafts of the lengths planned, and the laws of those that were drawn by request."""
+    ) -> tuple[list[list[int]], dict[str, DraftProbs]]:
+        """Drafts of the lengths planned; by request, what sampled ones were drawn from."""
         runner, pace = self._runner, self._pace
         assert pace is not None
         drafts: list[list[int]] = [[] for _ in sampled]
-        laws: dict[str, DraftLaw] = {}
+        draft_probs: dict[str, DraftProbs] = {}
         if self._rest:
             self._rest -= 1
             self._skip_all(sampled, "backing_off")
-            return drafts, laws
+            return drafts, draft_probs
         wanted = None
         if not pace.reads_all:
             wanted = {index for index, length in enumerate(lengths) if length}
             self.stats.skip("not_worth_it", times=sum(map(bool, sampled)) - len(wanted))
             if not wanted:
-                return drafts, laws
+                return drafts, draft_probs
         jobs = [
             self._job(index, state, lengths[index])
             for index, state in self._requests.read(runner.input_batch, sampled, wanted)
@@ -269,17 +269,17 @@ class HeteroProposer:
             self._rounds.run(jobs, self._requests.outside(runner.input_batch), pace.proceed)
         pace.drafted(meter.read(), jobs)
         for job in jobs:
-            if job.law is None:  # shortening by value is lossless for one-hot drafts alone
+            if job.draft_probs is None:  # shortening by value is lossless for one-hot drafts alone
                 request = runner.requests[runner.input_batch.req_ids[job.index]]
                 job.proposal = acceptable(job.proposal, request)
         pace.trim(jobs)
         for job in jobs:
-            if job.law is not None:
-                laws[runner.input_batch.req_ids[job.index]] = job.law
+            if job.draft_probs is not None:
+                draft_probs[runner.input_batch.req_ids[job.index]] = job.draft_probs
             drafts[job.index] = job.proposal
             self.stats.drafted(len(job.proposal))
         self._failures = 0
-        return drafts, laws
+        return drafts, draft_probs
 
     def _job(self, index: int, state: RequestState, lookahead: int) -> Job:
         runner = self._runner
@@ -289,8 +289,8 @@ class HeteroProposer:
         useful = useful_lookahead(request, length, runner.max_model_len, lookahead)
         draw = None
         if self._sampling is not None and useful:
-            clock = self._verifier.clock(batch.req_ids[index])
-            draw = draw_of(request, state, runner.device, clock)
+            race_seed = self._verifier.race_seed(batch.req_ids[index])
+            draw = draw_of(request, state, runner.device, race_seed)
         return Job(index, state, useful, penalty_of(request), draw)
 
     def _skip_all(self, sampled: list[list[int]], reason: str, detail: str = "") -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of a batch with the laws they were drawn from, and what verification makes of them.
+"""Drafts of a batch with the probabilities they were drawn from, and what is made of them.
 
-A draft token's row is its exact law given everything revealed before it: dense over the target's
-vocabulary, or one-hot where the token is certain (greedy drafts, the rest of a token already
-drawn). One-hot rows are never stored. Requests may have drafts of different lengths, none included.
+A draft token's row is its exact distribution given everything revealed before it: dense over the
+target's vocabulary, or one-hot where the token is certain (greedy drafts, the rest of a token
+already drawn). One-hot rows are never stored. Drafts may differ in length, or have none.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class DraftBatch:
     Attributes:
         tokens: int64 [N], target ids; -1 stands for no token and is never accepted.
         lengths: Tokens of each request's draft, [B].
-        rows: float32 [R, V], laws of the tokens whose row is not one-hot; may add up to less than
-            1, the rest standing for "nothing proposed".
-        row_of: int64 [N], index into `rows`, -1 for a one-hot row; None where all are one-hot.
+        draft_probs: float32 [R, V], distributions that tokens were drawn from; a row may add up to
+            less than 1, the rest standing for "nothing proposed".
+        row_of: int64 [N], row of `draft_probs`, -1 for a certain token; None where all are certain.
     """
 
     tokens: torch.Tensor
     lengths: Sequence[int]
-    rows: torch.Tensor | None = None
+    draft_probs: torch.Tensor | None = None
     row_of: torch.Tensor | None = None
 
     @property
@@ -73,26 +73,29 @@ class DraftBatch:
 
     def mass(self) -> torch.Tensor:
         """float32 [N], probability with which each token was proposed."""
-        if self.rows is None or self.row_of is None:
+        if self.draft_probs is None or self.row_of is None:
             return torch.ones(len(self.tokens), device=self.tokens.device)
-        drawn = self.rows[self.row_of.clamp_min(0), self.tokens.clamp_min(0)]
+        drawn = self.draft_probs[self.row_of.clamp_min(0), self.tokens.clamp_min(0)]
         return torch.where(self.row_of >= 0, drawn, 1.0)
 
-    def residual(self, p: torch.Tensor, index: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V], (support * p - row)+ at some tokens.
+    def residual(
+        self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [n, V], (support * target_probs - draft_probs)+ at some tokens.
 
         Args:
-            p: float32 [N, V], the target's law at each token.
+            target_probs: float32 [N, V], the target's at each token.
             index: int64 [n] into `tokens`; few of them at a time, to bound the memory.
             support: float32 [n].
         """
-        rest = p[index].mul_(support[:, None])
+        rest = target_probs[index].mul_(support[:, None])
         tokens = self.tokens[index, None]
         dense = torch.zeros_like(index, dtype=torch.bool)
-        if self.rows is not None and self.row_of is not None:
+        if self.draft_probs is not None and self.row_of is not None:
             row_of = self.row_of[index]
             dense = row_of >= 0
-            rest.addcmul_(self.rows[row_of.clamp_min(0)], dense[:, None].to(p.dtype), value=-1)
+            probs = self.draft_probs[row_of.clamp_min(0)]
+            rest.addcmul_(probs, dense[:, None].to(rest.dtype), value=-1)
         certain = ~dense[:, None] & (tokens >= 0)
         places = tokens.clamp_min(0)
         rest.scatter_(1, places, rest.gather(1, places).masked_fill(certain, 0.0))

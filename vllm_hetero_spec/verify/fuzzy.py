@@ -2,8 +2,8 @@
 """Fuzzy speculative decoding: LOSSY, a draft whose row is near the target's passes as it is.
 
 *Fuzzy Speculative Decoding for a Tunable Accuracy-Runtime Tradeoff*. Only sampled drafts can be
-fuzzy: the law of a one-hot draft is the draft itself, however near the rows it came from. Where the
-rule does not apply the strict test decides, so that threshold 0 is lossless.
+fuzzy: what a certain one was computed from does not matter. Where the rule does not apply the
+strict test decides, so that threshold 0 is lossless.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class FuzzyVerdict:
         verdict: What is emitted.
         only_fuzzy: int64 [B], emitted draft tokens that the strict test would have rejected.
         variation: float [B], sum of the total variations at the places where the rule applied: the
-            output's law is at most the expectation of this from the target's.
+            output's distribution is at most the expectation of this from the target's.
     """
 
     verdict: Verdict
@@ -39,7 +39,7 @@ class FuzzyVerdict:
 
 def fuzzy_rule(
     drafts: DraftBatch,
-    p: torch.Tensor,
+    target_probs: torch.Tensor,
     bonus: torch.Tensor,
     noise: Noise,
     divergence: str,
@@ -49,39 +49,39 @@ def fuzzy_rule(
 
     Args:
         drafts: N draft tokens of B requests, with dense rows where they were sampled.
-        p: float32 [N, V], the target's law at each draft token.
-        bonus: int64 [B], a draw from the target's law behind each draft.
+        target_probs: float32 [N, V], the target's at each draft token.
+        bonus: int64 [B], a draw from the target's distribution behind each draft.
         noise: Uniform numbers.
         divergence: One of `DIVERGENCES`; js and kl in nats.
         threshold: A draft token whose rows diverge by less is accepted.
     """
-    target = at_tokens(p, drafts.tokens)
-    strict = passes(drafts, p, noise)
+    target = at_tokens(target_probs, drafts.tokens)
+    strict = passes(drafts, target_probs, noise)
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
-    if drafts.rows is not None and drafts.row_of is not None:
+    if drafts.draft_probs is not None and drafts.row_of is not None:
         for index in (drafts.row_of >= 0).nonzero()[:, 0].tolist():
-            row = drafts.rows[drafts.row_of[index]]
-            if diverge(p[index], row, divergence) < threshold and target[index] > 0:
+            row = drafts.draft_probs[drafts.row_of[index]]
+            if diverge(target_probs[index], row, divergence) < threshold and target[index] > 0:
                 near[index] = True
-                variation[index] = diverge(p[index], row, "tv")
+                variation[index] = diverge(target_probs[index], row, "tv")
     accept = drafts.padded(strict | near, False).long().cumprod(1)
     accepted = accept.sum(1)
     emitted = accept.bool()
     rescued = drafts.padded(near & ~strict, False) & emitted
     spent = drafts.padded(variation, 0.0) * emitted
-    support = torch.ones_like(accepted, dtype=p.dtype)
-    verdict = corrected(drafts, p, accepted, support, bonus, noise)
+    support = torch.ones_like(accepted, dtype=target_probs.dtype)
+    verdict = corrected(drafts, target_probs, accepted, support, bonus, noise)
     return FuzzyVerdict(verdict, rescued.sum(1), spent.sum(1))
 
 
-def diverge(p: torch.Tensor, row: torch.Tensor, divergence: str) -> float:
-    """Divergence of two laws over the target's vocabulary."""
+def diverge(p: torch.Tensor, q: torch.Tensor, divergence: str) -> float:
+    """Divergence of a row of target_probs and one of draft_probs."""
     if divergence == "tv":
-        return float((p - row).abs().sum()) / 2
+        return float((p - q).abs().sum()) / 2
     if divergence == "kl":
-        smooth = (1 - KL_SMOOTHING) * row + KL_SMOOTHING / len(row)
+        smooth = (1 - KL_SMOOTHING) * q + KL_SMOOTHING / len(q)
         return float(torch.special.xlogy(p, p / smooth).sum())
-    middle = (p + row) / 2
-    parts = (torch.special.xlogy(x, x / middle).nan_to_num().sum() for x in (p, row))
+    middle = (p + q) / 2
+    parts = (torch.special.xlogy(x, x / middle).nan_to_num().sum() for x in (p, q))
     return min(float(sum(parts)) / 2, log(2))

@@ -276,7 +276,7 @@ LEDGER = (
     Seam(
         "distributed/parallel_state.py:GroupCoordinator.broadcast_tensor_dict",
         "call",
-        "all ranks verify sampled drafts with the first one's laws",
+        "all ranks verify sampled drafts with the first one's draft_probs",
         "every step of a sampled method raises under tensor parallelism",
         "never",
         "self tensor_dict src",
@@ -316,7 +316,7 @@ LEDGER = (
     Seam(
         "v1/sample/ops/topk_topp_sampler.py:apply_top_k_top_p",
         "call",
-        "the target's law of draft rows and of raced tokens",
+        "target_probs of draft rows and of raced tokens",
         "ImportError in the worker",
         "never",
         "logits k p",

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
-from vllm_hetero_spec.draft.slrs import Path, Reach, Slrs
+from vllm_hetero_spec.draft.path import Path
+from vllm_hetero_spec.draft.slrs import MergeSpan, Slrs
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.token_choice import (
@@ -96,9 +97,9 @@ class Drafter:
             self._timed(picker.pick, self.model.forward(ids, batch))
         picker.collect()
 
-    def reach(self, request: Drawn) -> Reach:
-        """How far SLRS-n looks ahead for a request; span 1 where it is drafted otherwise."""
-        return self._rules.reach(request)
+    def merge_span(self, request: Drawn) -> MergeSpan:
+        """How far SLRS-n looks ahead for a request; 1 token where it is drafted otherwise."""
+        return self._rules.merge_span(request)
 
     @torch.inference_mode()
     def step(self, batch: int) -> None:
@@ -119,7 +120,7 @@ class Drafter:
         sampling = self._rules.sampling
         assert sampling is not None
         assert sampling.merging is not None
-        draws = self._rules.draws(rows, laws=False)
+        draws = self._rules.draws(rows, draft_probs=False)
         base = np.array([len(row.sequence.kv_ids) for row in rows])
         paths = [Path(row.steps, row.wanted, len(row.scratch)) for row in rows]
 
@@ -129,16 +130,16 @@ class Drafter:
             return draws.rows(logits, indices)
 
         def feed(
-            indices: Sequence[int], ids: Sequence[Sequence[int]], aside: int = 0
+            indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
         ) -> torch.Tensor:
             done = base[indices] + [paths[index].written for index in indices]
-            if not aside and max(map(len, ids)) == 1:
+            if not side_branches and max(map(len, ids)) == 1:
                 fed = torch.tensor([token for (token,) in ids], device=self.model.device)
                 batch = self._single(table[indices], done)
                 return drawn_from(self.model.forward(fed, batch), indices)
             pending, lines = list(ids), table[indices]
             spare = [iter(row.scratch) for row in rows]
-            for line in range(len(indices) - aside, len(indices)):
+            for line in range(len(indices) - side_branches, len(indices)):
                 index, block = indices[line], done[line] // self.model.block_size
                 lines[line, block] = next(spare[index])
                 start = done[line] = block * self.model.block_size
@@ -149,16 +150,16 @@ class Drafter:
 
         finite = logits.isfinite().any(-1).tolist()
         tokens, merging = sampling.tokens, sampling.merging
-        slrs = Slrs(tokens, merging, self._ends, draws.noise, sampling.reach.span)
-        laws = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
+        slrs = Slrs(tokens, merging, self._ends, draws.noise, sampling.merge_span.tokens)
+        draft_probs = slrs.draft(drawn_from(logits, list(range(len(rows)))), paths, feed)
         for row, path, sound in zip(rows, paths, finite, strict=True):
-            row.finite, row.path, row.laws = sound, path, laws
+            row.finite, row.path, row.draft_probs = sound, path, draft_probs
             row.drafted = path.drafted
             row.sequence.kv_ids.extend(path.drafted[: path.fed])
         if self._rules.confidences:
-            peaks = laws.amax(-1).tolist() if len(laws) else []
+            peaks = draft_probs.amax(-1).tolist() if len(draft_probs) else []
             for row, path in zip(rows, paths, strict=True):
-                row.confidences = [peaks[law] if law >= 0 else 1.0 for law in path.law_of]
+                row.confidences = [peaks[index] if index >= 0 else 1.0 for index in path.row_of]
 
     def _single(self, table: np.ndarray, positions: np.ndarray) -> ForwardBatch:
         """One token for each line of the block table."""

@@ -18,7 +18,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.token_choice import DraftRow
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaw
+from vllm_hetero_spec.engine.verifier.draft_probs import DraftProbs
 from vllm_hetero_spec.text.bridge import Bridge
 
 # The last drafter tokens of a context may still merge with what follows: not published for reuse.
@@ -42,7 +42,7 @@ class Job:
         proposal: Their translation.
         confidences: Of each token of the proposal, where they are asked for: known before it was
             drawn.
-        law: The law of the proposal, where it was drawn.
+        draft_probs: What the proposal was drawn from, where it was drawn.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Job:
     peaks: list[float] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    law: DraftLaw | None = None
+    draft_probs: DraftProbs | None = None
 
 
 class Rounds:
@@ -159,7 +159,7 @@ class Rounds:
         if not job.lookahead:
             return 0
         if job.draw is not None:  # a drawn target token takes a step, or half of its span
-            span = max(2, self._drafter.reach(job).span)
+            span = max(2, self._drafter.merge_span(job).tokens)
             return min(room, job.lookahead * span // 2)
         context = job.state.context
         ratio = len(context.ids) / context.num_target
@@ -179,37 +179,37 @@ class Rounds:
         return True
 
     def _lend_scratch(self, rows: list[tuple[Job, DraftRow]]) -> BlockTable:
-        """Blocks in which drafts may look aside, for as many requests as they and tokens allow.
+        """Blocks for side branches of drafts, for as many requests as they and tokens allow.
 
-        A token fed aside takes those of its block along, which is read anew.
+        A side branch takes the tokens of its block along, which are read anew.
         """
         lent, tokens = BlockTable(), self._budget
         for job, row in rows:
-            asides = self._drafter.reach(job).candidates - 1
-            if not asides or not row.steps:
+            side_branches = self._drafter.merge_span(job).candidates - 1
+            if not side_branches or not row.steps:
                 continue
-            blocks = len(lent.blocks) + asides
-            tokens -= asides * self._pool.block_size
+            blocks = len(lent.blocks) + side_branches
+            tokens -= side_branches * self._pool.block_size
             if tokens < 0 or not self._pool.grow(lent, blocks * self._pool.block_size):
                 break
-            row.scratch = lent.blocks[-asides:]
+            row.scratch = lent.blocks[-side_branches:]
         return lent
 
     def _spell_out(self, job: Job, row: DraftRow) -> None:
-        """What was drawn as target tokens: the first of each draw with its law, the rest certain.
+        """What was drawn as target tokens: the first of each draw was drawn, the rest is certain.
 
         The draft ends by count or with a draw that says so itself, never by how likely it was.
         """
         self._stats.drafter_tokens += len(row.drafted)
-        if row.path is not None and row.laws is not None:
+        if row.path is not None and row.draft_probs is not None:
             job.proposal = row.path.proposal[: job.lookahead if row.finite else 0]
             job.confidences = row.confidences[: len(job.proposal)]
-            job.law = DraftLaw(row.laws, row.path.law_of[: job.lookahead])
+            job.draft_probs = DraftProbs(row.draft_probs, row.path.row_of[: job.lookahead])
             self._settle(job, row)
             return
         assert self._spell is not None
-        law_of: list[int] = []
-        for place, (drafted, law) in enumerate(zip(row.drafted, row.law_of, strict=False)):
+        row_of: list[int] = []
+        for place, (drafted, index) in enumerate(zip(row.drafted, row.row_of, strict=False)):
             tokens = self._spell(drafted)
             ended = not len(tokens) or drafted in self._bridge.drafter_eos
             if not len(tokens):
@@ -217,13 +217,13 @@ class Rounds:
             job.proposal += tokens
             if row.confidences:
                 job.confidences += [row.confidences[place], *[1.0] * (len(tokens) - 1)]
-            law_of += [law, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            row_of += [index, *[-1] * (len(tokens) - 1)][: len(tokens)]
             if ended:
                 break
         del job.proposal[job.lookahead if row.finite else 0 :]
         del job.confidences[len(job.proposal) :]
-        if row.laws is not None:
-            job.law = DraftLaw(row.laws, law_of[: job.lookahead])
+        if row.draft_probs is not None:
+            job.draft_probs = DraftProbs(row.draft_probs, row_of[: job.lookahead])
         self._settle(job, row)
 
     def _settle(self, job: Job, row: DraftRow) -> None:

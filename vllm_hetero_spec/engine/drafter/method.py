@@ -10,10 +10,10 @@ import torch
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
-from vllm_hetero_spec.draft.merging import PairMerging
-from vllm_hetero_spec.draft.rows import TokenMap
+from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.selection import span
-from vllm_hetero_spec.draft.slrs import Reach
+from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.method_choice import choose
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
@@ -31,7 +31,7 @@ class Sampling:
     """Sampled drafting of one pair.
 
     Attributes:
-        method: What the drafter's tokens propose first, and with what law.
+        method: What the drafter's tokens propose first.
         spell: All target tokens that a drafter token proposes.
     """
 
@@ -71,9 +71,9 @@ def sampling_of(
         )
         if method == "push_forward" or not options.merge_candidates:
             return found
-        merging = PairMerging(pair.target, pair.drafter, maps, device)
-        reach = Reach(span(pair.drafter.vocab_size), options.merge_candidates)
-        return replace(found, method=replace(found.method, merging=merging, reach=reach))
+        merging = PairMerges(pair.target, pair.drafter, maps, device)
+        merge_span = MergeSpan(span(pair.drafter.vocab_size), options.merge_candidates)
+        return replace(found, method=replace(found.method, merging=merging, merge_span=merge_span))
     twins = maps.d2t.tolist()
     return _sampling(
         maps.d2t,
@@ -108,7 +108,7 @@ def _sampling(
 
 
 def draw_of(
-    request: Any, state: RequestState, device: torch.device, clock: int | None
+    request: Any, state: RequestState, device: torch.device, race_seed: int | None
 ) -> Draw | None:
     """How a request's next draft is drawn; None where it has to be greedy.
 
@@ -119,7 +119,7 @@ def draw_of(
         request: The model runner's state of the request.
         state: Ours.
         device: Where the drafter runs.
-        clock: Seed of the request's races, where tokens are raced for.
+        race_seed: Seed of the request's races, where tokens are raced for.
     """
     params = request.sampling_params
     if params is None or params.temperature < _COLDEST or params.structured_outputs is not None:
@@ -133,6 +133,6 @@ def draw_of(
         top_k=max(0, params.top_k),
         top_p=params.top_p,
         generator=state.generator,
-        clock=clock,
+        race_seed=race_seed,
         place=len(request.output_token_ids),
     )

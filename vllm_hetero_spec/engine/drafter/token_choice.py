@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token comes next: the drafter's best for greedy drafts, a draw with its law for others.
+"""Which token comes next: the drafter's best for greedy drafts, a draw for others.
 
 All state is on the device until `collect`, which reads what was drafted once.
 """
@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 
 from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
-from vllm_hetero_spec.draft.slrs import Path, Reach
+from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 
 # How many of the drafter's best ids the first token is chosen from.
@@ -47,15 +48,15 @@ class DraftRow:
         draw: How tokens are drawn; the drafter's best are taken where None.
         wanted: Target tokens to propose; read where tokens are drawn.
         index: The request's place in the batch.
-        scratch: Blocks in which SLRS-n may feed tokens aside, one for each.
+        scratch: Blocks in which SLRS-n may feed side branches, one for each.
         drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
         finite: False where the drafter's logits were NaN or infinite.
         confidences: Filled by `run`, where asked for: of each drafted id the largest probability
             that the drafter gave any id in its place, known before one was picked.
-        laws: Filled by `run` for rows with `draw`: float32 [R, V_T], shared by all such rows.
-        law_of: The row of `laws` of each drafted id.
+        draft_probs: Filled by `run` for rows with `draw`: float32 [R, V_T], shared by all of them.
+        row_of: The row of `draft_probs` of each drafted id.
         substitutes: What each drafted id proposes in the place of nothing.
-        path: Filled by `run` for rows of SLRS-n, with `laws`.
+        path: Filled by `run` for rows of SLRS-n, with `draft_probs`.
     """
 
     sequence: DraftSequence
@@ -71,8 +72,8 @@ class DraftRow:
     drafted: list[int] = field(default_factory=list)
     finite: bool = True
     confidences: list[float] = field(default_factory=list)
-    laws: torch.Tensor | None = None
-    law_of: list[int] = field(default_factory=list)
+    draft_probs: torch.Tensor | None = None
+    row_of: list[int] = field(default_factory=list)
     substitutes: list[int] = field(default_factory=list)
     path: Path | None = None
 
@@ -104,22 +105,22 @@ class PickRules:
 
     def takes_paths(self, row: DraftRow) -> bool:
         """Whether a row is drafted by SLRS-n."""
-        return bool(row.steps) and self.reach(row).span > 1
+        return bool(row.steps) and self.merge_span(row).tokens > 1
 
-    def reach(self, request: Drawn) -> Reach:
+    def merge_span(self, request: Drawn) -> MergeSpan:
         """How far SLRS-n looks ahead for a request; it neither races nor penalises."""
-        none = Reach(1)
+        none = MergeSpan(1)
         if self.sampling is None or self.sampling.merging is None or request.draw is None:
             return none
-        plain = request.draw.clock is None and request.penalty is None
-        return self.sampling.reach if plain else none
+        plain = request.draw.race_seed is None and request.penalty is None
+        return self.sampling.merge_span if plain else none
 
-    def draws(self, rows: Sequence[DraftRow], *, laws: bool = True) -> DrawBatch:
-        """The draws of rows that are drawn; `laws` keeps room for as many as they have steps."""
+    def draws(self, rows: Sequence[DraftRow], *, draft_probs: bool = True) -> DrawBatch:
+        """The draws of rows that are drawn, with room for a row of `draft_probs` per step."""
         assert self.sampling is not None
         return DrawBatch(
             [row.draw for row in rows if row.draw is not None],
-            [row.steps if laws else 0 for row in rows],
+            [row.steps if draft_probs else 0 for row in rows],
             self.sampling,
             self.generator,
         )
@@ -205,15 +206,16 @@ class Picker:
                 row.confidences.append(peak)
 
     def _hand_out(self, draws: DrawBatch) -> None:
-        """Give every sampled row its laws."""
-        nulls, laws = draws.substitutes, draws.laws  # one tensor, by which a round is known
+        """Give every sampled row what it was drawn from."""
+        # One tensor, by which a round is known.
+        nulls, draft_probs = draws.substitutes, draws.draft_probs
         position = 0
         for ids in self._picked:
             for index in self._drawn:
                 if index < len(ids):
                     row = self._rows[index]
-                    row.laws = laws
-                    row.law_of.append(position)
+                    row.draft_probs = draft_probs
+                    row.row_of.append(position)
                     if nulls:
                         row.substitutes.append(nulls[position])
                     position += 1

@@ -3,7 +3,7 @@
 
 vLLM's layers read their shard from the process-wide tensor parallel group. While the drafter is
 built or run, that group is exchanged for a copy of world size 1. The scheduler hands the drafts to
-all ranks; the laws of sampled ones are broadcast (`engine.laws.shared`).
+all ranks; what sampled ones were drawn from is broadcast (`verifier.draft_probs`).
 """
 
 import copy

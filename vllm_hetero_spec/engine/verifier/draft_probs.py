@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of drafts on their way from the drafter to the verifier.
+"""What drafts were drawn from, on its way from the drafter to the verifier.
 
 A draft is proposed in one step and verified in a later one, usually the next: the scheduler may
-shorten it, or leave its request out for some steps. Its laws wait here under the request's id.
+shorten it, or leave its request out for some steps. What it was drawn from waits here by request.
 Where several ranks verify together, all use those of the first: they have to agree on every token.
 """
 
@@ -16,8 +16,8 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 
 
 @dataclass(frozen=True)
-class DraftLaw:
-    """The law of one request's draft.
+class DraftProbs:
+    """What one request's draft was drawn from.
 
     Attributes:
         rows: float32 [R, V_T], shared by all requests of the round it was drafted in.
@@ -28,28 +28,28 @@ class DraftLaw:
     row_of: Sequence[int]
 
 
-class DraftLaws:
-    """Laws of outstanding drafts by request; a request without one has a one-hot draft."""
+class PendingDraftProbs:
+    """`DraftProbs` of outstanding drafts; a request that has none has a certain draft."""
 
     def __init__(self) -> None:
-        self._laws: dict[str, DraftLaw] = {}
+        self._pending: dict[str, DraftProbs] = {}
 
-    def put(self, req_id: str, law: DraftLaw | None) -> None:
-        """Remember the law of a request's newest draft; None for a one-hot draft."""
-        if law is None:
-            self._laws.pop(req_id, None)
+    def put(self, req_id: str, draft_probs: DraftProbs | None) -> None:
+        """Remember what a request's newest draft was drawn from; None for a certain draft."""
+        if draft_probs is None:
+            self._pending.pop(req_id, None)
         else:
-            self._laws[req_id] = law
+            self._pending[req_id] = draft_probs
 
     def keep(self, live: Collection[str]) -> None:
         """Forget the requests that are gone."""
-        for req_id in self._laws.keys() - live:
-            del self._laws[req_id]
+        for req_id in self._pending.keys() - live:
+            del self._pending[req_id]
 
     def batch(
         self, req_ids: Sequence[str], lengths: Sequence[int], tokens: torch.Tensor
     ) -> DraftBatch:
-        """The drafts of a step with their laws, which are handed out once.
+        """The drafts of a step with their draft_probs, which are handed out once.
 
         Args:
             req_ids: Requests of the batch, [B]; none where vLLM profiles with made-up ones, whose
@@ -63,42 +63,45 @@ class DraftLaws:
         row_of: list[int] = []
         total = 0
         for req_id, length in zip(req_ids, lengths, strict=True):
-            law = self._laws.pop(req_id, None) if length else None
-            if law is None:
+            probs = self._pending.pop(req_id, None) if length else None
+            if probs is None:
                 row_of += [-1] * length
                 continue
-            if id(law.rows) not in rounds:
-                rounds[id(law.rows)] = law.rows, total
-                total += len(law.rows)
-            start = rounds[id(law.rows)][1]
-            row_of += [row + start if row >= 0 else -1 for row in law.row_of[:length]]
+            if id(probs.rows) not in rounds:
+                rounds[id(probs.rows)] = probs.rows, total
+                total += len(probs.rows)
+            start = rounds[id(probs.rows)][1]
+            row_of += [row + start if row >= 0 else -1 for row in probs.row_of[:length]]
         if not rounds:
             return DraftBatch(tokens, lengths)
         every = [rows for rows, _ in rounds.values()]
         return DraftBatch(
             tokens=tokens,
             lengths=lengths,
-            rows=every[0] if len(every) == 1 else torch.cat(every),
+            draft_probs=every[0] if len(every) == 1 else torch.cat(every),
             row_of=torch.tensor(row_of).to(tokens.device),
         )
 
 
-def shared(laws: Mapping[str, DraftLaw], group: Any) -> dict[str, DraftLaw]:
-    """The first rank's laws of a round, on every rank. All ranks have to call it.
+def shared(draft_probs: Mapping[str, DraftProbs], group: Any) -> dict[str, DraftProbs]:
+    """What the first rank's drafts of a round were drawn from, on every rank.
+
+    All ranks have to call it.
 
     Args:
-        laws: By request; read on the first rank alone.
+        draft_probs: By request; read on the first rank alone.
         group: vLLM's tensor parallel group.
     """
     # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
-    rounds = {id(law.rows): law.rows.contiguous() for law in laws.values()}
+    rounds = {id(probs.rows): probs.rows.contiguous() for probs in draft_probs.values()}
     number = {key: str(i) for i, key in enumerate(rounds)}
     sent: dict[str, Any] = {number[key]: rows for key, rows in rounds.items()}
-    sent["laws"] = {
-        req_id: (number[id(law.rows)], list(law.row_of)) for req_id, law in laws.items()
+    sent["of_request"] = {
+        req_id: (number[id(probs.rows)], list(probs.row_of))
+        for req_id, probs in draft_probs.items()
     }
     received = group.broadcast_tensor_dict(sent if group.is_first_rank else None, src=0)
     return {
-        req_id: DraftLaw(received[rows], row_of)
-        for req_id, (rows, row_of) in received["laws"].items()
+        req_id: DraftProbs(received[rows], row_of)
+        for req_id, (rows, row_of) in received["of_request"].items()
     }

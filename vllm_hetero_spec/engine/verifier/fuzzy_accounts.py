@@ -46,10 +46,14 @@ class FuzzyRule:
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
-        self, drafts: DraftBatch, p: torch.Tensor, bonus: torch.Tensor, noise: Noise
+        self,
+        drafts: DraftBatch,
+        target_probs: torch.Tensor,
+        bonus: torch.Tensor,
+        noise: Noise,
     ) -> Verdict:
         """See `verify.rules.token_rule`."""
-        found = fuzzy_rule(drafts, p, bonus, noise, self._divergence, self._threshold)
+        found = fuzzy_rule(drafts, target_probs, bonus, noise, self._divergence, self._threshold)
         req_ids = self._req_ids()
         if not req_ids:  # vLLM profiles with requests that do not exist
             return found.verdict

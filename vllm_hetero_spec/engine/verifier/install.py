@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaws
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler import Clocks, RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler import RaceSeeds, RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler, Rule
 from vllm_hetero_spec.verify.rules import block_rule, token_rule
 
@@ -22,20 +22,20 @@ class Verifier:
     Args:
         options: The user's.
         runner: The model runner, which `install` changes.
-        laws: Where the proposer leaves the laws of its drafts.
+        draft_probs: Where the proposer leaves what its drafts were drawn from.
         stats: Counters to add to.
     """
 
     def __init__(
-        self, options: HeteroOptions, runner: Any, laws: DraftLaws, stats: DraftStats
+        self, options: HeteroOptions, runner: Any, draft_probs: PendingDraftProbs, stats: DraftStats
     ) -> None:
-        self._runner, self._laws, self._stats = runner, laws, stats
-        self._clocks: Clocks | None = None
+        self._runner, self._draft_probs, self._stats = runner, draft_probs, stats
+        self._race_seeds: RaceSeeds | None = None
         self._fuzzy: FuzzyRule | None = None
         self._rule: Rule = block_rule if options.verification == "block" else token_rule
         if options.verification == "race":
-            self._clocks = Clocks(runner)
-            self._rule = self._clocks.rule
+            self._race_seeds = RaceSeeds(runner)
+            self._rule = self._race_seeds.rule
         elif options.verification == "fuzzy":
             assert options.threshold is not None
             self._fuzzy = FuzzyRule(options.divergence, options.threshold, self._req_ids, stats)
@@ -50,14 +50,14 @@ class Verifier:
 
     def install(self) -> None:
         """Take the place of the runner's rejection sampler, and of its randomness for races."""
-        runner = self._runner
-        if self._clocks is not None:
-            mode = runner.sampler.logprobs_mode
-            runner.sampler.topk_topp_sampler = RacingSampler(self._clocks, mode)
+        runner, racing = self._runner, None
+        if self._race_seeds is not None:
+            racing = RacingSampler(self._race_seeds, runner.sampler.logprobs_mode)
+            runner.sampler.topk_topp_sampler = racing
         runner.rejection_sampler = HeteroRejectionSampler(
             self._rule,
-            self._laws,
-            self._clocks,
+            self._draft_probs,
+            racing,
             self._req_ids,
             self._stats,
             runner.sampler,
@@ -65,15 +65,15 @@ class Verifier:
             runner.device,
         )
 
-    def clock(self, req_id: str) -> int | None:
+    def race_seed(self, req_id: str) -> int | None:
         """Seed of a request's races; None where nothing is raced for."""
-        return None if self._clocks is None else self._clocks.seed(req_id)
+        return None if self._race_seeds is None else self._race_seeds.seed(req_id)
 
     def keep(self, live: Collection[str]) -> None:
         """Forget the requests that are gone."""
-        self._laws.keep(live)
-        if self._clocks is not None:
-            self._clocks.keep(live)
+        self._draft_probs.keep(live)
+        if self._race_seeds is not None:
+            self._race_seeds.keep(live)
         if self._fuzzy is not None:
             self._fuzzy.keep(live)
 

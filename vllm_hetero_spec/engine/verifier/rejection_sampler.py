@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification inside vLLM: the target's laws from its logits, our rules on them.
+"""Verification inside vLLM: target_probs from the target's logits, our rules on them.
 
 vLLM's own sampler prepares the logits (penalties, bad words, grammar) and draws the bonus tokens;
 temperature, top-k and top-p of the draft rows are applied here, and `verify` decides. A batch may
@@ -8,6 +8,7 @@ mix greedy and random requests, certain and sampled drafts of any length.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftLaws
-from vllm_hetero_spec.engine.verifier.race_sampler import Clocks
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.rules import greedy_rule
@@ -33,8 +34,8 @@ class HeteroRejectionSampler(RejectionSampler):
 
     Args:
         rule: Decides over the drafts of random requests.
-        laws: Where the proposer leaves the laws of its drafts.
-        clocks: Of races, which the bonus token takes part in; None where there are none.
+        pending: Where the proposer leaves what its drafts were drawn from.
+        racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
         req_ids: Gives the requests of the batch, in order.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
@@ -43,16 +44,16 @@ class HeteroRejectionSampler(RejectionSampler):
     def __init__(
         self,
         rule: Rule,
-        laws: DraftLaws,
-        clocks: Clocks | None,
+        pending: PendingDraftProbs,
+        racing: RacingSampler | None,
         req_ids: Callable[[], Sequence[str]],
         stats: DraftStats,
         *args: Any,
     ) -> None:
         super().__init__(*args)
         self._rule = rule
-        self._laws = laws
-        self._clocks = clocks
+        self._pending = pending
+        self._racing = racing
         self._req_ids = req_ids
         self._stats = stats
 
@@ -63,31 +64,33 @@ class HeteroRejectionSampler(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """See RejectionSampler.forward; `draft_probs` is not used, laws come from `laws`."""
+        """See RejectionSampler.forward; `draft_probs` is not used, ours are in `pending`."""
         if not metadata.max_spec_len:
             # Prefill: on no rows at all top-k raises on CPU (`max(): Expected reduction dim`).
             rows = logits[metadata.bonus_logits_indices]
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
-        if self._clocks is not None:
-            self._clocks.drafted = metadata.num_draft_tokens
-        bonus = self.sampler(
-            logits=logits[metadata.bonus_logits_indices],
-            sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1)
-            if sampling_metadata.max_num_logprobs is not None
-            else sampling_metadata,
-            predict_bonus_token=True,
-            logprobs_mode_override="processed_logits" if processed else "raw_logits",
+        behind = (
+            self._racing.behind(metadata.num_draft_tokens)
+            if self._racing is not None
+            else nullcontext()
         )
-        if self._clocks is not None:
-            self._clocks.drafted = ()
+        with behind:
+            bonus = self.sampler(
+                logits=logits[metadata.bonus_logits_indices],
+                sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1)
+                if sampling_metadata.max_num_logprobs is not None
+                else sampling_metadata,
+                predict_bonus_token=True,
+                logprobs_mode_override="processed_logits" if processed else "raw_logits",
+            )
         raw = logits[metadata.target_logits_indices].to(torch.float32)
         wants_raw = sampling_metadata.max_num_logprobs is not None and not processed
         target = self.apply_logits_processors(
             raw.clone() if wants_raw else raw, sampling_metadata, metadata
         )
-        drafts = self._laws.batch(
+        drafts = self._pending.batch(
             self._req_ids(), metadata.num_draft_tokens, metadata.draft_token_ids.long()
         )
         last = bonus.sampled_token_ids[:, 0].long()
@@ -118,9 +121,9 @@ class HeteroRejectionSampler(RejectionSampler):
         greedy = None
         if not sampling.all_random:
             greedy = greedy_rule(drafts, logits.argmax(-1), bonus)
-        p = _constrained(logits, drafts.request_of, sampling).softmax(-1)
+        target_probs = _constrained(logits, drafts.request_of, sampling).softmax(-1)
         noise = Noise(logits.device, sampling.generators)
-        verdict = self._rule(drafts, p, bonus, noise)
+        verdict = self._rule(drafts, target_probs, bonus, noise)
         if greedy is None:
             return verdict
         cold = sampling.temperature == 0

@@ -11,7 +11,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
 
-class PairMerging:
+class PairMerges:
     """Target tokens of several drafter tokens of a pair (`draft.slrs.Merging`).
 
     Args:

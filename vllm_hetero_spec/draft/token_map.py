@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's row seen as the law of the target token that its draw proposes.
+"""A drafter's row carried over to the target's vocabulary: draft_probs.
 
 Every method that verifies by probability draws d from a row q over the drafter's vocabulary and
-proposes the target token `first[d]`. The verifier needs the law of that token, which is q carried
-over by `first`: psi(t) = sum of q(d) over all d with first[d] = t.
+proposes the target token `first[d]`. The verifier needs the distribution of that token, which is q
+carried over by `first`: draft_probs(t) = sum of q(d) over all d with first[d] = t.
 """
 
 from dataclasses import dataclass, field
@@ -40,24 +40,33 @@ class TokenMap:
             logits[:, : len(self.first)].masked_fill_(~self._allowed, float("-inf"))
         return logits
 
-    def laws(self, q: torch.Tensor) -> torch.Tensor:
-        """psi, float32 [B, V_T], of rows q [B, V_D] or wider (padding beyond is not read)."""
-        psi = q.new_zeros((len(q), self.width + 1), dtype=torch.float32)
-        self.add_laws(q, psi)
-        return psi[:, :-1]
+    def table(self, count: int) -> torch.Tensor:
+        """float32 zeros [count, V_T + 1], to be filled by `add_draft_probs`.
 
-    def add_laws(self, q: torch.Tensor, psi: torch.Tensor) -> None:
-        """As `laws`, into zeros [B, V_T + 1]; the last column is scratch."""
-        psi.index_add_(1, self._column, q[:, : len(self.first)])
+        The last column is scratch: there the probability of all that proposes nothing is added up.
+        draft_probs are `table[:, :-1]`, whose rows do not lie behind one another in memory: who
+        sends them as bytes has to make them contiguous.
+        """
+        return torch.zeros((count, self.width + 1), device=self.first.device)
+
+    def draft_probs(self, q: torch.Tensor) -> torch.Tensor:
+        """float32 [B, V_T], of rows q [B, V_D] or wider (padding beyond is not read)."""
+        table = self.table(len(q))
+        self.add_draft_probs(q, table)
+        return table[:, :-1]
+
+    def add_draft_probs(self, q: torch.Tensor, table: torch.Tensor) -> None:
+        """As `draft_probs`, into some rows of a `table`."""
+        table.index_add_(1, self._column, q[:, : len(self.first)])
         if not self.renormalise:
             # A null proposal becomes the likeliest real one: samplers of whole rows know no null,
-            # and any token fixed before the draw keeps psi the law of what is proposed.
-            nothing = psi[:, -1:].clone()
-            psi.scatter_add_(1, self.substitute(psi)[:, None], nothing)
+            # and with any token fixed before the draw the row is still what is drawn from.
+            nothing = table[:, -1:].clone()
+            table.scatter_add_(1, self.substitute(table)[:, None], nothing)
 
-    def substitute(self, psi: torch.Tensor) -> torch.Tensor:
-        """int64 [B], what is proposed in the place of nothing, of rows [B, V_T + 1]."""
-        return psi[:, :-1].argmax(-1)
+    def substitute(self, table: torch.Tensor) -> torch.Tensor:
+        """int64 [B], what is proposed in the place of nothing, of rows of a `table`."""
+        return table[:, :-1].argmax(-1)
 
 
 def probabilities(
@@ -66,7 +75,7 @@ def probabilities(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The law a drafter draws from: its logits under the request's own sampling parameters.
+    """What a drafter draws from: its logits under the request's own sampling parameters.
 
     Args:
         logits: float [B, V_D]; -inf for tokens that must not be drawn.
@@ -75,8 +84,8 @@ def probabilities(
         top_p: float [B], 1 for all; None where no request has one.
 
     Returns:
-        float32 [B, V_D]; ties at the edge of top_k are kept. Any law is a legitimate drafter: the
-        parameters only bring it nearer to the target's.
+        float32 [B, V_D]; ties at the edge of top_k are kept. Any distribution may be drawn from:
+        the parameters only bring it nearer to the target's.
     """
     rows = (logits.float() / temperature[:, None]).softmax(-1)
     if top_k is None and top_p is None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hetero_spec.draft.rows import TokenMap, probabilities
+from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 
 
 @settings(max_examples=80, deadline=None)
@@ -17,7 +17,7 @@ from vllm_hetero_spec.draft.rows import TokenMap, probabilities
     seed=st.integers(0, 1 << 30),
     renormalise=st.booleans(),
 )
-def test_laws(first: list[int], padding: int, seed: int, renormalise: bool) -> None:
+def test_draft_probs(first: list[int], padding: int, seed: int, renormalise: bool) -> None:
     generator = np.random.default_rng(seed)
     q = generator.dirichlet(np.ones(len(first) + padding), 3)
     tokens = TokenMap(torch.tensor(first), 9, renormalise)
@@ -25,12 +25,12 @@ def test_laws(first: list[int], padding: int, seed: int, renormalise: bool) -> N
     for d, t in enumerate(first):
         if t >= 0:
             expected[:, t] += q[:, d]
-    psi = tokens.laws(torch.tensor(q, dtype=torch.float32))
+    found = tokens.draft_probs(torch.tensor(q, dtype=torch.float32))
     if not renormalise:  # what proposes nothing counts as the likeliest proposal
         nothing = q[:, [d for d, t in enumerate(first) if t < 0]].sum(1)
         expected[range(3), expected.argmax(1)] += nothing
-    assert psi.shape == (3, 9)
-    np.testing.assert_allclose(psi.numpy(), expected, atol=1e-6)
+    assert found.shape == (3, 9)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
 def test_restrict_keeps_what_proposes_something() -> None:
