@@ -2,17 +2,18 @@
 """`vllm-hetero-spec compare`: what it refuses, what it reports, and one real comparison."""
 
 import dataclasses
-import io
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.cli import compare
-from vllm_hetero_spec.cli.comparison import Comparison
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
@@ -43,20 +44,41 @@ SPECULATIVE = Sample(
         "skipped": {"no_blocks": 7, "drafter_error": 0},
     },
 )
-COMPARISON = Comparison(
-    target="big",
-    drafter="small",
-    prompts=["one", "two"],
-    greedy=True,
-    alone=ALONE,
-    speculative=SPECULATIVE,
-)
 
 
-def shown(comparison: Comparison) -> str:
-    output = io.StringIO()
-    comparison.show(Console(file=output, width=100))
-    return output.getvalue()
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A folder that looks like a model until something opens it."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    return str(tmp_path)
+
+
+@dataclass
+class Answers:
+    """Engines that answer with what is measured of the target alone and with the drafter."""
+
+    alone: Sample = ALONE
+    speculative: Sample = SPECULATIVE
+    started: list[str] = field(default_factory=list)
+
+    def start(self, engine: EngineId, **_: object) -> SimpleNamespace:
+        self.started.append(engine.method)
+        found = self.alone if engine.drafter is None else self.speculative
+        return SimpleNamespace(run=lambda load: found, close=lambda: None)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    found = Answers()
+    monkeypatch.setattr(engines, "start", found.start)
+    return found
+
+
+def compared(folder: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What a comparison on two prompts prints."""
+    assert main(["compare", folder, folder, "--prompts", f"{folder}/prompts.jsonl", *options]) == 0
+    return capsys.readouterr().out
 
 
 def with_texts(sample: Sample, *texts: str) -> Sample:
@@ -77,76 +99,87 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    """A folder that looks like a model until something opens it."""
-    (tmp_path / "config.json").write_text("{}")
-    return str(tmp_path)
-
-
-def test_figures_of_a_comparison() -> None:
-    found = COMPARISON.as_json()
+def test_figures_of_a_comparison(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(compared(folder, capsys, "--json"))
     assert found["identical"] == found["prompts"] == 2
     assert found["speedup"] == pytest.approx(2.0)
-    assert found["alone"]["tokens_per_second"] == pytest.approx(3.0)
-    assert found["speculative"]["acceptance_length"] == pytest.approx(1 + 6 / 4)
-    assert found["speculative"]["skipped"]["no_blocks"] == 7
-    assert found["alone"]["median_ttft_seconds"] == pytest.approx((0.2 + 0.4) / 2)
-    assert found["alone"]["median_tpot_seconds"] == pytest.approx((0.4 + 0.3) / 2)
-    assert found["speculative"]["median_ttft_seconds"] == pytest.approx((0.3 + 0.5) / 2)
+    assert found["method"] == "hetero"
+    assert answers.started == ["hetero", "alone"]  # a drafter that is refused is refused at once
+    alone, speculative = found["alone"], found["speculative"]
+    assert alone["tokens_per_second"]["median"] == pytest.approx(3.0)
+    assert speculative["acceptance_length"] == pytest.approx(1 + 6 / 4)
+    assert speculative["skipped"] == {"no_blocks": 7}
+    assert alone["ttft"]["median"] == pytest.approx((0.2 + 0.4) / 2)
+    assert alone["tpot"]["median"] == pytest.approx((0.4 + 0.3) / 2)
+    assert speculative["ttft"]["median"] == pytest.approx((0.3 + 0.5) / 2)
     # The second completion came at once, so that only the first has later tokens.
-    assert found["speculative"]["median_tpot_seconds"] == pytest.approx(0.1)
-    json.dumps(found)
+    assert speculative["tpot"]["median"] == pytest.approx(0.1)
 
 
-def test_table_tells_what_happened() -> None:
-    text = shown(COMPARISON)
-    for expected in ("yes: 2 of 2", "2.00x", "2.50", "skipped: no_blocks", "abc"):
+def test_table_tells_what_happened(
+    folder: str,
+    answers: Answers,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = compared(folder, capsys)
+    for expected in ("yes: 2 of 2", "2.00x", "2.50", "no_blocks 7", "abc"):
         assert expected in text
     rows = {
-        line.split("│")[1].strip(): line.split("│")[2:4]
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:4]]
         for line in text.splitlines()
         if "│" in line
     }
-    assert [c.strip() for c in rows["time to first token, median"]] == ["300.0 ms", "400.0 ms"]
-    assert [c.strip() for c in rows["time per output token, median"]] == ["350.0 ms", "100.0 ms"]
+    assert rows["TTFT (ms)"] == ["300.0", "400.0"]
+    assert rows["TPOT (ms)"] == ["350.0", "100.0"]
+    assert rows["tok/s"] == ["3.0", "6.0"]
+    assert rows["accepted"] == ["0", "6"]
+    assert rows["proposing in all (s)"] == ["-", "0.40"]
+    assert rows["time in all (s)"] == ["2.00", "1.00"]
     assert "drafter_error" not in text
     assert "widened" not in text
-    assert "widened with zero MLP columns: 60 of 64" in shown(
-        dataclasses.replace(COMPARISON, widened=(60, 64))
-    )
+    monkeypatch.setattr(compare, "widened_columns", lambda _: (60, 64))
+    text = " ".join(compared(folder, capsys).split())
+    assert "widened with zero MLP columns: 60 of 64" in text
 
 
-def test_a_differing_token_is_reported() -> None:
+def test_a_differing_token_is_reported(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     same, last = SPECULATIVE.traces
     changed = dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")
-    other = dataclasses.replace(SPECULATIVE, traces=[same, changed])
-    differing = dataclasses.replace(COMPARISON, speculative=other)
-    assert differing.identical == 1
-    text = shown(differing)
+    answers.speculative = dataclasses.replace(SPECULATIVE, traces=[same, changed])
+    text = compared(folder, capsys)
     assert "no: 1 of 2" in text
     assert "def" in text
     assert "dex" in text
 
 
-def test_sampled_texts_are_not_compared() -> None:
-    sampled = dataclasses.replace(COMPARISON, greedy=False)
-    assert sampled.identical is None
-    assert "not compared" in shown(sampled)
+def test_sampled_texts_are_not_compared(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "not compared" in compared(folder, capsys, "--temperature", "1")
+    found = json.loads(compared(folder, capsys, "--temperature", "1", "--json"))
+    assert found["identical"] is None
 
 
-def test_no_drafts_is_no_acceptance_length() -> None:
+def test_no_drafts_is_no_acceptance_length(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     idle = dataclasses.replace(SPECULATIVE, drafts=0, draft_tokens=0, accepted_tokens=0)
     assert idle.acceptance_length is None
-    assert "no drafts" in shown(dataclasses.replace(COMPARISON, speculative=idle))
+    answers.speculative = idle
+    assert "no drafts" in compared(folder, capsys)
 
 
-def test_markup_in_a_text_is_printed_as_it_is() -> None:
+def test_markup_in_a_text_is_printed_as_it_is(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["[bold]x[/] [0]", "y"]
-    odd = dataclasses.replace(
-        COMPARISON, alone=with_texts(ALONE, *texts), speculative=with_texts(SPECULATIVE, *texts)
-    )
-    assert "[bold]x[/] [0]" in shown(odd)
+    answers.alone, answers.speculative = with_texts(ALONE, *texts), with_texts(SPECULATIVE, *texts)
+    assert "[bold]x[/] [0]" in compared(folder, capsys)
 
 
 def test_absent_models_are_refused(capsys: pytest.CaptureFixture[str], folder: str) -> None:
@@ -210,7 +243,7 @@ def test_a_failing_engine_is_no_traceback(
     def fail(*_: object, **__: object) -> Sample:
         raise MeasurementError("the engine ended with exit code 9")
 
-    monkeypatch.setattr(compare, "VllmEngine", fail)
+    monkeypatch.setattr(engines, "start", fail)
     assert main(["compare", folder, folder]) == 1
     assert "error: the engine ended with exit code 9" in capsys.readouterr().err
 
@@ -244,5 +277,5 @@ def test_a_real_comparison(demo_pair: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert 0 < speculative["forward_seconds"] < speculative["propose_seconds"]
     for run in (found["alone"], speculative):
-        assert 0 < run["median_ttft_seconds"] < run["seconds"]
-        assert 0 < run["median_tpot_seconds"] < run["seconds"]
+        assert 0 < run["ttft"]["median"] < run["seconds"]
+        assert 0 < run["tpot"]["median"] < run["seconds"]

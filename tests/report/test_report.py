@@ -91,6 +91,7 @@ def test_values() -> None:
     assert values.with_error(2.5, 0.04) == "2.50 ± 0.04"
     assert values.with_error(2.5, None) == "2.50"
     assert values.ratio(Spread(1.5, 1.25, 2, 1.3, 1.6, rounds=3)) == "1.50x (1.25-2.00)"
+    assert values.ratio(Spread(1.5, 1.5, 1.5, 1.5, 1.5, rounds=1)) == "1.50x"
     assert values.tail(quantiles([0.5])) == "500.0 / 500.0 / 500.0"
     nothing = (
         values.number(None), values.milliseconds(None), values.mebibytes(None),

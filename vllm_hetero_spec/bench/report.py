@@ -12,17 +12,10 @@ from vllm_hetero_spec.bench.engines import repairs_sampling
 from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.rows import Row, rows_of
-from vllm_hetero_spec.bench.tables import (
-    LATENCY,
-    LATENCY_NOTE,
-    SPECULATION,
-    SPECULATION_NOTE,
-    SPEED,
-    SPEED_NOTE,
-)
+from vllm_hetero_spec.bench.tables import LATENCY, SPECULATION, SPEED
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
-from vllm_hetero_spec.report.tables import as_data, markdown_table, terminal_table
+from vllm_hetero_spec.report.tables import as_data, markdown_table, meanings, terminal_table
 from vllm_hetero_spec.report.values import widened
 
 MARKDOWN = "results.md"
@@ -46,11 +39,14 @@ def write_report(folder: Path, contents: Contents) -> list[Row]:
 def markdown(contents: Contents, rows: Sequence[Row]) -> str:
     """The whole report."""
     parts = [f"# {contents.header['suite']['name']}", *_preamble(contents)]
-    parts += ["## Speed", markdown_table(SPEED, rows), SPEED_NOTE]
-    parts += ["## Latency", markdown_table(LATENCY, rows), LATENCY_NOTE]
     drafting = [row for row in rows if row.figures.drafts]
-    if drafting:
-        parts += ["## Speculation", markdown_table(SPECULATION, drafting), SPECULATION_NOTE]
+    for title, columns, shown in (
+        ("Speed", SPEED, rows),
+        ("Latency", LATENCY, rows),
+        ("Speculation", SPECULATION, drafting),
+    ):
+        if shown:
+            parts += [f"## {title}", markdown_table(columns, shown), meanings(columns)]
     parts += _listed("Failed", contents.errors)
     parts += _listed("Not measured", contents.skipped)
     return "\n\n".join(parts) + "\n"

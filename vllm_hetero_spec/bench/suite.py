@@ -105,5 +105,10 @@ def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[st
     }
 
 
+def short_name(model: str) -> str:
+    """What reports call a model: the last part of its name or folder."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_hetero_spec.bench.datasets import check_dataset, in_chat_template, load_dataset
 from vllm_hetero_spec.bench.methods import PEERS
 from vllm_hetero_spec.bench.models import model_name
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
 from vllm_hetero_spec.bench.yaml_file import Entry, distinct, read_yaml
 from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, ConfigError, parse
 
@@ -120,7 +120,7 @@ def _drafters(entry: Entry) -> tuple[Drafter, ...]:
 
 
 def _name(keys: dict[str, Entry], model: str) -> str:
-    return keys["name"].text() if "name" in keys else model.rstrip("/").rsplit("/", 1)[-1]
+    return keys["name"].text() if "name" in keys else short_name(model)
 
 
 def _check_configurations(

@@ -1,20 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec compare`: the target alone beside the target with a drafter."""
+"""`vllm-hetero-spec compare`: the target alone beside the target with a drafter.
+
+A suite of two engines and one round, for the plan, the figures and the tables of `bench`.
+"""
 
 import argparse
-import json
-import sys
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
-from vllm_hetero_spec.cli.comparison import Comparison
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.models import vocabularies_differ
+from vllm_hetero_spec.bench.plan import Measurement, make_plan
+from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.rows import Row, rows_of
+from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
+from vllm_hetero_spec.bench.tables import COUNTS, TIMES, acceptance_length
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
-from vllm_hetero_spec.config import METHODS, ConfigError, parse
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measure.load import Load, Sample
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+from vllm_hetero_spec.measure.load import MeasurementError, Trace
+from vllm_hetero_spec.report.tables import Column, as_data, print_json, side_by_side
+from vllm_hetero_spec.report.values import NONE, count, number, widened
+
+_DATASET = "prompts"
+_SAMPLES = 2
+_SAMPLE_LENGTH = 240  # characters
 
 
 def add_parser(commands: Any) -> None:
@@ -22,8 +40,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="run a target alone and with a drafter; print speed, acceptance and equality",
-        description="Runs the target with the drafter and alone, each in an engine of its own "
-        "after a warm-up, and prints both side by side.",
+        description="Runs the target with the drafter and alone, one engine after the other, each "
+        "after a warm-up, and prints both side by side. `bench` does it for many at once.",
     )
     parser.add_argument("target", help=MODEL)
     parser.add_argument("drafter", help=f"{MODEL}; any tokenizer")
@@ -36,7 +54,7 @@ def add_parser(commands: Any) -> None:
         help="requests that run at the same time (default: %(default)s)",
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=DEFAULT)
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help=DEFAULT)
+    parser.add_argument("--method", choices=METHODS, default=DEFAULT_METHOD, help=DEFAULT)
     parser.add_argument(
         "--num-speculative-tokens",
         type=positive,
@@ -54,53 +72,152 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: The models, prompts or options cannot be used.
-        MeasurementError: An engine failed.
+        MeasurementError: An engine refused the models, or failed.
     """
-    if arguments.temperature < 0:
-        raise ConfigError(f"--temperature is {arguments.temperature}; it must not be negative.")
-    target = check_model(arguments.target, "target")
-    drafter = check_model(arguments.drafter, "drafter")
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
-    speculative = {
-        "method": arguments.method,
-        "model": drafter,
-        "num_speculative_tokens": arguments.num_speculative_tokens,
-        **arguments.speculative_config,
-    }
-    # Refused here rather than by an engine that takes a while to start.
-    parse(
-        speculative,
-        target_tensor_parallel=arguments.engine_args.get("tensor_parallel_size", 1),
-    )
-    load = Load(
-        prompts=prompts,
-        max_tokens=arguments.max_tokens,
-        batch_size=arguments.batch_size,
-        temperature=arguments.temperature,
-    )
-    progress = Console(stderr=True)
-    measured = {}
-    # The run with the drafter comes first: a drafter that vLLM refuses is refused at once.
-    for name, config in (("with the drafter", speculative), ("alone", None)):
-        spec = EngineSpec(target, config, arguments.batch_size, arguments.engine_args)
-        with progress.status(f"measuring the target {name} ..."):
-            measured[name] = _measure(spec, load, verbose=arguments.verbose)
-    comparison = Comparison(
-        target=target,
-        drafter=drafter,
-        prompts=prompts,
-        greedy=arguments.temperature == 0,
-        alone=measured["alone"],
-        speculative=measured["with the drafter"],
-        widened=widened_columns(target),
-    )
+    suite = _suite(arguments)
+    (target,) = suite.targets
+    results = Results()
+    plan = make_plan(suite, 1, vocabularies_differ)
+    # The drafter comes first: one that vLLM refuses is refused at once.
+    plan = replace(plan, waves=plan.waves[::-1])
+    start = functools.partial(engines.start, suite=suite, at_once=1, verbose=arguments.verbose)
+    with _Reporter(Console(stderr=True)) as reporter:
+        run_plan(plan, suite, results, start, reporter)
+    comparison = Comparison(suite, results.contents, widened_columns(target.model))
     if arguments.json:
-        json.dump(comparison.as_json(), sys.stdout, indent=2)
-        print()
+        print_json(comparison.as_json())
     else:
         comparison.show(Console())
 
 
-def _measure(spec: EngineSpec, load: Load, *, verbose: bool) -> Sample:
-    with VllmEngine(spec, verbose=verbose) as engine:
-        return engine.run(load)
+def _suite(arguments: argparse.Namespace) -> Suite:
+    if arguments.temperature < 0:
+        raise ConfigError(f"--temperature is {arguments.temperature}; it must not be negative.")
+    model = check_model(arguments.target, "target")
+    drafter = check_model(arguments.drafter, "drafter")
+    target = Target(
+        short_name(model),
+        model,
+        (Drafter(short_name(drafter), drafter, arguments.speculative_config),),
+        (_DATASET,),
+        arguments.engine_args,
+    )
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    # Refused here rather than by an engine that takes a while to start.
+    parse(
+        speculative_config(arguments.method, target.drafters[0], arguments.num_speculative_tokens),
+        target_tensor_parallel=target.engine.get("tensor_parallel_size", 1),
+    )
+    return Suite(
+        name="compare",
+        targets=(target,),
+        methods=(arguments.method,),
+        prompts={target.name: {_DATASET: tuple(prompts)}},
+        batch_sizes=(arguments.batch_size,),
+        temperatures=(arguments.temperature,),
+        lookaheads=(arguments.num_speculative_tokens,),
+        max_tokens=arguments.max_tokens,
+        repeats=1,
+    )
+
+
+class _Reporter(Reporter):
+    """Gives up at the first failure, as there is nothing to compare then."""
+
+    def failed(self, run: Measurement, sentence: str) -> None:
+        raise MeasurementError(sentence)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A target measured alone and with a drafter.
+
+    Attributes:
+        suite: What was asked for.
+        contents: What was measured.
+        widened: Zero and all MLP columns of a target made slower on purpose.
+    """
+
+    suite: Suite
+    contents: Contents
+    widened: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> tuple[Row, Row]:
+        """The target alone, and with the drafter."""
+        alone, drafted = rows_of(self.contents)
+        return alone, drafted
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, as in `bench`'s summary; times in seconds."""
+        (target,) = self.suite.targets
+        alone, drafted = self.rows
+        assert drafted.speedup is not None
+        return {
+            "target": target.model,
+            "drafter": target.drafters[0].model,
+            "method": drafted.cell.engine.method,
+            "target_zero_mlp_columns": self.widened[0] if self.widened else 0,
+            "prompts": len(self._prompts),
+            "identical": drafted.identical[0] if drafted.identical else None,
+            "speedup": drafted.speedup.median,
+            "alone": as_data(alone.figures),
+            "speculative": as_data(drafted.figures),
+        }
+
+    def show(self, console: Console) -> None:
+        """Print sample texts and the table."""
+        (target,) = self.suite.targets
+        alone, drafted = self.rows
+        pairs = zip(self._prompts, self._traces(alone), self._traces(drafted), strict=True)
+        for prompt, own, other in list(pairs)[:_SAMPLES]:
+            console.rule("a prompt's end and its completion", align="left")
+            console.print(f"[dim]{escape(_end(prompt))}[/]", end="", highlight=False)
+            console.print(f"[bold]{escape(_start(other.text))}[/]", highlight=False)
+            if drafted.identical and own.text != other.text:
+                console.print("[red]the target alone wrote:[/]")
+                console.print(escape(_start(own.text)), highlight=False)
+        console.rule()
+        for role, model in (("target ", target.model), ("drafter", target.drafters[0].model)):
+            console.print(f"{role}  {model}", highlight=False, markup=False, soft_wrap=True)
+        if self.widened:
+            console.print(widened("the target", self.widened), highlight=False)
+        console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
+
+    @property
+    def _prompts(self) -> Sequence[str]:
+        return self.suite.prompts[self.suite.targets[0].name][_DATASET]
+
+    def _traces(self, row: Row) -> Sequence[Trace]:
+        (found,) = (each.sample for each in self.contents.samples if each.run.cell == row.cell)
+        return found.traces
+
+
+def _verdict(row: Row) -> str:
+    if row.cell.engine.drafter is None:
+        return NONE
+    if row.identical is None:
+        return "not compared (sampled)"
+    same, every = row.identical
+    return f"{'yes' if same == every else 'no'}: {same} of {every} prompts"
+
+
+_COLUMNS: tuple[Column[Row], ...] = (
+    Column("token-identical", _verdict),
+    Column("tokens generated", lambda row: count(row.figures.tokens)),
+    *TIMES,
+    Column(
+        "acceptance length",
+        lambda row: acceptance_length(row) if row.figures.drafts else "no drafts",
+    ),
+    *COUNTS,
+    Column("time in all (s)", lambda row: number(row.figures.seconds)),
+)
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= _SAMPLE_LENGTH else "..." + text[-_SAMPLE_LENGTH:]
+
+
+def _start(text: str) -> str:
+    return text if len(text) <= _SAMPLE_LENGTH else text[:_SAMPLE_LENGTH] + "..."

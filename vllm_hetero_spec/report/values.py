@@ -40,8 +40,11 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 
 def ratio(found: Spread | None) -> str:
-    """A speedup and its range over rounds."""
-    return f"{found.median:.2f}x ({found.low:.2f}-{found.high:.2f})" if found else NONE
+    """A speedup, and its range where there are several rounds."""
+    if found is None:
+        return NONE
+    bounds = f" ({found.low:.2f}-{found.high:.2f})" if found.rounds > 1 else ""
+    return f"{found.median:.2f}x{bounds}"
 
 
 def median(found: Quantiles | None) -> str:
