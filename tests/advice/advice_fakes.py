@@ -1,150 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose steps cost what is written here and whose drafter is right where it is told.
-
-It keeps requests in flight as a real one does, so that what the command foresees of a lookahead can
-be compared with what this engine does when it is asked for it.
-"""
+"""Engines whose speed in each round is written here, so that figures can be checked by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_hetero_spec.bench.engines import vllm_config
+from vllm_hetero_spec.bench.plan import EngineId
+from vllm_hetero_spec.bench.suite import Drafter, Suite
+from vllm_hetero_spec.config import parse
 from vllm_hetero_spec.measure.load import Load, Sample, Trace
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 PROMPTS = ("one", "two", "three", "four")
-# In which places of each completion the drafter is right; never four times in a row.
-RIGHT = ("1101110", "0101011", "1110110", "0001101")
+ALONE = None
 
 
 @dataclass(frozen=True)
 class World:
-    """What everything costs, in seconds, and what comes of drafts.
+    """What an engine does.
 
     Attributes:
-        right: Of each prompt, "1" where a drafted token is right; from the start again at its end.
-        plain, per_row: A step of the target, of no request and of each row more.
-        drafter_step, beside: A forward of the drafter, and the rest of a round of drafting.
-        steps_per_token: Forwards of a target token, one more for the round.
-        read, read_drafter: Prompts, of the target and of the drafter.
-        drafted: Whether anything is.
+        speeds: Tokens per second of its first, second, ... round; from the start again at the end.
+        at_batch: What that is multiplied with at a batch size; 1 where not given.
+        accepted: Of each draft of 3 tokens; None where nothing is drafted.
+        refuse: Raised when it starts.
+        fail_at: Batch size at which a load fails, and how.
     """
 
-    right: Sequence[str] = RIGHT
-    plain: float = 1.0
-    per_row: float = 0.125
-    drafter_step: float = 0.0625
-    beside: float = 0.03125
-    steps_per_token: float = 1.5
-    read: float = 2.0
-    read_drafter: float = 0.25
-    drafted: bool = True
-
-    def steps(self, lookahead: int) -> float:
-        return 1 + self.steps_per_token * lookahead
-
-    def target(self, requests: int, lookahead: int) -> float:
-        return (self.plain + self.per_row * requests * (1 + lookahead)) if requests else 0.0
-
-    def drafting(self, lookahead: int) -> float:
-        return self.beside + self.drafter_step * self.steps(lookahead) if lookahead else 0.0
-
-    def is_right(self, prompt: str, place: int) -> bool:
-        pattern = self.right[PROMPTS.index(prompt) % len(self.right)]
-        return self.drafted and pattern[(place - 1) % len(pattern)] == "1"
+    speeds: Sequence[float] = (12.0,)
+    at_batch: dict[int, float] = field(default_factory=dict)
+    accepted: int | None = 2
+    refuse: BaseException | None = None
+    fail_at: tuple[int, BaseException] | None = None
 
 
 @dataclass
-class _Running:
-    prompt: str
-    sent: float
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+class Fakes:
+    """Starts engines of worlds.
+
+    Attributes:
+        worlds: By the drafter's name, `ALONE` for the target alone.
+        runs: (drafter, load) of every run, in order.
+        configs: `--speculative-config` of every engine that was started.
+        suites: What the engines belong to.
+        up: Drafters whose engines are up; `most_up` is the longest it was.
+    """
+
+    worlds: dict[str | None, World] = field(default_factory=lambda: {ALONE: World((10.0,))})
+    runs: list[tuple[str | None, Load]] = field(default_factory=list)
+    configs: list[dict[str, Any] | None] = field(default_factory=list)
+    suites: list[Suite] = field(default_factory=list)
+    up: list[str | None] = field(default_factory=list)
+    most_up: int = 0
+
+    def start(self, engine: EngineId, suite: Suite, at_once: int, *, verbose: bool) -> "FakeEngine":
+        (target,) = suite.targets
+        drafters: dict[str | None, Drafter] = {each.name: each for each in target.drafters}
+        config = vllm_config(engine, drafters.get(engine.drafter))
+        if config is not None:
+            parse(config)
+        world = self.worlds.get(engine.drafter, World())
+        if world.refuse is not None:
+            raise world.refuse
+        self.configs.append(config)
+        self.suites.append(suite)
+        self.up.append(engine.drafter)
+        self.most_up = max(self.most_up, len(self.up))
+        return FakeEngine(engine.drafter, world, self)
 
 
 @dataclass
 class FakeEngine:
-    """One engine of a world.
+    """One of them."""
 
-    Attributes:
-        world: It.
-        spec: How it was started.
-        fail: Raised by every load.
-        loads: Those that were run.
-    """
-
+    drafter: str | None
     world: World
-    spec: EngineSpec
-    fail: BaseException | None = None
-    loads: list[Load] = field(default_factory=list)
-    closed: bool = False
-
-    @property
-    def lookahead(self) -> int:
-        config = self.spec.speculative_config
-        return 0 if config is None else int(config["num_speculative_tokens"])
-
-    def close(self) -> None:
-        self.closed = True
+    fakes: Fakes
 
     def run(self, load: Load) -> Sample:
-        assert not self.closed
-        assert load.batch_size <= self.spec.max_batch_size
-        if self.fail is not None:
-            raise self.fail
-        self.loads.append(load)
-        world, k = self.world, self.lookahead if load.max_tokens > 1 else 0
-        waiting, active, done = list(load.prompts), [], []
-        now = propose = forward = 0.0
-        drafts = rounds = 0
-        while waiting or active:
-            new = [
-                _Running(waiting.pop(0), now)
-                for _ in range(min(load.batch_size - len(active), len(waiting)))
-            ]
-            catching_up = len(new) * world.read_drafter if self.lookahead else 0.0
-            began = now
-            now += len(new) * world.read + catching_up
-            now += world.target(len(active), k) + world.drafting(k)
-            assert now > began
-            rounds += 1
-            propose += catching_up + world.drafting(k)
-            forward += catching_up + (world.drafter_step * world.steps(k) if k else 0.0)
-            for one in active:
-                have = sum(one.counts)
-                room = min(k, load.max_tokens - have - 1)
-                accepted = 0
-                while accepted < room and world.is_right(one.prompt, have + accepted):
-                    accepted += 1
-                drafts += k > 0 and world.drafted
-                one.counts.append(accepted + 1)
-                one.times.append(now)
-            for one in new:
-                one.counts.append(1)
-                one.times.append(now)
-            active += new
-            done += [one for one in active if sum(one.counts) >= load.max_tokens]
-            active = [one for one in active if sum(one.counts) < load.max_tokens]
-        done.sort(key=lambda one: load.prompts.index(one.prompt))
-        traces = [
-            Trace([7] * sum(one.counts), one.prompt, one.sent, one.times, one.counts)
-            for one in done
-        ]
-        return Sample(traces, now, **self._counters(k, drafts, propose, forward))
+        assert self.drafter in self.fakes.up
+        world = self.world
+        if world.fail_at is not None and load.batch_size == world.fail_at[0]:
+            raise world.fail_at[1]
+        self.fakes.runs.append((self.drafter, load))
+        assert load.seed is not None
+        turn = load.seed // len(load.prompts)
+        speed = world.speeds[turn % len(world.speeds)] * world.at_batch.get(load.batch_size, 1.0)
+        seconds = load.max_tokens * len(load.prompts) / speed
+        ids = list(range(load.max_tokens))
+        step = 1 + (world.accepted or 0)
+        later = load.max_tokens - 1
+        counts = [1, *[step] * (later // step), *[1] * (later % step)]
+        times = [seconds * (index + 1) / len(counts) for index in range(len(counts))]
+        traces = [Trace(ids, "", 0.0, times, counts) for _ in load.prompts]
+        if self.drafter is None:
+            return Sample(traces, seconds)
+        if world.accepted is None:
+            return Sample(traces, seconds, worker={"skipped": {"untranslatable": 3, "no_text": 0}})
+        drafts = later // step * len(load.prompts)
+        return Sample(traces, seconds, drafts, 3 * drafts, world.accepted * drafts)
 
-    def _counters(self, k: int, drafts: int, propose: float, forward: float) -> dict[str, Any]:
-        if self.spec.speculative_config is None:
-            return {}
-        worker = {
-            "propose_seconds": propose,
-            "forward_seconds": forward,
-            "drafter_tokens": drafts * self.world.steps(k),
-            "skipped": {} if self.world.drafted else {"untranslatable": 3, "no_text": 0},
-        }
-        return {"drafts": drafts, "worker": worker}
-
-
-def engine(world: World, lookahead: int = 0, **options: Any) -> FakeEngine:
-    """An engine that drafts so far; 0 is the target alone."""
-    config = {"method": "slem", "model": "small", "num_speculative_tokens": lookahead}
-    return FakeEngine(world, EngineSpec("big", config if lookahead else None, 8), **options)
+    def close(self) -> None:
+        self.fakes.up.remove(self.drafter)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafter and method a target should have: measured in short, foreseen for the rest."""
+"""Which drafter a target should have: each is measured beside the target alone."""

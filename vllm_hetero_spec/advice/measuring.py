@@ -1,125 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short loads on engines of one target, one engine after the other: alone, then with drafters."""
+"""Measures drafters beside the target alone, in the interleaved rounds of `bench`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from vllm_hetero_spec.advice.prediction import Prediction, foresee
-from vllm_hetero_spec.measure.load import Engine, Load, MeasurementError, Sample
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
+from vllm_hetero_spec.bench.engines import on_gpu, vllm_config
+from vllm_hetero_spec.bench.methods import ALONE
+from vllm_hetero_spec.bench.plan import Cell, EngineId, make_plan
+from vllm_hetero_spec.bench.report import notes, widened_targets
+from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.rows import Row, rows_of
+from vllm_hetero_spec.bench.run import Start, Watcher, run_plan
+from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.report.figures import Spread
 
-Start = Callable[[EngineSpec], Engine]
-# Told what is measured now, in a few words, once for each load.
-Tell = Callable[[str], None]
+DATASET = "prompts"  # the only one of a suite
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every engine is to generate.
+class Candidate:
+    """A drafter with a method, as it was measured.
 
     Attributes:
-        prompts: Texts, each completed once by a load.
-        max_tokens: Longest completion, in target tokens.
-        batch_sizes: Requests at the same time, rising; none above the number of prompts.
-        temperatures: 0 is greedy; rising.
-        repeats: How often each load runs.
-        lookahead: Target tokens of every draft, of which the shorter ones are foreseen.
+        engine: It, in `bench`'s words.
+        config: Its `--speculative-config`.
+        rows: One for each load, in order; fewer where a load failed.
+        failure: Why some are missing, in a sentence; "" where none is.
     """
 
-    prompts: Sequence[str]
-    max_tokens: int
-    batch_sizes: Sequence[int]
-    temperatures: Sequence[float]
-    repeats: int
-    lookahead: int
+    engine: EngineId
+    config: dict[str, Any]
+    rows: Sequence[Row]
+    failure: str = ""
 
-    def loads(self) -> Iterator[tuple[float, int, Load]]:
-        """(temperature, batch size, first load) of every pair of them; seeds as of `bench`."""
-        for temperature in self.temperatures:
-            for size in self.batch_sizes:
-                yield (
-                    temperature,
-                    size,
-                    Load(self.prompts, self.max_tokens, size, temperature, seed=0),
+    @property
+    def name(self) -> str:
+        """Drafter and method."""
+        return f"{self.engine.drafter} ({self.engine.method})"
+
+    @property
+    def speedup(self) -> Spread | None:
+        """The geometric mean over all loads; None where one of them failed.
+
+        Its low and high are those of the loads' lows and highs, so that no round lies outside.
+        """
+        spreads = [row.speedup for row in self.rows if row.speedup is not None]
+        if self.failure or not spreads:
+            return None
+
+        def mean(values: Iterable[float]) -> float:
+            return prod(values) ** (1 / len(spreads))
+
+        return Spread(
+            mean(spread.median for spread in spreads),
+            mean(spread.low for spread in spreads),
+            mean(spread.high for spread in spreads),
+            mean(spread.quartile1 for spread in spreads),
+            mean(spread.quartile3 for spread in spreads),
+            rounds=min(spread.rounds for spread in spreads),
+        )
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than the target alone in all rounds."""
+        return self.speedup is not None and self.speedup.low > 1
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower than the target alone in all rounds."""
+        return self.speedup is not None and self.speedup.high < 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured.
+
+    Attributes:
+        rows: Of every load the target alone, then the candidates.
+        candidates: Most speedup first, those that failed last.
+        notes: What a reader of the figures must know of how they came about.
+    """
+
+    rows: Sequence[Row]
+    candidates: Sequence[Candidate]
+    notes: Sequence[str] = ()
+
+    @property
+    def ranking(self) -> list[Candidate]:
+        """Candidates that no load failed for, the fastest first."""
+        return [candidate for candidate in self.candidates if not candidate.failure]
+
+    @property
+    def failures(self) -> list[str]:
+        """Of engines, each with the drafter's name."""
+        failed = (candidate for candidate in self.candidates if candidate.failure)
+        return [f"{candidate.name}: {candidate.failure}" for candidate in failed]
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """The fastest one; None where none is faster than the target alone."""
+        return next((candidate for candidate in self.ranking if candidate.faster), None)
+
+    def verdict(self, candidate: Candidate) -> str:
+        """What the rounds say of a candidate, in a clause."""
+        best, speedup = self.recommended, candidate.speedup
+        if speedup is None:
+            return "failed"
+        if candidate is best:
+            return "recommended"
+        if candidate.slower:
+            return "slower than the target alone"
+        if not candidate.faster:
+            return "not told apart from the target alone"
+        if best is not None and best.speedup is not None and speedup.high >= best.speedup.low:
+            return "faster, not told apart from the recommended one"
+        return "faster than the target alone"
+
+
+def measure(suite: Suite, at_once: int, start: Start, watcher: Watcher) -> Measured:
+    """Run a suite of one target; a drafter that fails is noted, and the others go on.
+
+    Args:
+        suite: Its target, drafters, methods and loads.
+        at_once: Engines that may be up together.
+        start: Starts an engine.
+        watcher: Is told how it gets on.
+
+    Raises:
+        MeasurementError: The target alone fails.
+    """
+    plan = make_plan(suite, at_once, lambda target, drafter: None)
+    widened = widened_targets(suite.targets)
+    results = Results(header={"widened": widened, "gpu": on_gpu(), "engines_at_once": at_once})
+    run_plan(plan, suite, results, start, watcher)
+    for cell, reason in results.contents.errors.items():
+        if cell.engine.method == ALONE:
+            raise MeasurementError(f"the target alone: {reason}")
+    return _measured(suite, results.contents)
+
+
+def _measured(suite: Suite, contents: Contents) -> Measured:
+    (target,) = suite.targets
+    rows = rows_of(contents)
+    candidates = []
+    for drafter in target.drafters:
+        for method in suite.methods:
+            engine = EngineId(target.name, method, drafter.name, *suite.lookaheads)
+            candidates.append(
+                Candidate(
+                    engine,
+                    vllm_config(engine, drafter) or {},
+                    [row for row in rows if row.cell.engine == engine],
+                    _failure(engine, contents.errors),
                 )
-
-    def count(self, engines: int) -> int:
-        """Loads of the target alone and of as many engines with drafters."""
-        pairs = len(self.temperatures) * len(self.batch_sizes)
-        return pairs * (self.repeats + engines * (self.repeats + 1))
-
-    def repeated(self, load: Load) -> Iterator[Load]:
-        """A load with seeds of its own for every repeat, those of `bench`."""
-        for turn in range(self.repeats):
-            yield replace(load, seed=turn * len(self.prompts))
-
-
-Alone = Mapping[float, Mapping[int, Sequence[Sample]]]  # by temperature and batch size
-
-
-def measure_alone(engine: Engine, plan: Plan, tell: Tell) -> Alone:
-    """The target alone under every load.
-
-    Raises:
-        ConfigError: The engine refused a load.
-        MeasurementError: It failed.
-    """
-    found: dict[float, dict[int, list[Sample]]] = {t: {} for t in plan.temperatures}
-    for temperature, size, load in plan.loads():
-        found[temperature][size] = list(_repeat(engine, plan, load, tell))
-    return found
-
-
-def measure_drafter(
-    engine: Engine, plan: Plan, alone: Alone, method: str, tell: Tell
-) -> dict[tuple[float, int], Prediction]:
-    """What a drafter gives under every load, by temperature and batch size.
-
-    Raises:
-        ConfigError: The engine refused a load.
-        MeasurementError: It failed, or nothing was drafted.
-    """
-    found = {}
-    for temperature, size, load in plan.loads():
-        tell(_words(load, "reading"))
-        read = engine.run(replace(load, max_tokens=1))
-        drafted = list(_repeat(engine, plan, load, tell))
-        try:
-            found[temperature, size] = foresee(
-                alone[temperature],
-                drafted,
-                read,
-                slots=size,
-                lookahead=plan.lookahead,
-                max_tokens=plan.max_tokens,
-                one_more=temperature == 0 or method == "slem",
             )
-        except ValueError as error:
-            raise MeasurementError(f"{_words(load)}: {error}{_skipped(drafted)}") from error
-    return found
+    candidates.sort(key=lambda found: -found.speedup.median if found.speedup else 0.0)
+    return Measured(rows, candidates, notes(contents))
 
 
-def fixed_config(config: Mapping[str, Any], lookahead: int) -> dict[str, Any]:
-    """A speculative configuration with which every draft is as long as it can be."""
-    return {**config, "num_speculative_tokens": lookahead, "controller": "fixed"}
-
-
-def _repeat(engine: Engine, plan: Plan, load: Load, tell: Tell) -> Iterator[Sample]:
-    for each in plan.repeated(load):
-        tell(_words(load))
-        yield engine.run(each)
-
-
-def _words(load: Load, *first: str) -> str:
-    return ", ".join([*first, f"batch {load.batch_size}", f"temperature {load.temperature:g}"])
-
-
-def _skipped(samples: Sequence[Sample]) -> str:
-    reasons = {
-        reason: None
-        for sample in samples
-        for reason, count in sample.worker["skipped"].items()
-        if count
-    }
-    return f" (skipped: {', '.join(reasons)})" if reasons else ""
+def _failure(engine: EngineId, errors: dict[Cell, str]) -> str:
+    reasons = (reason for cell, reason in errors.items() if cell.engine == engine)
+    return "; ".join(dict.fromkeys(reasons))

@@ -5,9 +5,11 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-_MIB = 1 << 20
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
+
+_TOKENS = 2048  # of each drafter context, unless the drafter reads fewer
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _RUN_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
@@ -33,15 +35,6 @@ class Memory:
     def kv_bytes(self) -> int:
         """Keys and values of all sequences at that length."""
         return self.kv_bytes_per_token * self.tokens * self.sequences
-
-    def __str__(self) -> str:
-        weights = "unknown weights"
-        if self.weight_bytes is not None:
-            weights = f"{_mib(self.weight_bytes)} weights"
-        return (
-            f"{weights} + {_mib(self.kv_bytes)} KV for batch {self.sequences} of "
-            f"{self.tokens:,} tokens"
-        )
 
 
 def local_folder(name: str) -> Path | None:
@@ -74,24 +67,35 @@ def missing_weights(name: str) -> str:
     return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
 
 
-def memory_of(config: Any, folder: Path | None, dtype: str, sequences: int, tokens: int) -> Memory:
-    """What a drafter takes.
+def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool) -> Memory:
+    """What a drafter takes, for contexts of 2,048 tokens where it can read so many.
 
     Args:
-        config: Its transformers configuration.
-        folder: Where its files are; None where there are none.
+        drafter: A Hugging Face name or a folder.
         dtype: What vLLM runs it in.
         sequences: Contexts at the same time.
-        tokens: Of each, where it can read so many.
+        trust_remote_code: Run code of its repository.
+
+    Raises:
+        ConfigError: Its configuration cannot be read.
     """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(drafter, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration of {drafter} cannot be read: {first_line(error)}."
+        ) from error
     text = config.get_text_config()
     element = _RUN_BYTES.get(dtype, 2)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    folder = local_folder(drafter)
     return Memory(
-        None if folder is None else _weight_bytes(folder, element),
+        None if folder is None or missing_weights(drafter) else _weight_bytes(folder, element),
         2 * text.num_hidden_layers * heads * width * element,
-        min(tokens, getattr(text, "max_position_embeddings", tokens)),
+        min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS)),
         sequences,
     )
 
@@ -114,7 +118,3 @@ def _tensor_bytes(file: Path, element: int) -> int:
         count = math.prod(tensor["shape"])
         total += count * element if tensor["dtype"] in _FLOATS else end - begin
     return total
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:,.1f} MiB" if size < 10 * _MIB else f"{size / _MIB:,.0f} MiB"

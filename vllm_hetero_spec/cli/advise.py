@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec advise`: which drafter, method and lookahead make a target fastest."""
+"""`vllm-hetero-spec advise`: which drafter makes a target fastest, if any does."""
 
 import argparse
 import functools
-import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-from vllm_hetero_spec.advice.as_json import as_json
-from vllm_hetero_spec.advice.findings import Advice, DrafterFindings
-from vllm_hetero_spec.advice.measuring import Plan, fixed_config
-from vllm_hetero_spec.advice.tables import show
-from vllm_hetero_spec.advice.work import Task, Work
+from vllm_hetero_spec.advice.drafters import DrafterFacts, look_at
+from vllm_hetero_spec.advice.measuring import DATASET, Measured, measure
+from vllm_hetero_spec.advice.memory import missing_weights
+from vllm_hetero_spec.advice.report import as_json, show
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
-from vllm_hetero_spec.config import METHODS, ConfigError, parse
-from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
+from vllm_hetero_spec.inputs.model_folder import check_model
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import MeasurementError
-from vllm_hetero_spec.measure.vllm_engine import VllmEngine
+from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 
@@ -30,13 +33,14 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "advise",
-        help="rank drafters and methods for a target; print the configuration to paste",
-        description="Compares tokenizers, measures short loads alone and with each drafter, and "
-        "foresees from them the speedup of every lookahead.",
+        help="rank drafters for a target; print the configuration to paste",
+        description="Compares tokenizers, then measures short loads with each drafter beside the "
+        "target alone, in interleaved rounds and with the controller that will run. The "
+        "configuration that it prints is one that it has measured.",
     )
     parser.add_argument("target", help=MODEL)
     parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{MODEL}; any number")
-    add_load(parser, longest=32)
+    add_load(parser, longest=64)
     parser.add_argument(
         "--batch-sizes",
         type=positive,
@@ -56,19 +60,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--num-speculative-tokens",
         type=positive,
-        default=4,
+        default=8,
         metavar="K",
-        help="longest lookahead, in target tokens; it is measured, and shorter ones are foreseen "
-        "(default: %(default)s)",
+        help="longest lookahead, in target tokens; the controller drafts less far where that is "
+        "faster (default: %(default)s)",
     )
     parser.add_argument(
         "--methods",
         choices=METHODS,
         nargs="+",
-        default=[],
-        help="measure these (default: the one that the tokenizers suggest)",
+        default=[DEFAULT_METHOD],
+        help=f"measure each of these (default: {DEFAULT_METHOD}, which chooses for a pair)",
     )
-    parser.add_argument("--repeats", type=positive, default=2, metavar="N", help=DEFAULT)
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help=DEFAULT)
     parser.add_argument(
         "--statistics-only", action="store_true", help="stop before any weights are read"
     )
@@ -81,105 +85,107 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Look, measure and print.
+    """Compare, measure and print.
 
     Raises:
         ConfigError: The models, prompts or options cannot be used.
         MeasurementError: An engine failed; what the others did is printed.
     """
-    target = check_model(arguments.target, "target")
-    names = dict.fromkeys(arguments.drafters)
-    drafters = [DrafterFindings(name, check_model(name, "drafter")) for name in names]
-    plan = _plan(arguments)
-    _check(arguments, plan, drafters)
-    file = arguments.prompts
-    task = Task(
-        target=target,
-        plan=plan,
-        documents=documents_of(CALIBRATION_TEXT)
-        if file is None
-        else load_prompts(file, sys.maxsize),
-        methods=arguments.methods,
-        speculative=arguments.speculative_config,
-        engine=arguments.engine_args,
-        trust_remote_code=arguments.trust_remote_code,
+    suite = _suite(arguments)
+    (target,) = suite.targets
+    file, trust = arguments.prompts, arguments.trust_remote_code
+    dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
+    drafters = look_at(
+        target.model,
+        target.drafters,
+        load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT),
+        dtype=str(dtype or ("auto" if engines.on_gpu() else "float32")),
+        sequences=suite.batch_sizes[-1],
+        trust_remote_code=trust,
     )
-    with _Bar() as bar:
-        work = Work(task, functools.partial(VllmEngine, verbose=arguments.verbose), bar)
-        work.look(drafters)
-        if arguments.statistics_only:
-            work.stop(drafters, "--statistics-only")
-        work.find_weights(drafters)
-        work.measure([drafter for drafter in drafters if not drafter.stopped])
-    advice = Advice(
-        arguments.target, widened_columns(target), plan, drafters, arguments.speculative_config
-    )
+    drafters = [_left_out(target.model, facts, arguments.statistics_only) for facts in drafters]
+    chosen = tuple(facts.drafter for facts in drafters if not facts.not_measured)
+    measured = None
+    if chosen:
+        suite = replace(suite, targets=(replace(target, drafters=chosen),))
+        measured = _measure(suite, verbose=arguments.verbose)
     if arguments.json:
-        json.dump(as_json(advice), sys.stdout, indent=2)
-        print()
+        print_json(as_json(arguments.target, suite, drafters, measured))
     else:
-        show(advice, Console())
-    if advice.failures:
-        raise MeasurementError("; ".join(advice.failures))
+        show(arguments.target, drafters, measured, Console())
+    if measured and (failures := measured.failures):
+        raise MeasurementError("; ".join(failures))
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    sizes = sorted(set(arguments.batch_sizes))
+def _suite(arguments: argparse.Namespace) -> Suite:
+    """What is to be measured.
+
+    Raises:
+        ConfigError: It could only fail later.
+    """
+    sizes, temperatures = sorted(set(arguments.batch_sizes)), sorted(set(arguments.temperatures))
     prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
-    return Plan(
-        prompts=prompts,
+    if temperatures[0] < 0:
+        raise ConfigError(f"a temperature is {temperatures[0]}; it must not be negative.")
+    if sizes[-1] > len(prompts):
+        raise ConfigError(
+            f"batch size {sizes[-1]} needs as many prompts, and "
+            f"{arguments.prompts or 'the built-in text'} holds {len(prompts)}; give a longer file "
+            "with --prompts, or smaller --batch-sizes."
+        )
+    trust = {"trust_remote_code": True} if arguments.trust_remote_code else {}
+    name = Path(arguments.target).name
+    target = Target(
+        name,
+        check_model(arguments.target, "target"),
+        tuple(_drafters(arguments)),
+        (DATASET,),
+        trust | arguments.engine_args,
+    )
+    for drafter in target.drafters:
+        for method in arguments.methods:
+            parse(
+                speculative_config(method, drafter, arguments.num_speculative_tokens),
+                target_tensor_parallel=target.engine.get("tensor_parallel_size", 1),
+            )
+    return Suite(
+        name="advise",
+        targets=(target,),
+        methods=tuple(dict.fromkeys(arguments.methods)),
+        prompts={name: {DATASET: tuple(prompts)}},
+        batch_sizes=tuple(sizes),
+        temperatures=tuple(temperatures),
+        lookaheads=(arguments.num_speculative_tokens,),
         max_tokens=arguments.max_tokens,
-        batch_sizes=sizes,
-        temperatures=sorted(set(arguments.temperatures)),
         repeats=arguments.repeats,
-        lookahead=arguments.num_speculative_tokens,
     )
 
 
-def _check(arguments: argparse.Namespace, plan: Plan, drafters: Sequence[DrafterFindings]) -> None:
-    """Refuse what could only fail later."""
-    if plan.temperatures[0] < 0:
-        raise ConfigError(f"a temperature is {plan.temperatures[0]}; it must not be negative.")
-    if plan.batch_sizes[-1] > len(plan.prompts):
-        source = arguments.prompts or "the built-in text"
-        raise ConfigError(
-            f"batch size {plan.batch_sizes[-1]} needs as many prompts, and {source} holds "
-            f"{len(plan.prompts)}; give a longer file with --prompts, or smaller --batch-sizes."
+def _drafters(arguments: argparse.Namespace) -> Iterator[Drafter]:
+    """Each drafter once, under the last part of its name where no other has the same."""
+    names = dict.fromkeys(arguments.drafters)
+    shared = Counter(Path(name).name for name in names)
+    for name in names:
+        last = Path(name).name
+        yield Drafter(
+            last if shared[last] == 1 else name,
+            check_model(name, "drafter"),
+            arguments.speculative_config,
         )
-    if plan.max_tokens < plan.lookahead + 2:
-        raise ConfigError(
-            f"--max-tokens is {plan.max_tokens}; a draft of {plan.lookahead} tokens needs "
-            f"{plan.lookahead + 2} at least."
-        )
-    for drafter in drafters:
-        for method in arguments.methods or METHODS[:1]:
-            config = {"method": method, "model": drafter.model, **arguments.speculative_config}
-            parse(
-                fixed_config(config, plan.lookahead),
-                target_tensor_parallel=arguments.engine_args.get("tensor_parallel_size", 1),
-            )
 
 
-class _Bar:
-    """Says how the work gets on: on the error stream, on terminals only; it leaves nothing."""
+def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> DrafterFacts:
+    """Says why no engine is started with a drafter, where none is."""
+    if facts.not_measured:
+        return facts
+    if statistics_only:
+        return replace(facts, not_measured="not measured: --statistics-only.")
+    reason = missing_weights(target) or missing_weights(facts.drafter.model)
+    return replace(facts, not_measured=f"not measured: {reason}.") if reason else facts
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=None)
 
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def expect(self, loads: int) -> None:
-        self._progress.update(self._task, total=loads)
-
-    def say(self, words: str) -> None:
-        self._progress.update(self._task, description=words)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
+def _measure(suite: Suite, *, verbose: bool) -> Measured:
+    at_once = engines.at_once_for(suite)
+    start = functools.partial(engines.start, suite=suite, at_once=at_once, verbose=verbose)
+    with Reporter(Console(stderr=True)) as reporter:
+        return measure(suite, at_once, start, reporter)
