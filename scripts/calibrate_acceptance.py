@@ -31,9 +31,9 @@ from rich.progress import track
 from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.draft.methods import span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path as DraftPath
-from vllm_hetero_spec.draft.selection import span
 from vllm_hetero_spec.draft.slrs import MergeSpan, Merging, Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.inputs.prompts import load_prompts
