@@ -88,10 +88,9 @@ class Bench:
             disable_log_stats=False,
             **ENGINE,
         )
-        core: Any = llm.llm_engine.engine_core
-        self._proposer = core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+        self._control = _control_of(llm)
         self._driver = Driver(llm)
-        goodput = self._proposer._pace.controller
+        goodput = self._control.controller
         self._calibrated = copy.deepcopy(goodput)
         self._controllers: dict[str, Controller] = {
             ALONE: Fixed(0),
@@ -128,8 +127,15 @@ class Bench:
     def _serve(self, name: str, load: Load) -> Sample:
         """A load under one controller."""
         controller = self._controllers.get(name) or copy.deepcopy(self._calibrated)
-        self._proposer._pace.controller = controller
+        self._control.controller = controller
         return self._driver.run(load)
+
+
+def _control_of(llm: Any) -> Any:
+    """What holds the `controller` of an engine in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    proposer = core.model_executor.driver_worker.worker.model_runner.drafter
+    return getattr(proposer, "_pace", proposer)
 
 
 def _in_turn(names: Sequence[str], number: int) -> list[str]:

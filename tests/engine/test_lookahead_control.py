@@ -34,6 +34,7 @@ class Scripted(Fixed):
         self, batch: int, limits: Any, pending: Any = None, random: Any = None
     ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
+        self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
 
     def observe_step(self, batch: int, rows: int, seconds: float) -> None:
@@ -44,10 +45,6 @@ class Scripted(Fixed):
 
     def emitted(self, tokens: int, seconds: float) -> None:
         self.tokens.append(tokens)
-
-    @property
-    def off(self) -> bool:
-        return not self.script
 
     def gauges(self) -> Gauges:
         return Gauges(0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from fates import Drafts, Fates, Text
+from simulated_drafts import DraftStream, SimulatedDrafts, Text
 
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 
@@ -103,7 +103,7 @@ def run(
     *,
     limit: int,
     seed: int = 0,
-    stops: bool = False,
+    can_stop_early: bool = False,
 ) -> Outcome:
     """Serve a load.
 
@@ -113,14 +113,14 @@ def run(
         phases: One after the other.
         limit: Longest draft.
         seed: Of everything random.
-        stops: Ask `continue_drafting` between drafter steps.
+        can_stop_early: Ask `continue_drafting` between drafter steps.
     """
     generator = np.random.default_rng([seed, 0])
     outcome = Outcome()
     pending: list[int] = []
     for number, phase in enumerate(phases):
-        drafts = Drafts(phase.text, limit, seed + number)
-        server = _Server(controller, clock, phase, drafts, limit, generator, stops)
+        drafts = DraftStream(phase.text, limit, seed + number)
+        server = _Server(controller, clock, phase, drafts, limit, generator, can_stop_early)
         ends = clock.now + phase.seconds
         pending = (pending + [0] * phase.batch)[: phase.batch]
         while clock.now < ends:
@@ -138,14 +138,14 @@ class _Server:
         controller: Controller,
         clock: Clock,
         phase: Phase,
-        drafts: Drafts,
+        drafts: DraftStream,
         limit: int,
         generator: np.random.Generator,
-        stops: bool,
+        can_stop_early: bool,
     ) -> None:
         self._controller, self._clock, self._phase = controller, clock, phase
         self._drafts, self._limit = drafts, limit
-        self._generator, self._stops = generator, stops
+        self._generator, self._can_stop_early = generator, can_stop_early
         self._slowness = 0.0  # logarithm
         self._usual = 0.0  # seconds since the step began, at the machine's usual speed
 
@@ -154,8 +154,8 @@ class _Server:
         batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
         random = self._phase.random
         plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch)
-        fates = self._drafts.take(batch)
-        drafts = self._draft(plan, fates, pending)
+        simulated = self._drafts.take(batch)
+        drafts = self._draft(plan, simulated, pending)
         lengths = self._controller.trim(drafts)
         drafting = self._clock.now - began
         rows = batch + sum(lengths)
@@ -163,14 +163,14 @@ class _Server:
         self._controller.observe_step(batch, rows, seconds)
         emitted = 0
         for i, (draft, length) in enumerate(zip(drafts, lengths, strict=True)):
-            lost = self._generator.random(length) >= fates.accepted[i, :length]
+            lost = self._generator.random(length) >= simulated.accepted[i, :length]
             accepted = int(lost.argmax()) if lost.any() else length
             if draft:
-                wanted = 0 if self._stops else plan.lookahead[i]
+                wanted = 0 if self._can_stop_early else plan.lookahead[i]
                 self._controller.observe_acceptance(length, accepted, draft, wanted, random)
             emitted += accepted + 1
             pending[i] += 1  # the drafter has written what it drafted
-            tokens = 1 + float(np.cumprod(fates.accepted[i, :length]).sum())
+            tokens = 1 + float(np.cumprod(simulated.accepted[i, :length]).sum())
             outcome.tokens += tokens
             outcome.alone += tokens * self._phase.machine.target(batch) / batch
         took = self._clock.now - began
@@ -184,7 +184,9 @@ class _Server:
         planned = 0 if plan.probe else max(plan.lookahead)
         outcome.lookaheads[planned] = outcome.lookaheads.get(planned, 0) + 1
 
-    def _draft(self, plan: LookaheadPlan, fates: Fates, pending: list[int]) -> list[list[float]]:
+    def _draft(
+        self, plan: LookaheadPlan, simulated: SimulatedDrafts, pending: list[int]
+    ) -> list[list[float]]:
         """The round of drafting: confidences of what each request was proposed."""
         machine = self._phase.machine
         active = [i for i, wanted in enumerate(plan.lookahead) if wanted]
@@ -201,9 +203,9 @@ class _Server:
             forwards += machine.drafter(len(active))
             steps, drafted = steps + 1, drafted + len(active)
             for i in active:
-                drafts[i].append(float(fates.confidence[i, len(drafts[i])]))
+                drafts[i].append(float(simulated.confidence[i, len(drafts[i])]))
             active = [i for i in active if len(drafts[i]) < plan.lookahead[i]]
-            if self._stops and active:
+            if self._can_stop_early and active:
                 going = self._controller.continue_drafting(drafts)
                 active = [i for i in active if going[i]]
         self._controller.observe_draft(
@@ -244,15 +246,15 @@ def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> flo
     return tokens / seconds
 
 
-def stopped_rate(fates: Fates, machine: Machine, goes_on: np.ndarray) -> float:
+def stopped_rate(simulated: SimulatedDrafts, machine: Machine, goes_on: np.ndarray) -> float:
     """Tokens per second of one request under a rule for stopping.
 
     Args:
-        fates: Drafts, one for each round.
+        simulated: Drafts, one for each round.
         machine: What steps cost; that of the target for one row, whatever it verifies.
         goes_on: [drafts, depth], whether a further token is drafted behind each.
     """
     drafted = np.cumprod(np.hstack([np.ones((len(goes_on), 1)), goes_on[:, :-1]]), axis=1)
-    tokens = 1 + (np.cumprod(fates.accepted, axis=1) * drafted).sum(1)
+    tokens = 1 + (np.cumprod(simulated.accepted, axis=1) * drafted).sum(1)
     seconds = machine.target(1) + machine.drafter(1) * drafted.sum(1)
     return float(tokens.sum() / seconds.sum())

@@ -190,7 +190,7 @@ def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
 def test_between_drafter_steps() -> None:
     """Going on is worth it behind sure tokens only, and nobody goes on beyond the longest draft."""
     clock = Clock()
-    controller = Goodput(calibrated(drafter=0.01), 6, stops=True, clock=clock)
+    controller = Goodput(calibrated(drafter=0.01), 6, can_stop_early=True, clock=clock)
     for seen, accepted in ((0.95, True), (0.05, False)) * 150:
         controller.plan(1, [6])
         controller.observe_acceptance(1, int(accepted), [seen])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fates import Text
+from simulated_drafts import Text
 from simulation import (
     Clock,
     Machine,
@@ -23,7 +23,7 @@ from simulation import (
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.probes import ProbeBudget
+from vllm_hetero_spec.lookahead.on_off import ProbeBudget
 
 LONGEST = 8
 LOW = 0.97  # of what is to be reached
@@ -153,8 +153,8 @@ def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
         phase, clock = Phase(1, 10.0, text, on), Clock()
         fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
         phase = replace(phase, machine=replace(on, target=cold))
-        controller = Goodput(calibration(on), LONGEST, stops=True, clock=clock)
-        ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, stops=True)
+        controller = Goodput(calibration(on), LONGEST, can_stop_early=True, clock=clock)
+        ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, can_stop_early=True)
         assert ours.rate > 0.8 * fixed.rate, seed
 
 
@@ -235,7 +235,9 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
     for step in range(20 * 50):
         now = 60.0 * (step // 50) + 0.02 * (step % 50)
         if not budget.early(now) and budget.affords(lost):
-            budget.spend(lost)
+            budget.begin()
+            budget.charge(lost)
+            budget.end()
             budget.settle(now, news=True)
             probes += 1
     assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from fates import Drafts, Text, confidence_rule, survival_rule
+from simulated_drafts import DraftStream, Text, confidence_rule, survival_rule
 from simulation import (
     Clock,
     Machine,
@@ -36,17 +36,17 @@ THRESHOLDS = np.linspace(0.02, 0.98, 49)
 @cache
 def rates(text: Text) -> tuple[float, float, float]:
     """The best of the grid of each rule: fixed lookahead, constant confidence, survival."""
-    fates = Drafts(text, DEPTH, 0).take(ROUNDS)
+    drafts = DraftStream(text, DEPTH, 0).take(ROUNDS)
     return (
         max(static_rate(text, MACHINE, 1, k) for k in range(DEPTH + 1)),
-        max(stopped_rate(fates, MACHINE, confidence_rule(fates, t)) for t in THRESHOLDS),
-        max(stopped_rate(fates, MACHINE, survival_rule(fates, t)) for t in THRESHOLDS / 2),
+        max(stopped_rate(drafts, MACHINE, confidence_rule(drafts, t)) for t in THRESHOLDS),
+        max(stopped_rate(drafts, MACHINE, survival_rule(drafts, t)) for t in THRESHOLDS / 2),
     )
 
 
 def drive(controller: Controller, clock: Clock, text: Text, seconds: float) -> Outcome:
     phases = [Phase(1, seconds, text, MACHINE)]
-    return run(controller, clock, phases, limit=DEPTH, stops=True)
+    return run(controller, clock, phases, limit=DEPTH, can_stop_early=True)
 
 
 def test_survival_beats_confidence_beats_a_fixed_lookahead() -> None:
@@ -57,10 +57,10 @@ def test_survival_beats_confidence_beats_a_fixed_lookahead() -> None:
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_lambda_finds_the_threshold(text: Text) -> None:
     """Dinkelbach: threshold = rate * drafter step, over and over, ends at the best of the grid."""
-    fates = Drafts(text, DEPTH, 0).take(ROUNDS)
+    drafts = DraftStream(text, DEPTH, 0).take(ROUNDS)
     rate = 1.0
     for _ in range(8):
-        rate = stopped_rate(fates, MACHINE, survival_rule(fates, 0.1 * rate))
+        rate = stopped_rate(drafts, MACHINE, survival_rule(drafts, 0.1 * rate))
     assert rate > 0.998 * rates(text)[2]
 
 
@@ -72,7 +72,7 @@ def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
     """
     text, clock = TEXTS[name], Clock()
     costs = CostModel(target=[(1, 1.0), (64, 1.0)], drafter=[(1, 0.1)])
-    controller = Goodput(costs, DEPTH, stops=True, clock=clock)
+    controller = Goodput(costs, DEPTH, can_stop_early=True, clock=clock)
     fixed, confidence, survival = rates(text)
     ours = drive(controller, clock, text, 8000.0)
     assert ours.steps == pytest.approx(ROUNDS, rel=0.1)
@@ -86,8 +86,8 @@ def test_simple_controllers_do_what_their_rules_say() -> None:
     """Driven through the interface, each gets the rate that was computed from its drafts."""
     text = TEXTS["mixed"]
     ours = drive(ConfidenceStop(0.5, DEPTH), Clock(), text, 2000.0)
-    fates = Drafts(text, DEPTH, 0).take(ours.steps)
-    exact = stopped_rate(fates, MACHINE, confidence_rule(fates, 0.5))
+    drafts = DraftStream(text, DEPTH, 0).take(ours.steps)
+    exact = stopped_rate(drafts, MACHINE, confidence_rule(drafts, 0.5))
     assert ours.rate == pytest.approx(exact, rel=1e-9)
     ours = drive(Fixed(3), Clock(), text, 2000.0)
     assert ours.rate == pytest.approx(static_rate(text, MACHINE, 1, 3), rel=0.02)

@@ -36,7 +36,7 @@ def controller_of(options: HeteroOptions, costs: CostModel, *, stops: bool) -> C
         return Fixed(longest)
     if options.controller == "confidence":
         return ConfidenceStop(options.confidence_threshold, longest)
-    return Goodput(costs, longest, stops=stops)
+    return Goodput(costs, longest, can_stop_early=stops)
 
 
 class RoundMeter:

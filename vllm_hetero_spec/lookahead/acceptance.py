@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How likely the target is to accept the tokens of a draft, learnt while it verifies them.
 
-Position j of a draft is put to the test only if positions 1 .. j-1 were accepted, so rates are
-conditional: of the drafts that got as far as j, how many passed. Old tests count less and less.
+Position j of a draft is tested only if positions 1 .. j-1 were accepted, so rates are conditional:
+of the drafts that got as far as j, how many passed. Old tests count less and less.
 """
 
 import math
@@ -10,14 +10,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Drafts after which an old test counts half.
-_HALF_LIFE = 128
-# Before any test a drafter is taken for a good one, so that it is tried; a few tests undo that.
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 2.0
-# Weight of the position before as a position's prior.
-_NEIGHBOUR_WEIGHT = 3.0
-# Ageing leaves at least this many tests, so that the mean is kept.
-_LEAST_TESTS = 10.0
+_HALF_LIFE = 128  # drafts until a test counts half: rates within about 4 %, old text soon forgotten
+_PRIOR_RATE = 0.7  # a drafter is taken for a good one before any test, so that it is tried
+_PRIOR_WEIGHT = 2.0  # tests: the first few drafts outweigh the prior rate
+_NEIGHBOUR_WEIGHT = 3.0  # tests that the rate of the position before counts for as a prior
+_LEAST_TESTS = 10.0  # ageing leaves this many, or a mean would rest on one or two drafts
+
+# The regression of `Confidence`.
+_BEND = 0.5  # logit of a confidence of 0.62: about where drafters go from ignorant to right
+_PRIOR_WEIGHTS = np.array([0.8, 0.0, 0.0, 0.0])  # slope 0.8: drafters are a little too sure
+_PRIOR_INFORMATION = np.diag([4.0, 4.0, 0.5, 4.0])  # 1 / variance; the offset varies most
+_HALF_LIFE_TOKENS = 256  # tokens until a test counts half: two for each draft of `_HALF_LIFE`
+_LEAST_VARIANCE = 0.1  # of one test: a sure prediction must not make its own refutation worthless
+_LARGEST_STEP = 2.0  # logits that a prediction may move at once, whatever the surprise
+_STEEPEST = 6.0  # logits: nothing is believed to be surer than 99.75 %, either way
+_LEAST_CONFIDENCE = 1.0 / (1.0 + math.exp(_STEEPEST))  # the same bound for what drafters say
+
+# The least squares of `StepsOfDraft`: before any round, one step for each token, hardly any extra.
+_PRIOR_ROUNDS = 2.0  # rounds that the belief in no extra steps weighs
+_PRIOR_SQUARES = 0.25  # tokens squared that the belief in one step per token weighs
+_LEAST_STEPS = 0.05  # steps per token: a step of 20 tokens is beyond any drafter
 
 
 class PositionRates:
@@ -56,7 +68,7 @@ class PositionRates:
         self._accepted *= scale
 
     def rates(self) -> np.ndarray:
-        """a_j, float [positions]: P[position j accepted | all before it were]."""
+        """P[position j accepted | all before it were], float [positions]."""
         rates = np.empty(len(self._tested))
         rate, weight = _PRIOR_RATE, _PRIOR_WEIGHT
         counts = zip(self._tested.tolist(), self._accepted.tolist(), strict=True)
@@ -66,16 +78,12 @@ class PositionRates:
             weight = _NEIGHBOUR_WEIGHT
         return rates
 
-    def survival(self) -> np.ndarray:
-        """S_j = a_1 ... a_j, float [positions]: P[at least j tokens accepted]."""
-        return np.cumprod(self.rates())
-
 
 class Confidence:
     """From a drafter's confidence in its next token to the probability that it is accepted.
 
-    Logistic regression with a prior that takes the confidence at its word, and that forgets old
-    tests. The score is a line with one bend in the confidence's logit (drafters are often right
+    Logistic regression that forgets old tests, with a prior that nearly takes the confidence at its
+    word. The score is a line with one bend in the confidence's logit (drafters are often right
     about easy tokens and ignorant about hard ones), and a line in the logarithm of the position.
     Against a rising map of bins its excess loss is half as high up to some hundred tests, where it
     matters, and 0.004 nats higher after many (measured in the tests): four numbers are learnt
@@ -85,7 +93,7 @@ class Confidence:
     """
 
     def __init__(self) -> None:
-        self._weights = _TRUSTING.copy()
+        self._weights = _PRIOR_WEIGHTS.copy()
         self._information = _PRIOR_INFORMATION.copy()
         self._as_floats: list[float] = self._weights.tolist()
 
@@ -105,7 +113,7 @@ class Confidence:
     def chance(self, confidence: float, position: int) -> float:
         """`predict` of a single token, without the cost of arrays."""
         slope, bend, offset, depth = self._as_floats
-        inside = min(max(confidence, _SUREST_NO), 1.0 - _SUREST_NO)
+        inside = min(max(confidence, _LEAST_CONFIDENCE), 1.0 - _LEAST_CONFIDENCE)
         logit = math.log(inside / (1.0 - inside))
         score = slope * logit + bend * max(logit - _BEND, 0.0) + offset
         score += depth * math.log1p(position)
@@ -114,18 +122,20 @@ class Confidence:
     def observe(
         self, confidences: Sequence[float], positions: Sequence[int], accepted: Sequence[bool]
     ) -> None:
-        """Learn from tokens that were put to the test together, [n] each."""
+        """Learn from tokens that were tested together, [n] each: one step of Newton's method."""
         if not len(confidences):
             return
-        told = np.asarray(confidences, float)
-        logit, depth = _logit(told), np.log1p(positions)
+        confidence = np.asarray(confidences, float)
+        logit, depth = _logit(confidence), np.log1p(positions)
         bent = np.maximum(logit - _BEND, 0.0)
         features = np.stack([logit, bent, np.ones(len(logit)), depth], axis=1)
-        predicted = self.predict(told, np.asarray(positions))
+        predicted = self.predict(confidence, np.asarray(positions))
         keep = 0.5 ** (len(logit) / _HALF_LIFE_TOKENS)
         learnt = (self._information - _PRIOR_INFORMATION) * keep
-        doubt = np.maximum(predicted * (1.0 - predicted), _LEAST_DOUBT)
-        self._information = _PRIOR_INFORMATION + learnt + (features * doubt[:, None]).T @ features
+        variance = np.maximum(predicted * (1.0 - predicted), _LEAST_VARIANCE)
+        self._information = (
+            _PRIOR_INFORMATION + learnt + (features * variance[:, None]).T @ features
+        )
         surprise = features.T @ (np.asarray(accepted, float) - predicted)
         step = np.linalg.solve(self._information, surprise)
         largest = float(np.abs(features @ step).max())
@@ -135,20 +145,8 @@ class Confidence:
     def age(self, keep: float) -> None:
         """Let what was learnt weigh `keep` times as much; predictions stay."""
         learnt = self._information - _PRIOR_INFORMATION
-        weight = np.array([learnt[2, 2] / _LEAST_DOUBT])  # about the number of tests
-        self._information = _PRIOR_INFORMATION + learnt * float(_aged(weight, keep)[0])
-
-
-_BEND = 0.5  # a confidence of 0.62
-# Slope, bend, offset, depth: what to believe before any test, and how firmly (1 / variance).
-_TRUSTING = np.array([0.8, 0.0, 0.0, 0.0])
-_PRIOR_INFORMATION = np.diag([4.0, 4.0, 0.5, 4.0])
-_HALF_LIFE_TOKENS = 256
-# Bounds that keep one batch of surprises, or a confidence of exactly 0 or 1, from running away.
-_LEAST_DOUBT = 0.1
-_LARGEST_STEP = 2.0
-_STEEPEST = 6.0
-_SUREST_NO = 1.0 / (1.0 + math.exp(_STEEPEST))
+        tests = np.array([learnt[2, 2] / _LEAST_VARIANCE])  # about how many
+        self._information = _PRIOR_INFORMATION + learnt * float(_aged(tests, keep)[0])
 
 
 class StepsOfDraft:
@@ -166,18 +164,18 @@ class StepsOfDraft:
         self._extra, self.each = 0.0, 1.0
 
     def observe(self, tokens: int, steps: float) -> None:
-        """One round: steps it took, and target tokens of its longest draft."""
+        """One round: target tokens of its longest draft, and the steps it took."""
         if tokens <= 0 or steps <= 0:
             return
         new = (1.0, tokens, tokens**2, steps, steps * tokens)
         keep = 0.5 ** (1.0 / _HALF_LIFE)
         self._sums = tuple(old * keep + one for old, one in zip(self._sums, new, strict=True))
         rounds, total, squares, taken, products = self._sums
-        # Least squares with a prior: one step for each token, hardly any extra.
-        rounds, squares, products = rounds + 2.0, squares + 0.25, products + 0.25
+        rounds, squares = rounds + _PRIOR_ROUNDS, squares + _PRIOR_SQUARES
+        products += _PRIOR_SQUARES
         determinant = rounds * squares - total**2
         self._extra = max((squares * taken - total * products) / determinant, 0.0)
-        self.each = max((rounds * products - total * taken) / determinant, 0.05)
+        self.each = max((rounds * products - total * taken) / determinant, _LEAST_STEPS)
 
     def expected(self, tokens: float) -> float:
         """Steps of a draft of so many target tokens."""
@@ -192,5 +190,5 @@ def _aged(tests: np.ndarray, keep: float) -> np.ndarray:
 
 def _logit(confidences: np.ndarray) -> np.ndarray:
     """The logit, bounded."""
-    inside = np.clip(confidences, _SUREST_NO, 1.0 - _SUREST_NO)
+    inside = np.clip(confidences, _LEAST_CONFIDENCE, 1.0 - _LEAST_CONFIDENCE)
     return np.log(inside / (1.0 - inside))

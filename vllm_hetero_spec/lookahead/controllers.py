@@ -53,17 +53,14 @@ class Controller(ABC):
     drafter can stop early), `trim`, and the target's step. The observations may come in any order
     before the next `plan`; what is never observed is never learnt, and nothing breaks. The base
     class learns nothing, never stops early and verifies everything.
+
+    Attributes:
+        regime: A word or two for what it does at present; a change is worth a line in the log.
+        off: The target works alone at present, but for probes.
     """
 
-    @property
-    def regime(self) -> str:
-        """A word or two for what it does at present; a change is worth a line in the log."""
-        return "drafting"
-
-    @property
-    def off(self) -> bool:
-        """The target works alone at present, but for probes."""
-        return False
+    regime = "drafting"
+    off = False
 
     @abstractmethod
     def plan(
@@ -165,11 +162,7 @@ class Fixed(Controller):
 
     def __init__(self, lookahead: int) -> None:
         self._lookahead = lookahead
-
-    @property
-    def off(self) -> bool:
-        """Whether nothing is ever drafted."""
-        return not self._lookahead
+        self.off = not lookahead
 
     def plan(
         self,

@@ -12,15 +12,13 @@ from typing import Any
 
 from vllm_hetero_spec.lookahead.curve import CostCurve, Points
 
-_PLAIN, _VERIFY = 0, 1
-# Context tokens fed to the drafter per request that belong to any round: what was emitted last.
-_USUAL_FEED = 4
-# From here on a catch-up is long enough to say what one token of it costs.
-_LONG_FEED = 64
-_TRUSTED_FEED = 256.0  # tokens of measurement that a calibration of it weighs as much as
-_KEEP = 0.9  # weight of one long catch-up against the next
-_LEAST_OVERHEAD = 1e-6  # seconds
-_COLD = 1.25  # from this much above what is expected a first step counts as a cold one
+_PLAIN, _VERIFY = 0, 1  # kinds of target steps
+_USUAL_FEED = 4  # context tokens per request that any round feeds: what was emitted last
+_LONG_FEED = 64  # tokens of a catch-up that is long enough to say what one of them costs
+_CALIBRATED_FEED = 256.0  # tokens that a calibrated catch-up weighs: outweighed by a few long ones
+_KEEP = 0.9  # weight of one long catch-up against the next: they are few, ten are remembered
+_LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
+_COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
 
 class CostModel:
@@ -50,10 +48,8 @@ class CostModel:
         self._drafter = CostCurve({0: drafter})
         self._overhead = CostCurve({0: overhead})
         self._met: set[int] = set()  # rows of target steps so far
-        # Tokens caught up and their seconds, discounted.
-        self._caught = (0.0, 0.0)
-        if catch_up is not None:
-            self._caught = (_TRUSTED_FEED, _TRUSTED_FEED * catch_up)
+        feed = 0.0 if catch_up is None else _CALIBRATED_FEED
+        self._caught_up = feed, feed * (catch_up or 0.0)  # tokens and their seconds, discounted
 
     @property
     def knows_target(self) -> bool:
@@ -79,9 +75,7 @@ class CostModel:
         return max(rise, self.target(batch, rows) - self.target(batch, batch))
 
     def row(self, rows: float, batch: float, most: float) -> float:
-        """Seconds that one row more adds to a step that verifies `rows` rows.
-
-        Where it is uncertain it counts for less, so that it is tried.
+        """Seconds that one row more adds to a step of `rows` rows; less if unknown, to be tried.
 
         Args:
             rows: Of the step so far.
@@ -90,17 +84,17 @@ class CostModel:
         """
         return self._target.slope(rows, batch, most, _VERIFY)
 
-    def plain_doubt(self, batch: int) -> float:
+    def plain_stddev(self, batch: int) -> float:
         """How uncertain a plain step is: standard deviation as a share of its seconds."""
-        return self._target.doubt(batch, _PLAIN)
+        return self._target.stddev(batch, _PLAIN)
 
-    def verify_doubt(self, rows: float) -> float:
+    def verify_stddev(self, rows: float) -> float:
         """The same of a step that verifies drafts."""
-        return self._target.doubt(rows, _VERIFY)
+        return self._target.stddev(rows, _VERIFY)
 
-    def drafter_doubt(self, batch: float) -> float:
+    def drafter_stddev(self, batch: float) -> float:
         """The same of a drafter step."""
-        return self._drafter.doubt(batch)
+        return self._drafter.stddev(batch)
 
     def drafter(self, batch: float) -> float:
         """Seconds of one drafter step of `batch` requests."""
@@ -113,10 +107,10 @@ class CostModel:
 
     def catch_up(self, pending: int) -> float:
         """Seconds to feed a request's context tokens, beyond what any round feeds."""
-        return max(0, pending - _USUAL_FEED) * self._each
+        return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
     def loosen_drafter(self, spread: float) -> None:
-        """The drafter was left alone for long: its steps may have changed by about this share."""
+        """The drafter was left alone: its steps may have changed by about this share."""
         self._drafter.loosen(spread)
 
     def observe_target(self, batch: int, rows: int, seconds: float) -> None:
@@ -135,15 +129,7 @@ class CostModel:
     def observe_drafting(
         self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
     ) -> None:
-        """One round of drafting.
-
-        Args:
-            batch: Requests that drafted, the mean over the steps where some ended earlier.
-            steps: Drafter forwards, the one that catches up included.
-            seconds: Of all forwards.
-            overhead: Seconds of the rest of the round: translation, copies, picking.
-            fed: Context tokens fed in the catch-up, over all requests.
-        """
+        """One round of drafting; see `Controller.observe_draft`."""
         if not (batch > 0 and steps > 0 and seconds > 0):
             return
         if overhead > 0 or self._overhead.known:
@@ -153,17 +139,17 @@ class CostModel:
         # Even a long catch-up bounds what a step takes from above.
         quick = known and seconds < steps * self._drafter.seconds(batch)
         if extra < _LONG_FEED or quick:
-            forwards = max(seconds - extra * self._each, seconds / 2)
+            forwards = max(seconds - extra * self._seconds_per_token, seconds / 2)
             self._drafter.observe(batch, forwards / steps)
         elif known:
-            tokens, spent = self._caught
+            tokens, spent = self._caught_up
             more = seconds - steps * self._drafter.seconds(batch)
-            self._caught = tokens * _KEEP + extra, spent * _KEEP + more
+            self._caught_up = tokens * _KEEP + extra, spent * _KEEP + more
 
     @property
-    def _each(self) -> float:
-        """Seconds per token caught up."""
-        tokens, seconds = self._caught
+    def _seconds_per_token(self) -> float:
+        """Of a catch-up."""
+        tokens, seconds = self._caught_up
         return max(seconds, 0.0) / tokens if tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +159,7 @@ class CostModel:
             "verify": self._target.points(_VERIFY),
             "drafter": self._drafter.points(),
             "overhead": self._overhead.points(),
-            "catch_up": self._each if self._caught[0] else None,
+            "catch_up": self._seconds_per_token if self._caught_up[0] else None,
         }
 
     @classmethod

@@ -20,20 +20,20 @@ _KNOTS = np.array(_SIZES)
 _OCTAVES = np.log2(_KNOTS)
 
 # Standard deviations of the logarithm, so roughly shares of the seconds.
-_NOISE = 0.06  # of one measurement
-_CALIBRATED = (0.2, 0.05, 0.15)  # the whole curve; growth per octave; one size against others
-_UNKNOWN = (10.0, 0.3, 0.3)  # the same without any calibration
-_JUMP = 0.5  # of the whole curve after a lasting change
-# Sizes this many octaves apart have little to do with each other; two kinds of step share most.
-_REACH = 2.0
-_ACROSS_KINDS = 0.8
-# What is known fades back to the calibration's uncertainty over about this many measurements.
-_FADE, _FADE_EVERY = 1500, 8
-# A measurement further off than this many standard deviations is cut down to it; as many in a row
-# on one side are no accident.
-_SURPRISE = 3.0
-_LASTING = 3
-_GROWTH = 0.1  # without calibration: logarithm of seconds per doubling of the size
+_NOISE = 0.06  # of one measurement: equal steps differ by some percent
+_SURPRISE = 3.0  # a measurement further off, in standard deviations, is cut down to it
+_LASTING = 3  # so many surprises in a row on one side are no accident, and the curve follows
+_JUMP = 0.5  # of the whole curve after a lasting change: anything from half to twice is believed
+# Before any measurement: of the whole curve, of its growth per octave, of one size against others.
+_CALIBRATED = (0.2, 0.05, 0.15)  # start-up timing is a fifth off at most, its shape less
+_UNKNOWN = (10.0, 0.3, 0.3)  # any level is believed, and a moderate shape
+_CORRELATION_OCTAVES = 2.0  # sizes further apart have little to do with each other
+_ACROSS_KINDS = 0.8  # correlation of two kinds of step, which share most of their work
+_FADE = 1500  # measurements over which what is known fades to the prior, as machines drift
+_FADE_EVERY = 8  # of them: fading each time would cost as much as learning from one
+# Without calibration.
+_GROWTH = 0.1  # logarithm of seconds per doubling of the size: nearly flat, as below saturation
+_LEVEL = -5.0  # logarithm of seconds at size 1: 7 ms, and the first measurement replaces it
 
 
 class CostCurve:
@@ -55,21 +55,21 @@ class CostCurve:
         means = []
         for kind in range(kinds):
             calibrated = known.get(kind) or fallback
-            means.append(_line(calibrated) if calibrated else _GROWTH * _OCTAVES - 5.0)
+            means.append(_line(calibrated) if calibrated else _GROWTH * _OCTAVES + _LEVEL)
             for size, _ in known.get(kind, ()):
-                self._seen[
-                    kind * len(_KNOTS) + int(np.abs(_OCTAVES - math.log2(size)).argmin())
-                ] = 1
+                nearest = int(np.abs(_OCTAVES - math.log2(size)).argmin())
+                self._seen[kind * len(_KNOTS) + nearest] = True
         self._log = np.concatenate(means)
-        near = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES) / _REACH)
+        near = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES) / _CORRELATION_OCTAVES)
         across = np.full((kinds, kinds), _ACROSS_KINDS)
         np.fill_diagonal(across, 1.0)
         together = np.kron(across, shape**2 * near + growth**2 * np.outer(_OCTAVES, _OCTAVES))
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
-        self._surprises = 0
+        self._surprises = 0  # in a row: positive above, negative below
+        # Results kept until the next measurement; hulls by kind, first and last knot.
         self._monotone: dict[int, list[float]] = {}
-        self._slopes: list[list[float]] | None = None
+        self._slopes: dict[int, list[float]] = {}
         self._hulls: dict[tuple[int, int, int], list[float]] = {}
 
     @property
@@ -91,24 +91,21 @@ class CostCurve:
         range), so that nobody stops before it who would be glad to be beyond. What is uncertain
         counts for the least that is likely. At least 0.
         """
-        if self._slopes is None:
-            self._slopes = [self._gentle(kind) for kind in range(self._kinds)]
-            self._hulls.clear()
+        if kind not in self._slopes:
+            self._slopes[kind] = self._least_slopes(kind)
         at, low, high = (_place(place)[0] for place in (size, first, max(first, last)))
-        gentle = self._slopes[kind][at]
+        least = self._slopes[kind][at]
         if not low <= at <= high:
-            return gentle
+            return least
         hull = self._hulls.get((kind, low, high))
         if hull is None:
             span = slice(low, high + 2)
             widths = np.diff(_KNOTS[span])
-            rises: list[float] = _isotonic(
-                np.diff(self._values(kind)[span]) / widths, widths
-            ).tolist()
-            hull = self._hulls[kind, low, high] = rises
-        return min(gentle, hull[at - low])
+            rises = _isotonic(np.diff(self._values(kind)[span]) / widths, widths)
+            hull = self._hulls[kind, low, high] = rises.tolist()
+        return min(least, hull[at - low])
 
-    def doubt(self, size: float, kind: int = 0) -> float:
+    def stddev(self, size: float, kind: int = 0) -> float:
         """Standard deviation of the logarithm of `seconds(size, kind)`."""
         at, low, high, _ = self._expect(size, kind)
         column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
@@ -140,8 +137,8 @@ class CostCurve:
         self._log += column * (max(-bound, min(bound, off)) / spread)
         self._covariance -= column[:, None] * (column / spread)
         self._seen[at + (high > low)] = True
-        self._monotone.clear()
-        self._slopes = None
+        for results in (self._monotone, self._slopes, self._hulls):
+            results.clear()
 
     def points(self, kind: int = 0) -> list[tuple[float, float]]:
         """The curve at all sizes that were calibrated or measured, as calibration takes it."""
@@ -167,31 +164,24 @@ class CostCurve:
         return at, low / expected, high / expected, expected
 
     def _values(self, kind: int) -> list[float]:
-        """Seconds at all knots."""
-        values = self._monotone.get(kind)
-        if values is None:
-            values = self._monotone[kind] = self._rising(kind)
-        return values
+        """Seconds at all knots; where noise made them fall, the mean of the neighbours."""
+        if kind not in self._monotone:
+            span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
+            logs = self._log[span]
+            if (np.diff(logs) < 0).any():
+                logs = _isotonic(logs, 1.0 / self._covariance.diagonal()[span])
+            self._monotone[kind] = np.exp(logs).tolist()
+        return self._monotone[kind]
 
-    def _gentle(self, kind: int) -> list[float]:
+    def _least_slopes(self, kind: int) -> list[float]:
         """Slopes between all knots, a standard deviation below what is expected."""
         span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
         spread = self._covariance[span, span]
         variance = spread.diagonal()[1:] + spread.diagonal()[:-1] - 2.0 * spread.diagonal(1)
         values = np.array(self._values(kind))
         rise = np.log(values[1:] / values[:-1]) - np.sqrt(np.maximum(variance, 0.0))
-        slopes = values[:-1] * np.expm1(np.maximum(rise, 0.0)) / np.diff(_KNOTS)
-        gentle: list[float] = slopes.tolist()
-        return gentle
-
-    def _rising(self, kind: int) -> list[float]:
-        """Seconds at all knots; where noise made them fall, the mean of the neighbours."""
-        span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
-        logs = self._log[span]
-        if (np.diff(logs) < 0).any():
-            logs = _isotonic(logs, 1.0 / self._covariance.diagonal()[span])
-        values: list[float] = np.exp(logs).tolist()
-        return values
+        slopes: np.ndarray = values[:-1] * np.expm1(np.maximum(rise, 0.0)) / np.diff(_KNOTS)
+        return slopes.tolist()
 
 
 def _place(size: float) -> tuple[int, float]:

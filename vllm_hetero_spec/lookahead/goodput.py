@@ -10,58 +10,43 @@ time (`continue_drafting`), and which proposed tokens are worth a row of the tar
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
+from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.experience import Experience
-from vllm_hetero_spec.lookahead.outlook import Outlook, Replay
-from vllm_hetero_spec.lookahead.probes import ProbeBudget
-from vllm_hetero_spec.lookahead.round import Round
-from vllm_hetero_spec.lookahead.switch import Switch, Trial
-from vllm_hetero_spec.lookahead.throughput import Throughput
+from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
+from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
+from vllm_hetero_spec.lookahead.step_policy import Estimates, StepPolicy
 
-# A lookahead is kept while it is this near to the best.
-_GOOD_ENOUGH = 0.99
-# Probes: requests, tokens of each at first and at most; more follow where one raises the gain so
-# much, or where it is this near to worthwhile.
-_PROBED, _FIRST_PROBE, _LONGEST_PROBE, _NEWS, _NEAR = 4, 2, 4, 0.02, 0.92
-_LEAST_LOSS = 0.1  # of what a probe takes, whatever it is thought to earn
-# A lookahead or a number of requests whose costs are less certain than this share has to be
-# approached step by step.
-_UNCERTAIN = 0.45
-# While off, what is known of acceptance counts half after so many seconds, and the drafter's steps
-# may have changed by this share.
-_MEMORY, _LOOSE = 10.0, 0.5
-# While on, a plain step now and then keeps the cost of the alternative known: after so many steps
-# where it could change the decision, sooner where next to nothing is known.
-_CONTROL, _EARLY_CONTROL, _UNKNOWN = 8, 2, 0.045
-# Steps after which all lookaheads are foreseen anew; at once after a probe, a few times in the
-# beginning and where the load is another, and while the cost of the one in use is less certain than
-# this share.
-_LOOK_EVERY, _LOOKS_AT_ONCE, _SETTLED = 8, 4, 0.06
-# Seconds over which a request's catch-up must pay, or as long as it has been left alone; and the
-# share of the time that it is granted where nothing is gained.
-_HORIZON, _LEAST_SHARE = 2.0, 0.02
-# Loads are told apart by their share of random requests: none, a quarter, a half and so on.
-_SHARES = 4
-
-
-@dataclass
-class _Probe:
-    """A probe under way: what was foreseen before it, and the seconds it has lost so far."""
-
-    gain: float
-    seconds: float = 0.0
-
-
-class _Load(NamedTuple):
-    """What steps are alike: requests of the batch, and how many quarters of them are random."""
-
-    batch: int
-    random: int
+_GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
+_UNCERTAIN = (
+    0.45  # share of a cost: lookaheads and batches less certain are approached step by step
+)
+_RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
+# While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
+_WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
+_WARM_UP_SECONDS = 0.1  # lost at most before a useless drafter is given up
+# Forecasts are made anew after probes, for another load, and
+_SETTLED = 0.06  # while the cost of the lookahead in use is less certain than one measurement;
+_FORECAST_EVERY = 8  # after so many steps, as a forecast takes a share of a millisecond,
+_FORECASTS_AT_ONCE = 4  # and every step for the first few, which change most
+# Probes.
+_PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
+_FIRST_PROBE = 2  # tokens of each before anything is known: two points of a line
+_LONGEST_PROBE = 4  # tokens of each at most: deeper positions follow from these
+_NEWS = 0.02  # a probe that raises the gain by this much, or
+_NEAR = 0.92  # to so near to worthwhile, is followed by others
+_LEAST_LOSS = 0.1  # a probe is charged at least 10 % of its cost
+_MEMORY = 10.0  # seconds off after which what is known of acceptance counts half
+_LOOSE = 0.5  # share by which the drafter's steps may have changed by then
+# Plain steps while drafting: they tell the cost of the target alone, made only in doubt.
+_PLAIN_EVERY = 8  # steps: they lose an eighth of the gain at most
+_PLAIN_EARLY = 2  # steps while that cost is
+_UNKNOWN = 0.045  # less certain than this share: a single measurement or two
+# A request's catch-up has to pay within
+_HORIZON = 2.0  # seconds, divided by the batch, or for as long as the request was left alone,
+_LEAST_GAIN = 0.02  # and may take this share of them where nothing is gained
 
 
 class Goodput(Controller):
@@ -70,7 +55,7 @@ class Goodput(Controller):
     Args:
         costs: Calibrated where possible; corrected by what is observed.
         positions: Longest draft, in target tokens.
-        stops: The drafter asks `continue_drafting` between its steps.
+        can_stop_early: The drafter asks `continue_drafting` between its steps.
         clock: Seconds that never run back.
     """
 
@@ -79,36 +64,26 @@ class Goodput(Controller):
         costs: CostModel,
         positions: int,
         *,
-        stops: bool = False,
+        can_stop_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._costs, self._positions, self._stops, self._clock = costs, positions, stops, clock
-        self._experience = Experience(positions)
-        self._steps = StepsOfDraft()
+        self._costs, self._positions, self._clock = costs, positions, clock
+        self._can_stop_early = can_stop_early
+        self._acceptance = AcceptanceStats(positions)
+        self._known = Estimates(costs, StepsOfDraft(), self._acceptance)
         self._throughput = Throughput()
+        self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
-        self._probe: _Probe | None = None
-        self._learnt = clock()
-        self._outlook: Outlook | None = None
-        self._switch, self._trial = Switch(), Trial()
-        self._plain_ago = 0
-        self._load, self._random = _Load(1, 0), [False]
-        self._lookahead, self._worth = 0, 0.0
-        self._round: Round | None = None  # as drafts go on; none in a probe, which goes all the way
-        self._looks, self._looked_ago = 0, 0
-        self._looked_at = _Load(0, 0)
-
-    @property
-    def regime(self) -> str:
-        """What it does at present: measuring, drafting or target alone."""
-        if self._outlook is None:
-            return "measuring"
-        return "target alone" if self._switch.off else "drafting"
-
-    @property
-    def off(self) -> bool:
-        """Whether the target works alone, but for probes."""
-        return self._switch.off
+        self._warm_up_lost = 0.0  # seconds
+        self._learnt_at = clock()
+        # The present step: requests, the load it is (batch, quarters of random requests), lambda.
+        self._batch, self._random, self._load = 1, [False], (1, 0)
+        self._lookahead, self._tokens_per_second = 0, 0.0
+        self._policy: StepPolicy | None = None  # none in a probe, which goes all the way
+        self._since_plain = 0  # steps
+        # The last forecast, the load it is for, its age in steps, and how many that load has had.
+        self._forecast: Forecast | None = None
+        self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
 
     # ------------------------------------------------------------------------------- decisions
 
@@ -123,43 +98,50 @@ class Goodput(Controller):
         now = self._clock()
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
-        self._load = _Load(batch, round(_SHARES * sum(self._random) / max(len(limits), 1)))
-        ended, self._probe, self._round = self._probe, None, None
-        if ended is not None:
-            self._budget.spend(ended.seconds)
+        quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
+        self._batch, self._load, self._policy = batch, (batch, quarters), None
+        probed = self._budget.end()
         nothing = LookaheadPlan((0,) * len(limits))
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
+        # Requests that may be drafted for, those that the drafter knows best first.
+        able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
-            return self._maybe_probe(now, limits, pending) or nothing
-        outlook = self._look(now, limits, ended)
-        self._switch.turn(max(outlook.gain, self._promise(limits)), batch)
-        if self._switch.off:
-            return self._maybe_probe(now, limits, pending) or nothing
-        if self._control_is_due(outlook.gain):
-            self._plain_ago = 0
+            return self._maybe_probe(now, able, limits, pending) or nothing
+        found = self._foresee(now, limits, probed)
+        self.off = self._on_off.update(max(found.gain, self._warm_up_gain(limits)), batch)
+        self.regime = "target alone" if self.off else "drafting"
+        if self.off:
+            return self._maybe_probe(now, able, limits, pending) or nothing
+        if self._plain_step_is_due(found.gain):
+            self._since_plain = 0
             return nothing
-        self._plain_ago += 1
-        self._lookahead = self._choose(outlook)
-        share = max(outlook.gain - 1.0, _LEAST_SHARE)
-        chosen = [i for i in self._able(limits, pending) if self._pays(share, pending[i])]
-        return self._draft_for(chosen[: self._familiar()], self._lookahead, limits)
+        self._since_plain += 1
+        self._lookahead = self._choose(found)
+        share = max(found.gain - 1.0, _LEAST_GAIN)
+        chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
+        plan = _plan_for(chosen[: self._familiar()], self._lookahead, limits)
+        self._policy = StepPolicy(
+            self._known, self._tokens_per_second, batch, batch + sum(plan.lookahead), self._random
+        )
+        return plan
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        return self._round.proceed(confidences) if self._round else [True] * len(confidences)
+        rule = self._policy.continue_drafting if self._policy else super().continue_drafting
+        return rule(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many proposed tokens to verify; see `Controller`."""
-        return self._round.trim(confidences) if self._round else [len(c) for c in confidences]
+        return self._policy.trim(confidences) if self._policy else super().trim(confidences)
 
     # ------------------------------------------------------------------------------- observations
 
     def observe_step(self, batch: int, rows: int, seconds: float) -> None:
         """A target step took so long; see `Controller`."""
-        if self._probe is not None:
-            self._probe.seconds += self._costs.more_rows(batch, rows - batch)
+        if self._budget.probing:
+            self._budget.charge(self._costs.more_rows(batch, rows - batch))
         self._costs.observe_target(batch, rows, seconds)
 
     def observe_draft(
@@ -172,11 +154,11 @@ class Goodput(Controller):
         fed: int = 0,
         longest: int = 0,
     ) -> None:
-        """A round of drafting took so long; see `Controller`."""
-        if self._probe is not None:
-            self._probe.seconds += seconds + overhead
+        """The drafting of one step took so long; see `Controller`."""
+        if self._budget.probing:
+            self._budget.charge(seconds + overhead)
         self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
-        self._steps.observe(longest, steps)
+        self._known.steps.observe(longest, steps)
 
     def observe_acceptance(
         self,
@@ -187,158 +169,161 @@ class Goodput(Controller):
         random: bool = False,
     ) -> None:
         """One request's draft was verified; see `Controller`."""
-        if self._probe is not None:
-            self._probe.seconds -= accepted * self._alone()
-        self._experience.hear(verified, accepted, confidences, wanted, random)
+        if self._budget.probing:
+            self._budget.charge(-accepted * self._target_seconds_per_token())
+        self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
     def emitted(self, tokens: int, seconds: float) -> None:
         """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
-        if not self._switch.off and not self._trial.over(self._experience.drafts):
-            self._trial.charge(seconds - tokens * self._alone())
+        if not self.off and self._warming_up():
+            self._warm_up_lost += seconds - tokens * self._target_seconds_per_token()
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
-        batch, lookahead = self._load.batch, 0 if self._switch.off else self._lookahead
-        known = self._costs.knows_target
+        batch, costs = self._batch, self._costs
         return Gauges(
-            lookahead=lookahead,
-            tokens_per_second=self._worth,
-            gain=self._outlook.gain if self._outlook else 0.0,
-            drafter_seconds=self._costs.drafter(batch) if self._costs.knows_drafter else 0.0,
-            target_seconds=self._costs.target(batch, batch) if known else 0.0,
-            acceptance=tuple(self._experience.rates(2 * sum(self._random) > len(self._random))),
+            lookahead=0 if self.off else self._lookahead,
+            tokens_per_second=self._tokens_per_second,
+            gain=self._forecast.gain if self._forecast else 0.0,
+            drafter_seconds=costs.drafter(batch) if costs.knows_drafter else 0.0,
+            target_seconds=costs.target(batch, batch) if costs.knows_target else 0.0,
+            acceptance=tuple(self._acceptance.rates(2 * sum(self._random) > len(self._random))),
         )
 
-    # ------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------- forecasts
 
-    def _look(self, now: float, limits: Sequence[int], probe: _Probe | None) -> Outlook:
-        """Foresee all lookaheads at the present batch, where that is due: after a probe always."""
-        load, random = self._load, [r for r, k in zip(self._random, limits, strict=True) if k]
-        alone = 1.0 / self._alone()
-        foreseen = alone
-        if self._outlook is not None and self._looked_at == load:
-            self._looked_ago += 1
-            if probe is None and self._looked_ago < self._patience(self._outlook):
-                return self._outlook
-            foreseen = max(alone, *self._outlook.rates)
-            self._looks += 1
+    def _foresee(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
+        """The present load's forecast, a new one where that is due: after a probe always."""
+        target_rate = foreseen = 1.0 / self._target_seconds_per_token()
+        gain_before = self._forecast.gain if self._forecast else 0.0
+        if self._forecast is not None and self._forecast_load == self._load:
+            self._forecast_age += 1
+            if not probed and self._forecast_age < self._forecast_lasts(self._forecast):
+                return self._forecast
+            foreseen = max(target_rate, *self._forecast.rates)
+            self._num_forecasts += 1
         else:
-            self._looks = min(self._looks + 1, _LOOKS_AT_ONCE)
-        self._looked_at, self._looked_ago = load, 0
-        if self._experience.learn(0.5 ** (self._idle(now) / _MEMORY) if self._switch.off else 1.0):
-            self._learnt = now
-        self._worth = max(alone, self._throughput.rate(load, foreseen))
-        replay = Replay(self._costs, self._steps, self._experience, self._stops, random)
-        self._outlook = replay.outlook(load.batch, limits, self._worth)
-        if probe is not None:
-            gain = self._outlook.gain
-            self._budget.settle(now, news=gain > min(probe.gain + _NEWS, _NEAR))
-        return self._outlook
+            self._num_forecasts = min(self._num_forecasts + 1, _FORECASTS_AT_ONCE)
+        self._forecast_load, self._forecast_age = self._load, 0
+        idle = now - self._learnt_at
+        if self._acceptance.learn(0.5 ** (idle / _MEMORY) if self.off else 1.0):
+            self._learnt_at = now
+        self._tokens_per_second = max(target_rate, self._throughput.rate(self._load, foreseen))
+        random = [kind for kind, limit in zip(self._random, limits, strict=True) if limit]
+        self._forecast = self._forecast_with(self._known, limits, random)
+        if probed:
+            news = self._forecast.gain > min(gain_before + _NEWS, _NEAR)
+            self._budget.settle(now, news=news)
+        return self._forecast
 
-    def _patience(self, outlook: Outlook) -> float:
-        """Steps to the next look."""
-        used = outlook.doubts[: self._lookahead][-1:] or [0.0]
-        if not self._switch.off and used[0] > _SETTLED:
+    def _forecast_lasts(self, found: Forecast) -> float:
+        """Steps to the next forecast."""
+        used = found.stddevs[: self._lookahead][-1:] or [0.0]
+        if not self.off and used[0] > _SETTLED:
             return 1.0
-        return min(self._looks / _LOOKS_AT_ONCE, _LOOK_EVERY)
+        return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
 
-    def _promise(self, limits: Sequence[int]) -> float:
-        """The gain if drafts were good, for the time of the trial; 0 after it."""
-        if self._trial.over(self._experience.drafts):
+    def _forecast_with(
+        self, known: Estimates, limits: Sequence[int], random: Sequence[bool]
+    ) -> Forecast:
+        rate, early = self._tokens_per_second, self._can_stop_early
+        return forecast(known, self._batch, limits, random, rate, early)
+
+    def _warming_up(self) -> bool:
+        drafts, lost = self._acceptance.drafts, self._warm_up_lost
+        return drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_SECONDS
+
+    def _warm_up_gain(self, limits: Sequence[int]) -> float:
+        """The gain if drafts were good, while warming up; then 0."""
+        if not self._warming_up():
             return 0.0
-        good = Replay(self._costs, self._steps, Experience(self._positions), self._stops, [False])
-        outlook = good.outlook(self._load.batch, limits, self._worth)
-        return max(outlook.hopeful) / outlook.alone
+        good = self._known._replace(acceptance=AcceptanceStats(self._positions))
+        found = self._forecast_with(good, limits, [False])
+        return max(found.hopeful) / found.alone
 
-    def _choose(self, outlook: Outlook) -> int:
+    def _choose(self, found: Forecast) -> int:
         """The best lookahead, or the last one where it is as good; as deep as is good if rounds
         are ended early anyway.
         """
-        doubts = enumerate(outlook.doubts[1:], 1)
-        within = next((k for k, doubt in doubts if doubt > _UNCERTAIN), len(outlook.doubts))
-        last, rates = self._lookahead, outlook.hopeful[:within]
-        if self._stops:
-            return max(k for k, rate in enumerate(rates, 1) if rate >= _GOOD_ENOUGH * max(rates))
-        if 0 < last <= within and rates[last - 1] >= _GOOD_ENOUGH * max(rates):
+        deeper = enumerate(found.stddevs[1:], 1)
+        within = next((k for k, stddev in deeper if stddev > _UNCERTAIN), len(found.stddevs))
+        last, rates = self._lookahead, found.hopeful[:within]
+        good = _GOOD_ENOUGH * max(rates)
+        if self._can_stop_early:
+            return max(k for k, rate in enumerate(rates, 1) if rate >= good)
+        if 0 < last <= within and rates[last - 1] >= good:
             return last
         return rates.index(max(rates)) + 1
 
-    def _control_is_due(self, gain: float) -> bool:
+    def _plain_step_is_due(self, gain: float) -> bool:
         """Whether a step without drafts could show that drafting does not pay."""
-        doubt = self._costs.plain_doubt(self._load.batch)
-        apart = _EARLY_CONTROL if doubt > _UNKNOWN else _CONTROL
-        return self._plain_ago >= apart and 2.0 * doubt > math.log(gain)
+        stddev = self._costs.plain_stddev(self._batch)
+        apart = _PLAIN_EARLY if stddev > _UNKNOWN else _PLAIN_EVERY
+        return self._since_plain >= apart and 2.0 * stddev > math.log(gain)
 
-    def _pays(self, share: float, pending: int) -> bool:
+    # ------------------------------------------------------------------------------- requests
+
+    def _catch_up_pays(self, share: float, pending: int) -> bool:
         """Whether a request's catch-up is worth it at this gain over the target alone."""
-        horizon = max(_HORIZON / self._load.batch, pending * self._alone())
+        horizon = max(_HORIZON / self._batch, pending * self._target_seconds_per_token())
         return self._costs.catch_up(pending) <= share * horizon
-
-    def _maybe_probe(
-        self, now: float, limits: Sequence[int], pending: Sequence[int]
-    ) -> LookaheadPlan | None:
-        """Drafts for a few requests, where their time has come."""
-        if self._budget.early(now):
-            return None
-        length = _FIRST_PROBE
-        if self._outlook is not None:
-            length = min(self._choose(self._outlook), _LONGEST_PROBE)
-        able = self._able(limits, pending)
-        sizes = {1, min(_PROBED, len(able))}
-        if self._trial.over(self._experience.drafts):
-            sizes.add(min(self._familiar(), len(able)))
-        losses = {n: self._foreseen_loss(length, pending, able[:n]) for n in sizes}
-        for count in (min(sizes, key=lambda n: losses[n] / n), 1):
-            if self._budget.affords(losses[count]):
-                self._costs.loosen_drafter(_LOOSE * min(1.0, self._idle(now) / _MEMORY))
-                self._probe = _Probe(self._outlook.gain if self._outlook else 0.0)
-                return self._draft_for(able[:count], length, limits, probe=True)
-        self._budget.defer(now, losses[1])
-        return None
-
-    def _foreseen_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
-        """Seconds that a round for these requests is thought to cost beyond what it earns."""
-        batch, count = self._load.batch, len(chosen)
-        cost = self._costs.more_rows(batch, count * length)
-        cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
-        if self._costs.knows_drafter:
-            cost += self._costs.drafting(count, self._steps.expected(length))
-        survival = self._experience.survival([self._random[i] for i in chosen])
-        earned = count * float(survival[:, :length].sum(1).mean())
-        if not self._trial.over(self._experience.drafts):
-            earned = 0.0
-        return max(cost - earned * self._alone(), _LEAST_LOSS * cost)
-
-    def _able(self, limits: Sequence[int], pending: Sequence[int]) -> list[int]:
-        """Requests that may be drafted for, those that the drafter knows best first."""
-        return sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
 
     def _familiar(self) -> int:
         """For how many requests the drafter's cost is known well enough to draft."""
-        count = self._load.batch
-        while count > 1 and self._costs.drafter_doubt(count) > _UNCERTAIN:
+        count = self._batch
+        while count > 1 and self._costs.drafter_stddev(count) > _UNCERTAIN:
             count //= 2
         return count
 
-    def _idle(self, now: float) -> float:
-        """Seconds since drafts were last learnt from."""
-        return now - self._learnt
+    def _maybe_probe(
+        self, now: float, able: Sequence[int], limits: Sequence[int], pending: Sequence[int]
+    ) -> LookaheadPlan | None:
+        """Drafts for a few requests, where it is time and they can be afforded.
 
-    def _alone(self) -> float:
+        The number of requests is the one that loses least for each, or else a single one.
+        """
+        if self._budget.early(now):
+            return None
+        length = (
+            min(self._choose(self._forecast), _LONGEST_PROBE) if self._forecast else _FIRST_PROBE
+        )
+        sizes = {1, min(_PROBED, len(able))}
+        if not self._warming_up():
+            sizes.add(min(self._familiar(), len(able)))
+        losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
+        for count in (min(sizes, key=lambda n: losses[n] / n), 1):
+            if self._budget.affords(losses[count]):
+                idle = now - self._learnt_at
+                self._costs.loosen_drafter(_LOOSE * min(1.0, idle / _MEMORY))
+                self._budget.begin()
+                return _plan_for(able[:count], length, limits, probe=True)
+        self._budget.defer(now, losses[1])
+        return None
+
+    def _expected_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
+        """Seconds that a probe of these requests costs beyond what it is expected to earn."""
+        batch, count = self._batch, len(chosen)
+        cost = self._costs.more_rows(batch, count * length)
+        cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
+        if self._costs.knows_drafter:
+            cost += self._costs.drafting(count, self._known.steps.expected(length))
+        earned = 0.0
+        if not self._warming_up():
+            survival = self._acceptance.survival([self._random[i] for i in chosen])
+            earned = count * float(survival[:, :length].sum(1).mean())
+        return max(cost - earned * self._target_seconds_per_token(), _LEAST_LOSS * cost)
+
+    def _target_seconds_per_token(self) -> float:
         """Seconds that the target alone takes for a token."""
-        return self._costs.target(self._load.batch, self._load.batch) / self._load.batch
+        return self._costs.target(self._batch, self._batch) / self._batch
 
-    def _draft_for(
-        self, chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
-    ) -> LookaheadPlan:
-        lookahead = [0] * len(limits)
-        for i in chosen:
-            lookahead[i] = min(length, limits[i])
-        if not probe:
-            batch = self._load.batch
-            self._round = Round(
-                self._costs, self._steps, self._experience, self._worth,
-                batch=batch, most=batch + sum(lookahead), random=self._random,
-            )  # fmt: skip
-        return LookaheadPlan(tuple(lookahead), probe)
+
+def _plan_for(
+    chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
+) -> LookaheadPlan:
+    """A plan that drafts `length` tokens for the chosen requests, within their limits."""
+    lookahead = [0] * len(limits)
+    for i in chosen:
+        lookahead[i] = min(length, limits[i])
+    return LookaheadPlan(tuple(lookahead), probe)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from fates import Fates, Text
+from simulated_drafts import SimulatedDrafts, Text
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates, StepsOfDraft
 
@@ -30,7 +30,7 @@ def test_censoring_does_not_bias() -> None:
             lengths = generator.integers(1, 5, size=16).tolist()
             rates.observe(lengths, [verify(generator, TRUE, length) for length in lengths])
         found.append(rates.rates())
-        survival.append(rates.survival())
+        survival.append(np.cumprod(rates.rates()))
     error = np.std(found, axis=0) / math.sqrt(len(found))
     # The prior leaves a few tests' worth of bias, most where tests are few.
     assert (np.abs(np.mean(found, axis=0) - TRUE) < 4 * error + [0.01, 0.01, 0.02, 0.05]).all()
@@ -129,9 +129,9 @@ TEXTS = {
 }
 
 
-def excess_loss(fates: Fates, predicted: np.ndarray) -> float:
+def excess_loss(drafts: SimulatedDrafts, predicted: np.ndarray) -> float:
     """Mean logarithmic loss above that of the best anyone can know."""
-    p, q = fates.told.ravel(), np.clip(predicted.ravel(), 1e-4, 1 - 1e-4)
+    p, q = drafts.best_guess.ravel(), np.clip(predicted.ravel(), 1e-4, 1 - 1e-4)
     entropy = p * np.log(q) + (1 - p) * np.log(1 - q) - p * np.log(p) - (1 - p) * np.log(1 - p)
     return float(-entropy.mean())
 
@@ -141,16 +141,16 @@ def losses(text: Text, tests: int, seed: int) -> tuple[float, float]:
     generator = np.random.default_rng(seed)
     confidence, binned = Confidence(), Binned()
     for _ in range(tests // 4):
-        fates = text.draw(4, 1, generator)
-        told = fates.confidence.ravel()
-        accepted = generator.random(4) < fates.accepted.ravel()
-        confidence.observe(told.tolist(), [0] * 4, accepted.tolist())
-        binned.observe(told, accepted)
+        drafts = text.draw(4, 1, generator)
+        confidences = drafts.confidence.ravel()
+        accepted = generator.random(4) < drafts.accepted.ravel()
+        confidence.observe(confidences.tolist(), [0] * 4, accepted.tolist())
+        binned.observe(confidences, accepted)
     held_out = text.draw(2000, 1, generator)
-    told = held_out.confidence.ravel()
+    confidences = held_out.confidence.ravel()
     return (
-        excess_loss(held_out, confidence.predict(told, np.zeros(len(told)))),
-        excess_loss(held_out, binned.predict(told)),
+        excess_loss(held_out, confidence.predict(confidences, np.zeros(len(confidences)))),
+        excess_loss(held_out, binned.predict(confidences)),
     )
 
 
@@ -174,9 +174,9 @@ def test_calibrated_after_some_hundred_tests(text: Text) -> None:
     generator = np.random.default_rng(5)
     confidence = Confidence()
     for _ in range(200):
-        fates = text.draw(4, 1, generator)
-        accepted = generator.random(4) < fates.accepted.ravel()
-        confidence.observe(fates.confidence.ravel().tolist(), [0] * 4, accepted.tolist())
+        drafts = text.draw(4, 1, generator)
+        accepted = generator.random(4) < drafts.accepted.ravel()
+        confidence.observe(drafts.confidence.ravel().tolist(), [0] * 4, accepted.tolist())
     held_out = text.draw(4000, 1, generator)
     predicted = confidence.predict(held_out.confidence, np.zeros(1))
     assert predicted.mean() == pytest.approx(held_out.accepted.mean(), abs=0.05)

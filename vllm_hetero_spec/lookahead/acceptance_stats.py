@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What past drafts teach about the next: acceptance by position, by confidence, and whole drafts.
+
+Greedy and random requests are two kinds: what the drafter is sure of a greedy target hardly ever
+rejects, a random one as often as it draws something else. Drafts are noted one request at a time
+and learnt together now and then, which is cheaper.
+
+A rate per position hides that some drafts are good to the end and others lost at once. So recent
+drafts are kept as well: replaying them says what any lookahead or rule for stopping would give.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates
+
+_SURPRISE = 2.7  # standard deviations of accepted tokens: chance exceeds it once in 140 times
+_SLACK = 0.2  # tokens on top, for the first drafts, whose variance is next to none
+_RECENT = 0.95  # weight of a draft against the next: surprises are sought in the last 20 or so
+_AFTER_SURPRISE = 0.2  # what the old knowledge weighs behind one: it is a hint, no more
+_LOOKED_BACK = 32  # drafts beyond these would weigh less than 0.2 in a surprise
+_KEPT = 64  # drafts replayed: enough for a mean within some percent, few enough to be quick
+_ENDED = -1.0  # in the place of a confidence: the drafter had nothing more to propose
+
+
+class Observation(NamedTuple):
+    """One draft that was verified; see `Controller.observe_acceptance`."""
+
+    verified: int
+    accepted: int
+    confidences: Sequence[float]
+    wanted: int
+
+
+class AcceptanceStats:
+    """All that is known of drafts.
+
+    Args:
+        positions: Longest draft, in target tokens.
+
+    Attributes:
+        drafts: Number of drafts learnt from.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self._positions = positions
+        self._kinds = _KindStats(positions), _KindStats(positions)  # greedy, random
+        self._observations: tuple[list[Observation], list[Observation]] = [], []
+        self.drafts = 0
+
+    def observe(self, draft: Observation, random: bool) -> None:
+        """Note one draft of a greedy or a random request."""
+        if not draft.confidences:
+            draft = draft._replace(confidences=[math.nan] * draft.verified)
+        self._observations[random].append(draft)
+
+    def learn(self, keep: float = 1.0) -> bool:
+        """Learn from what was noted.
+
+        Args:
+            keep: What is known of a kind of request with new drafts weighs this many times as much.
+
+        Returns:
+            Whether there was anything to learn from.
+        """
+        if not any(self._observations):
+            return False
+        for kind, observations in zip(self._kinds, self._observations, strict=True):
+            if observations:
+                self.drafts += len(observations)
+                kind.learn(observations, keep)
+        self._observations = [], []
+        return True
+
+    def rates(self, random: bool) -> list[float]:
+        """Conditional acceptance of each position of one kind of request, as of last `learn`."""
+        return self._kinds[random].rates
+
+    def survival_of(
+        self, confidences: Sequence[Sequence[float]], random: Sequence[bool]
+    ) -> list[list[float]]:
+        """P[accepted up to each token] of drafts under way, of the shape of `confidences`.
+
+        Args:
+            confidences: Of the tokens of each draft.
+            random: Which drafts are of random requests.
+        """
+        drafts = zip(confidences, random, strict=True)
+        return [self._kinds[kind].survival_of(draft) for draft, kind in drafts]
+
+    def survival(self, random: Sequence[bool]) -> np.ndarray:
+        """P[accepted up to each position] of recent drafts, float [n, positions].
+
+        Args:
+            random: Of each request that is to be drafted for, at least one; the kinds of drafts
+                come in turn as these do.
+        """
+        by_kind = {kind: self._kinds[kind].survival for kind in set(random)}
+        if len(by_kind) == 1:
+            return by_kind.popitem()[1]
+        kinds = self._in_turn(random)
+        rows = np.empty((len(kinds), self._positions))
+        for kind, survival in by_kind.items():
+            rows[kinds == kind] = np.resize(survival, (np.sum(kinds == kind), self._positions))
+        return rows
+
+    def conditional(self, random: Sequence[bool]) -> np.ndarray:
+        """Conditional acceptance of each position for the rows of `survival`, of its shape."""
+        kinds = self._in_turn(random)
+        return np.where(kinds[:, None], self.rates(True), self.rates(False))
+
+    def _in_turn(self, random: Sequence[bool]) -> np.ndarray:
+        """bool [n]: the kinds one after the other, over and over, or evenly some of them."""
+        count = max(len(self._kinds[kind].survival) for kind in set(random))
+        if len(random) <= count:
+            return np.resize(np.array(random, bool), count)
+        return np.array(random, bool)[np.arange(count) * len(random) // count]
+
+
+class _KindStats:
+    """What is known of the drafts of one kind of request.
+
+    Attributes:
+        rates: Conditional acceptance of each position.
+        survival: P[accepted up to each position] of its recent drafts, float [n, positions].
+    """
+
+    def __init__(self, positions: int) -> None:
+        self._by_position = PositionRates(positions)
+        self._by_confidence = Confidence()
+        self._recent = _RecentDrafts(positions)
+        self._excess = self._variance = 0.0  # of accepted tokens over expected ones, discounted
+        self._refresh()
+
+    def learn(self, observations: Sequence[Observation], keep: float) -> None:
+        """From drafts, at least one; what was known weighs `keep` times as much."""
+        if self._surprised(observations[-_LOOKED_BACK:]):
+            keep = min(keep, _AFTER_SURPRISE)
+        if keep < 1.0:
+            self._by_position.age(keep)
+            self._by_confidence.age(keep)
+        self._by_position.observe(
+            [draft.verified for draft in observations], [draft.accepted for draft in observations]
+        )
+        tested = [
+            (draft.confidences[j], j, j < draft.accepted)
+            for draft in observations
+            for j in range(min(draft.verified, draft.accepted + 1, len(draft.confidences)))
+            if not math.isnan(draft.confidences[j])
+        ]
+        if tested:
+            self._by_confidence.observe(*zip(*tested, strict=True))
+        for draft in observations:
+            self._recent.add(draft.confidences, min(draft.wanted, len(self.rates)))
+        self._refresh()
+
+    def survival_of(self, confidences: Sequence[float]) -> list[float]:
+        """P[accepted up to each token] of a draft, given its confidences."""
+        alive, survival = 1.0, []
+        for position, confidence in enumerate(confidences[: len(self.rates)]):
+            if math.isnan(confidence):
+                alive *= self.rates[position]
+            else:
+                alive *= self._by_confidence.chance(confidence, position)
+            survival.append(alive)
+        return survival
+
+    def _surprised(self, observations: Sequence[Observation]) -> bool:
+        """Whether acceptance has been so far from what was expected that it must have changed."""
+        for draft in observations:
+            survival = self.survival_of(draft.confidences[: draft.verified])
+            mean = sum(survival)
+            square = sum((2 * position + 1) * s for position, s in enumerate(survival))
+            self._excess = _RECENT * self._excess + draft.accepted - mean
+            self._variance = _RECENT**2 * self._variance + square - mean**2
+        surprised = abs(self._excess) > _SURPRISE * math.sqrt(self._variance) + _SLACK
+        if surprised:
+            self._excess = self._variance = 0.0
+        return surprised
+
+    def _refresh(self) -> None:
+        rates = self._by_position.rates()
+        self.rates: list[float] = rates.tolist()
+        self.survival: np.ndarray = self._recent.survival(self._by_confidence, rates)
+
+
+class _RecentDrafts:
+    """The confidences of the last drafts, in a ring.
+
+    Args:
+        positions: Longest draft, in target tokens.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self._ring = np.full((_KEPT, positions), np.nan)
+        self._count = 0
+
+    def add(self, confidences: Sequence[float], wanted: int) -> None:
+        """Keep one draft.
+
+        Args:
+            confidences: One for each token it proposed, in order.
+            wanted: Tokens that were asked for; a shorter draft is taken to have ended by itself.
+        """
+        row = self._ring[self._count % _KEPT]
+        row[:] = np.nan
+        row[len(confidences) : wanted] = _ENDED
+        row[: len(confidences)] = confidences[: len(row)]
+        self._count += 1
+
+    def survival(self, confidence: Confidence, rates: np.ndarray) -> np.ndarray:
+        """P[accepted up to each position] of the drafts, [n, positions], n at least 1.
+
+        Args:
+            confidence: What it means today.
+            rates: Acceptance of positions that a draft did not get to, [positions].
+        """
+        drafts = self._ring[: min(self._count, _KEPT)]
+        if not len(drafts):
+            return np.cumprod(rates)[None]
+        predicted = confidence.predict(drafts, np.arange(drafts.shape[1]))
+        ended, unknown = drafts == _ENDED, np.isnan(drafts)
+        # Where a draft was not asked for so much, it might have ended as others did.
+        before = np.hstack([np.zeros((len(drafts), 1), bool), ended[:, :-1]])
+        asked = (~unknown & ~before).sum(0)
+        goes_on = 1.0 - (ended & ~before).sum(0) / np.maximum(asked, 1)
+        steps = np.where(unknown, rates * goes_on, np.where(ended, 0.0, predicted))
+        return np.cumprod(steps, axis=1)

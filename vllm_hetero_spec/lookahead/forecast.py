@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second: what was achieved under each load, and what every lookahead would give.
+
+A round with lookahead k takes the drafter's steps and the target's, and gives one token for each
+request plus those accepted: rate(k) = tokens(k) / seconds(k). Lookahead 0 is the target alone.
+Recent drafts are replayed at present costs. Tokens that would be left unverified, and rounds that
+would be ended early, are so in the replay too, at the same price: what a second is worth in tokens.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.lookahead.step_policy import Estimates
+
+_HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
+_NEGLIGIBLE = (
+    0.002  # share of the tokens: where a depth brings less, deeper ones make no difference
+)
+_OPTIMISM = 1.5  # standard deviations by which unknown costs count for less, so that they are tried
+_MOST_OPTIMISM = 0.15  # of the logarithm of a cost: more would cost more to try than it may bring
+_KEEP = 0.5 ** (1 / 256)  # weight of a step against the next: half after 256, some seconds
+_FORECAST_WEIGHT = 8.0  # steps of measurement that weigh as much as what was foreseen
+
+
+class Throughput:
+    """Tokens per second achieved under each load: what a second is worth."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Hashable, tuple[float, float, float]] = {}  # steps, tokens, seconds
+
+    def add(self, load: Hashable, tokens: int, seconds: float) -> None:
+        """One step of this load."""
+        if seconds > 0:
+            old = self._sums.get(load, (0.0, 0.0, 0.0))
+            self._sums[load] = (
+                old[0] * _KEEP + 1.0,
+                old[1] * _KEEP + tokens,
+                old[2] * _KEEP + seconds,
+            )
+
+    def rate(self, load: Hashable, foreseen: float) -> float:
+        """Tokens per second; near `foreseen` while little has been measured."""
+        steps, tokens, seconds = self._sums.get(load, (0.0, 0.0, 0.0))
+        if not steps:
+            return foreseen
+        prior_seconds = _FORECAST_WEIGHT * seconds / steps
+        return (tokens + prior_seconds * foreseen) / (seconds + prior_seconds)
+
+
+class Forecast(NamedTuple):
+    """Rates in tokens per second over the whole batch, of lookahead 1, 2, ...; never empty.
+
+    Attributes:
+        alone: Rate of the target alone.
+        rates: As expected.
+        hopeful: If steps cost less than thought where little is known.
+        stddevs: How uncertain the costs of each lookahead are, as a share.
+    """
+
+    alone: float
+    rates: list[float]
+    hopeful: list[float]
+    stddevs: list[float]
+
+    @property
+    def gain(self) -> float:
+        """The highest rate over that of the target alone."""
+        return max(self.rates) / self.alone
+
+
+def forecast(
+    known: Estimates,
+    batch: int,
+    limits: Sequence[int],
+    random: Sequence[bool],
+    tokens_per_second: float,
+    can_stop_early: bool,
+) -> Forecast:
+    """Rates of all lookaheads that are worth a look.
+
+    Args:
+        known: What is known of the pair.
+        batch: Requests in the target's step.
+        limits: Longest draft of each request that may have one; at least one above 0.
+        random: Which of the requests to be drafted for are random, in turn.
+        tokens_per_second: Lambda.
+        can_stop_early: Drafting can end between drafter steps.
+    """
+    costs = known.costs
+    # Requests whose limit is 0 or more, 1 or more, ...
+    asking = np.bincount(limits)[::-1].cumsum()[::-1].tolist()
+    drafting = asking[1]
+    step_price = tokens_per_second * costs.drafter(drafting) * known.steps.each
+    drafter_stddev = costs.drafter_stddev(drafting)
+    survival = known.acceptance.survival(random)  # [drafts, positions]
+    conditional = known.acceptance.conditional(random)
+    still_drafted = np.ones(len(survival), bool)
+    still_verified = np.ones(len(survival), bool)
+    tokens, rows, depth_drafted = float(batch), float(batch), 0.0
+    found = Forecast(batch / costs.target(batch, batch), [], [], [])
+    for depth in range(len(asking) - 1):
+        row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
+        if can_stop_early and depth:
+            expected = survival[:, depth - 1] * conditional[:, depth]
+            worth_a_step = _worth_a_step(expected * still_drafted, drafting, step_price)
+            still_drafted &= worth_a_step & (expected >= row_price)
+        still_verified &= still_drafted & (survival[:, depth] >= row_price)
+        depth_drafted += _share_of_groups(still_drafted, drafting) if can_stop_early else 1.0
+        weight = asking[depth + 1] / len(survival)
+        accepted = weight * float(survival[:, depth] @ still_verified)
+        tokens += accepted
+        rows += weight * int(np.count_nonzero(still_verified))
+        seconds = costs.drafting(drafting, known.steps.expected(depth_drafted))
+        verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
+        hoped = seconds * _optimism(drafter_stddev) + verifying * _optimism(stddev)
+        found.rates.append(tokens / (seconds + verifying))
+        found.hopeful.append(tokens / hoped)
+        found.stddevs.append(max(stddev, drafter_stddev))
+        if found.hopeful[-1] < _HOPELESS * max(found.rates) or accepted < _NEGLIGIBLE * tokens:
+            break
+    return found
+
+
+def _optimism(stddev: float) -> float:
+    """The factor that makes a cost a hopeful one."""
+    return math.exp(-min(_OPTIMISM * stddev, _MOST_OPTIMISM))
+
+
+def _worth_a_step(expected: np.ndarray, drafting: int, step_price: float) -> np.ndarray:
+    """bool [n]: of drafts in groups as large as the batch, whose group earns one more step."""
+    groups = _groups(expected, drafting)
+    enough = groups.sum(1) * (drafting / groups.shape[1]) >= step_price
+    return np.resize(np.repeat(enough, groups.shape[1]), len(expected))
+
+
+def _share_of_groups(still_drafted: np.ndarray, drafting: int) -> float:
+    """Share of the groups in which any draft goes on."""
+    groups = _groups(still_drafted, drafting)
+    return int(np.count_nonzero(groups.any(1))) / len(groups)
+
+
+def _groups(values: np.ndarray, size: int) -> np.ndarray:
+    """[n] as groups [m, size] of as many as there are; the rest is left out."""
+    size = min(size, len(values))
+    count = len(values) // size
+    return values[: count * size].reshape(count, size)

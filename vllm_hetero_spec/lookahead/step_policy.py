@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inside a step: which tokens are worth the time they take.
+
+A drafter step, and a row of the target, are worth it if they bring more tokens than lambda times
+their seconds. Both are asked before the token concerned is drawn, or of all that were proposed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
+from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
+from vllm_hetero_spec.lookahead.costs import CostModel
+
+
+class Estimates(NamedTuple):
+    """All that is known of a pair of models; it is learnt in place.
+
+    Attributes:
+        costs: Of steps, in seconds.
+        steps: Drafter steps that a draft takes.
+        acceptance: Of past drafts.
+    """
+
+    costs: CostModel
+    steps: StepsOfDraft
+    acceptance: AcceptanceStats
+
+
+class StepPolicy(NamedTuple):
+    """The drafts of one step.
+
+    Attributes:
+        known: Estimates.
+        tokens_per_second: Lambda.
+        batch: Requests in the target's step.
+        most: Rows of that step if all drafts were as long as planned.
+        random: Which of the requests are random.
+    """
+
+    known: Estimates
+    tokens_per_second: float
+    batch: int
+    most: int
+    random: Sequence[bool]
+
+    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Which requests draft on; see `Controller`."""
+        drafts = zip(self._survival(confidences), self.random, strict=True)
+        price = self._row_price(self.batch + sum(map(len, confidences)))
+        expected = [self._next(survival, random) for survival, random in drafts]
+        expected = [tokens if tokens >= price else 0.0 for tokens in expected]
+        active = sum(tokens > 0 for tokens in expected)
+        step = self.known.costs.drafter(max(active, 1)) * self.known.steps.each
+        enough = sum(expected) >= self.tokens_per_second * step
+        return [enough and tokens > 0 for tokens in expected]
+
+    def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many proposed tokens to verify; see `Controller`.
+
+        Depth by depth over the whole batch, the most promising requests first, so that whether a
+        token is in does not depend on what was drawn after it.
+        """
+        survival = self._survival(confidences)
+        kept = [0] * len(survival)
+        rows = self.batch
+        alive = [i for i, request in enumerate(survival) if request]
+        while alive:
+            alive.sort(key=lambda i: -survival[i][kept[i]])
+            still_alive = []
+            for i in alive:
+                if survival[i][kept[i]] < self._row_price(rows):
+                    break
+                kept[i] += 1
+                rows += 1
+                if kept[i] < len(survival[i]):
+                    still_alive.append(i)
+            alive = still_alive
+        return kept
+
+    def _survival(self, confidences: Sequence[Sequence[float]]) -> list[list[float]]:
+        return self.known.acceptance.survival_of(confidences, self.random)
+
+    def _row_price(self, rows: int) -> float:
+        """Tokens that one row more has to bring."""
+        return self.tokens_per_second * self.known.costs.row(rows, self.batch, self.most)
+
+    def _next(self, survival: Sequence[float], random: bool) -> float:
+        """P[a further token counts]: 0 for a request without a draft or at its longest."""
+        rates = self.known.acceptance.rates(random)
+        if not 0 < len(survival) < len(rates):
+            return 0.0
+        return survival[-1] * rates[len(survival)]
