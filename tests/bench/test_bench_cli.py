@@ -11,7 +11,7 @@ import pytest
 from bench_fakes import GOOD, Fakes
 
 from vllm_hetero_spec.bench import engines
-from vllm_hetero_spec.bench.models import vocabularies_differ
+from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.results import read_results
 from vllm_hetero_spec.bench.rows import rows_of
@@ -227,8 +227,9 @@ def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.Monk
 
 def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
     def differ(drafter: str) -> str | None:
-        target = Target("t", str(demo_pair / "target"), (), ())
-        return vocabularies_differ(target, Drafter("d", str(demo_pair / drafter)))
+        other = Drafter("d", str(demo_pair / drafter))
+        target = Target("t", str(demo_pair / "target"), (other,), ("code",))
+        return vocabularies_differ(target, other)
 
     assert differ("target-wide") is None
     assert differ("drafter") == "target and drafter have different vocabularies"

@@ -49,7 +49,7 @@ def test_a_group_is_finished_before_the_next_begins() -> None:
 
 def test_every_lookahead_and_drafter_is_an_engine() -> None:
     target = Target("big", "m", (Drafter("a", "x"), Drafter("b", "y")), ("code",))
-    plan = plan_of(suite(targets=(target,), lookaheads=(2, 4)))
+    plan = plan_of(suite(targets=(target,), num_speculative_tokens=(2, 4)))
     assert [str(cell.engine) for cell in plan.waves[0].groups[0]] == [
         "big/alone",
         "big/slem/a/k2",

@@ -35,7 +35,11 @@ def test_defaults(write: Write) -> None:
     assert (suite.name, suite.methods, suite.peers) == ("suite", METHODS, tuple(PEERS))
     assert suite.targets[0].name == "big"
     assert suite.targets[0].drafters == (Drafter("small", "org/small"),)
-    assert (suite.batch_sizes, suite.temperatures, suite.lookaheads) == ((1,), (0.0,), (4,))
+    assert (suite.batch_sizes, suite.temperatures, suite.num_speculative_tokens) == (
+        (1,),
+        (0.0,),
+        (4,),
+    )
     assert (suite.repeats, suite.seed, suite.top_p, suite.ignore_eos) == (3, 0, 1.0, False)
     assert suite.engines_at_once is None
     assert len(suite.prompts["big"]["code"]) == 2
@@ -106,12 +110,17 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "sentence"),
     [
-        ("datasets:", "dataset:", 4, "unknown key 'dataset' in the suite (did you mean"),
-        ("drafters:", "drafter:", 3, "unknown key 'drafter' in targets[0] (did you mean"),
+        ("datasets:", "dataset:", 4, "the suite has an unknown key 'dataset' (did you mean"),
+        ("drafters:", "drafter:", 3, "targets[0] has an unknown key 'drafter' (did you m"),
         ("targets:", "methods: [slam]\ntargets:", 1, "methods[0] is 'slam' (did you mean 'slem'?)"),
         ("targets:", "peers: [alone, hf]\ntargets:", 1, "peers[1] is 'hf'; supported: alone, "),
         ("targets:", "\n\npeers: [alone, alone]\ntargets:", 3, "peers[1] repeats 'alone'"),
-        ("targets:", "batch_sizes: [1, 0]\ntargets:", 1, "batch_sizes[1] is 0; it must be a whole"),
+        (
+            "targets:",
+            "batch_sizes: [1, 0]\ntargets:",
+            1,
+            "batch_sizes[1] is 0; it must be a number from",
+        ),
         ("targets:", "batch_sizes: [1.5]\ntargets:", 1, "batch_sizes[0] is 1.5"),
         ("targets:", "batch_sizes: []\ntargets:", 1, "batch_sizes is []; it must be a list"),
         ("targets:", "batch_sizes: 4\ntargets:", 1, "batch_sizes is 4; it must be a list"),
@@ -120,7 +129,12 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "temperatures: [.nan]\ntargets:", 1, "temperatures[0] is nan"),
         ("targets:", "temperatures: [true]\ntargets:", 1, "temperatures[0] is True"),
         ("targets:", "temperatures: [1, 1.0]\ntargets:", 1, "temperatures[1] repeats 1.0"),
-        ("targets:", "num_speculative_tokens: [400]\ntargets:", 1, "number from 1 to 64"),
+        (
+            "targets:",
+            "num_speculative_tokens: [400]\ntargets:",
+            1,
+            "[0] is 400; it must be a number up to 64",
+        ),
         ("targets:", "max_tokens: 0\ntargets:", 1, "max_tokens is 0"),
         ("targets:", "repeats: many\ntargets:", 1, "repeats is 'many'"),
         ("targets:", "seed: -1\ntargets:", 1, "seed is -1"),
@@ -131,7 +145,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "engine: [a]\ntargets:", 1, "engine is ['a']; it must be a mapping"),
         ("targets:", "engine:\n  model: x\ntargets:", 2, "the benchmark's own to set"),
         ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a text"),
-        ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice in the suite"),
+        ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),
         ("org/big", "demo:target", 2, "make the demo pair with `python scripts/train_demo_mod"),
         ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
@@ -151,7 +165,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("builtin: mixed", "builtin: mixed, file: x", 5, "found file and builtin"),
         ("mixed", "mxed", 5, "datasets.code.builtin is 'mxed' (did you mean 'mixed'?)"),
         ("count: 2", "count: 0", 5, "datasets.code.count is 0"),
-        ("count: 2", "count: 99", 5, "has 8 prompts, 99 are asked"),
+        ("count: 2", "count: 99", 5, "count is 99, and there are 8 prompts; `repe"),
         ("count: 2", "repeat: true", 5, "datasets.code.repeat needs a count to come to"),
         ("count: 2", "count: 2, repeat: 1", 5, "datasets.code.repeat is 1"),
         ("count: 2", "split: test", 5, "datasets.code.split goes with hf, not with builtin"),
@@ -190,7 +204,7 @@ def test_mistakes_are_told_with_their_line(
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ('{"prompt": "a"}\n{"prompt": "  "}\n', "prompt 2 of datasets.code is empty"),
+        ('{"prompt": "a"}\n{"prompt": "  "}\n', "datasets.code has an empty prompt, number 2"),
         ('{"prompt": "a"}\n[1]\n', "line 2 is no JSON object"),
         ("nonsense\n", "line 1 is no JSON object"),
         ('{"prompt": 3}\n', "'prompt' of a row is 3, which is no text"),
@@ -257,7 +271,10 @@ def test_chat_templates_are_the_targets(write: Write, monkeypatch: pytest.Monkey
     assert prompts_of(read_suite(file)) == ("[user] a [reply]", "[user] b [reply]")
     monkeypatch.setattr(Tokenizer, "chat_template", None)
     line, sentence = refused(file)
-    assert (line, sentence) == (5, "datasets.code.chat_template: org/big has no chat template.")
+    assert (line, sentence) == (
+        5,
+        "datasets.code.chat_template is true, and org/big has no chat template.",
+    )
 
 
 HF = "{hf: org/data, config: small, split: test, prompt: '{text}', count: 2}"
@@ -304,9 +321,9 @@ def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name != "demo":  # its prompts are elsewhere
-        monkeypatch.setattr(suite_file, "load_dataset", lambda entry: ["a prompt"] * 64)
-        monkeypatch.setattr(suite_file, "in_chat_template", lambda entry, texts, *_: list(texts))
-        monkeypatch.setattr(datasets, "_datasets_library", lambda entry: None)
+        monkeypatch.setattr(suite_file, "load_dataset", lambda dataset: ["a prompt"] * 64)
+        monkeypatch.setattr(suite_file, "in_chat_template", lambda texts, *_: texts)
+        monkeypatch.setattr(datasets, "_datasets_library", lambda name: None)
     file = EXAMPLES / f"{name}.yaml"
     text = file.read_text()
     if name == "spec_bench":

@@ -148,7 +148,7 @@ def _measured(suite: Suite, contents: Contents) -> Measured:
     candidates = []
     for drafter in target.drafters:
         for method in suite.methods:
-            engine = EngineId(target.name, method, drafter.name, *suite.lookaheads)
+            engine = EngineId(target.name, method, drafter.name, *suite.num_speculative_tokens)
             candidates.append(
                 Candidate(
                     engine,

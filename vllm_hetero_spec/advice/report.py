@@ -110,7 +110,7 @@ def as_json(
             "batch_sizes": suite.batch_sizes,
             "temperatures": suite.temperatures,
             "repeats": suite.repeats,
-            "num_speculative_tokens": suite.lookaheads[0],
+            "num_speculative_tokens": suite.num_speculative_tokens[0],
         },
         "drafters": [_drafter(facts) for facts in drafters],
         "target_alone": [],

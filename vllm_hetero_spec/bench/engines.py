@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.methods import KINDS
+from vllm_hetero_spec.bench.models import tokenizer_of
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.measure.load import Engine
 
@@ -75,6 +77,38 @@ def repairs_sampling(method: str, temperatures: tuple[float, ...]) -> bool:
     kind = KINDS[method]
     stock = kind.drafts and not kind.huggingface and method not in METHODS
     return stock and any(temperatures)
+
+
+def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
+    """Why vLLM's `draft_model` cannot run a pair; None where the vocabularies agree.
+
+    Raises:
+        ConfigError: A tokenizer or a configuration cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    from vllm_hetero_spec.text.loading import load_tokenizer
+    from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
+
+    models = target.model, drafter.model
+    trust = bool(target.engine.get("trust_remote_code"))
+    try:
+        texts = [load_tokenizer(tokenizer_of(model, target.engine)) for model in models]
+        sizes = [
+            AutoConfig.from_pretrained(model, trust_remote_code=trust).get_text_config().vocab_size
+            for model in models
+        ]
+    except UnsupportedTokenizer as error:
+        return str(error)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load the models' configurations: {first_line(error)}."
+        ) from error
+    if texts[0].fingerprint != texts[1].fingerprint:
+        return "target and drafter have different vocabularies"
+    if sizes[0] != sizes[1]:
+        return f"the target has {sizes[0]} output rows, the drafter {sizes[1]}"
+    return None
 
 
 def at_once_for(suite: Suite) -> int:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as a suite names them: Hugging Face names, folders, and the demo pair."""
+"""Models and files as a suite names them: Hugging Face names, folders, and the demo pair."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_hetero_spec.bench.suite import Drafter, Target
-from vllm_hetero_spec.bench.yaml_file import Entry
+from pydantic import AfterValidator, ValidationInfo
+
+from vllm_hetero_spec.bench.values import Text
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.inputs.model_folder import check_model
@@ -14,33 +15,35 @@ from vllm_hetero_spec.paths import demo_folder
 _DEMO = "demo:"
 
 
-def located(entry: Entry) -> Path:
-    """A path in a suite: of the demo pair, or relative to the suite's folder."""
-    name = entry.text()
+def located(name: str, info: ValidationInfo) -> str:
+    """A path in a suite: of the demo pair, or relative to the suite's folder.
+
+    Raises:
+        ConfigError: The demo pair is not there.
+    """
     if not name.startswith(_DEMO):
-        return entry.file.parent / Path(name).expanduser()
+        return str(Path(info.context or "") / Path(name).expanduser())
     path = demo_folder() / name.removeprefix(_DEMO)
     if not path.exists():
-        raise entry.refuse(
+        raise ConfigError(
             f"{path} does not exist: make the demo pair with `python scripts/train_demo_models.py`."
         )
-    return path
+    return str(path)
 
 
-def model_name(entry: Entry, role: str) -> str:
-    """A Hugging Face name, or the absolute path of a folder that holds a model.
+def _model(role: str) -> AfterValidator:
+    """A Hugging Face name, or the absolute path of a folder that holds a model."""
 
-    Args:
-        entry: The name in the suite; folders begin with "/", "./", "../", "~" or "demo:".
-        role: "target" or "drafter", for the message.
-    """
-    name = entry.text()
-    if name.startswith((_DEMO, "./", "../", "~", "/")):
-        name = str(located(entry).absolute())
-    try:
+    def check(name: str, info: ValidationInfo) -> str:
+        if name.startswith((_DEMO, "./", "../", "~", "/")):
+            name = str(Path(located(name, info)).absolute())
         return check_model(name, role)
-    except ConfigError as error:
-        raise entry.refuse(str(error)) from error
+
+    return AfterValidator(check)
+
+
+TargetName = Annotated[Text, _model("target")]
+DrafterName = Annotated[Text, _model("drafter")]
 
 
 def tokenizer_of(model: str, engine: dict[str, Any]) -> Any:
@@ -57,34 +60,4 @@ def tokenizer_of(model: str, engine: dict[str, Any]) -> Any:
             trust_remote_code=bool(engine.get("trust_remote_code")),
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the tokenizer of {model}: {first_line(error)}") from error
-
-
-def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
-    """Why vLLM's `draft_model` cannot run a pair; None where the vocabularies agree.
-
-    Raises:
-        ConfigError: A tokenizer or a configuration cannot be loaded.
-    """
-    from transformers import AutoConfig
-
-    from vllm_hetero_spec.text.loading import load_tokenizer
-    from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
-
-    models = target.model, drafter.model
-    trust = bool(target.engine.get("trust_remote_code"))
-    try:
-        texts = [load_tokenizer(tokenizer_of(model, target.engine)) for model in models]
-        sizes = [
-            AutoConfig.from_pretrained(model, trust_remote_code=trust).get_text_config().vocab_size
-            for model in models
-        ]
-    except UnsupportedTokenizer as error:
-        return str(error)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the models' configurations: {first_line(error)}") from error
-    if texts[0].fingerprint != texts[1].fingerprint:
-        return "target and drafter have different vocabularies"
-    if sizes[0] != sizes[1]:
-        return f"the target has {sizes[0]} output rows, the drafter {sizes[1]}"
-    return None
+        raise ConfigError(f"cannot load the tokenizer of {model}: {first_line(error)}.") from error

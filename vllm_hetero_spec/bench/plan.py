@@ -173,7 +173,7 @@ def _engines(suite: Suite, target: Target) -> list[EngineId]:
         EngineId(target.name, method, drafter.name, lookahead)
         for method in drafting
         for drafter in target.drafters
-        for lookahead in suite.lookaheads
+        for lookahead in suite.num_speculative_tokens
     ]
 
 

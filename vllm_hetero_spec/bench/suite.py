@@ -1,55 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark: targets, drafters, methods, prompts and loads."""
+"""A benchmark: targets, drafters, methods, prompts and loads, all of it checked."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, field
+from typing import Annotated, Any
 
-from vllm_hetero_spec.bench.methods import ALONE
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
+from pydantic.dataclasses import dataclass
+
+from vllm_hetero_spec.bench.methods import ALONE, PEERS
+from vllm_hetero_spec.bench.models import DrafterName, TargetName
+from vllm_hetero_spec.bench.values import Positive, Several, Text, one_of
+from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
+from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS
+
+_AUTO = "auto"
+# What the benchmark itself gives vllm.LLM.
+_RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
 
 
-@dataclass(frozen=True)
-class Drafter:
+def _not_reserved(engine: dict[str, Any]) -> dict[str, Any]:
+    for key in engine:
+        if key in _RESERVED:
+            raise Mistake("is the benchmark's own to set; leave it out.", key)
+    return engine
+
+
+def _auto(value: Any) -> Any:
+    if isinstance(value, str) and value != _AUTO:
+        raise Mistake(f"is {value!r}; it must be {_AUTO} or a number.")
+    return None if value == _AUTO else value
+
+
+def _by_name(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
+def short_name(model: str) -> str:
+    """What reports call a model: the last part of its name or folder."""
+    return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+
+
+EngineArguments = Annotated[dict[str, Any], AfterValidator(_not_reserved)]
+Method = Annotated[str, one_of(METHODS)]
+Peer = Annotated[str, one_of(PEERS)]
+Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
+Temperature = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=strict)
+class Named(Part):
+    """A model, in files called by the last part of its own name unless they name it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(given.get("model"), str):
+            return {"name": short_name(given["model"]), **given}
+        return given
+
+
+@dataclass(frozen=True, config=strict)
+class Drafter(Named):
     """A drafter; `speculative` are further keys of our methods' configuration."""
 
-    name: str
-    model: str
+    name: Text
+    model: DrafterName
     speculative: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Target:
+@dataclass(frozen=True, config=strict)
+class Target(Named):
     """A target and what it is measured with.
 
     Attributes:
         name: What reports call it.
         model: A Hugging Face name or a folder.
         drafters: Its drafters.
-        datasets: Names of datasets, in order.
+        datasets: Names of datasets, in order; in a file all where left out.
         engine: Further arguments of `vllm.LLM`, the suite's included.
     """
 
-    name: str
-    model: str
-    drafters: tuple[Drafter, ...]
-    datasets: tuple[str, ...]
-    engine: dict[str, Any] = field(default_factory=dict)
+    name: Text
+    model: TargetName
+    drafters: Several[Annotated[Drafter, BeforeValidator(_by_name)]]
+    datasets: Several[Text] = ()
+    engine: EngineArguments = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Suite:
+@dataclass(frozen=True, config=strict, kw_only=True)
+class Suite(Part):
     """A benchmark.
 
     Attributes:
-        name: What the results are called.
+        name: What the results are called; in a file by default as the file.
         targets: Targets with their drafters.
         methods: Methods of this package.
         prompts: Texts by target and dataset, chat templates applied.
         peers: What the methods are measured beside (`PEERS`).
         batch_sizes: Requests in flight.
         temperatures: 0 is greedy.
-        lookaheads: Values of num_speculative_tokens.
+        num_speculative_tokens: Lookaheads.
         max_tokens: Longest completion, in target tokens.
         repeats: Rounds in which every engine runs every load.
         ignore_eos: Generate `max_tokens` whatever comes.
@@ -58,20 +110,22 @@ class Suite:
         engines_at_once: Engines that are up together; None chooses by the machine.
     """
 
-    name: str
-    targets: tuple[Target, ...]
-    methods: tuple[str, ...]
-    prompts: dict[str, dict[str, tuple[str, ...]]]
-    peers: tuple[str, ...] = (ALONE,)
-    batch_sizes: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    lookaheads: tuple[int, ...] = (4,)
-    max_tokens: int = 128
-    repeats: int = 3
-    ignore_eos: bool = False
-    seed: int | None = 0
-    top_p: float = 1.0
-    engines_at_once: int | None = None
+    name: Text = ""
+    targets: Several[Target]
+    methods: Several[Method] = METHODS
+    prompts: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    peers: Several[Peer] = (ALONE,)
+    batch_sizes: Several[Positive] = (1,)
+    temperatures: Several[Temperature] = (0.0,)
+    num_speculative_tokens: Several[Lookahead] = (4,)
+    max_tokens: Positive = 128
+    repeats: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+    ignore_eos: StrictBool = False
+    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    engines_at_once: Annotated[
+        Annotated[int, Field(strict=True, ge=1, le=100)] | None, BeforeValidator(_auto)
+    ] = None
 
     def target(self, name: str) -> Target:
         """The target of a name."""
@@ -103,11 +157,6 @@ def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[st
         "num_speculative_tokens": lookahead,
         **drafter.speculative,
     }
-
-
-def short_name(model: str) -> str:
-    """What reports call a model: the last part of its name or folder."""
-    return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _digest(value: Any) -> str:

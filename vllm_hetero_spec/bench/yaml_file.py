@@ -1,135 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a YAML file that know their line, so that every mistake is told with its place."""
+"""YAML files checked by pydantic models, every mistake told with its file and line."""
 
-import math
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line, nearest
 
+Place = tuple[int | str, ...]  # keys and indices on the way to a value
+Checked = TypeVar("Checked", bound="Part")
 
-@dataclass(frozen=True)
-class Entry:
-    """One value of a file.
+# What a value must be, by the type of pydantic's error.
+_MUST = {
+    "dataclass_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list of one or more",
+    "too_short": "a list of one or more",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than_equal": "a number from {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number up to {le}",
+}
 
-    Attributes:
-        file: The file.
-        name: The value as a message calls it, as "targets[0].model".
-        node: What YAML read there.
+
+class Mistake(ValueError):
+    """What is wrong with a value, as the rest of a sentence that begins with the value's name.
+
+    Args:
+        rest: As "is 3; it must be a text."
+        place: From the value that is being checked to the one that is wrong.
+        line_of: From the wrong value to a key whose line is to be told.
     """
 
+    def __init__(self, rest: str, *place: int | str, line_of: Place = ()) -> None:
+        super().__init__(rest)
+        self.place, self.line_of = place, line_of
+
+
+# Of the classes whose values come from a file.
+strict = ConfigDict(extra="forbid")
+
+
+@pydantic_dataclass(frozen=True, config=strict)
+class Part:
+    """A mapping of a file, which holds no keys but its fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: Any) -> Any:
+        known = [each.name for each in fields(cls) if each.name not in cls.not_in_files()]
+        for key in given if isinstance(given, dict) else ():
+            if key not in known:
+                raise Mistake(
+                    f"has an unknown key {key!r}{nearest(key, known)}; "
+                    f"supported: {', '.join(known)}.",
+                    line_of=(key,),
+                )
+        return given
+
+    @classmethod
+    def not_in_files(cls) -> Collection[str]:
+        """Fields that are filled in later."""
+        return ()
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """A file and what YAML read there."""
+
     file: Path
-    name: str
     node: yaml.Node
 
-    def refuse(self, sentence: str) -> ConfigError:
-        """The error that says what is wrong here."""
-        return ConfigError(f"{self.file}:{self.node.start_mark.line + 1}: {sentence}")
+    def checked(self, model: type[Checked]) -> Checked:
+        """The whole of the file as a model, which is told the file's folder as its context.
 
-    def value(self) -> Any:
-        """The value with everything below it as plain Python."""
-        constructor = yaml.constructor.SafeConstructor()
+        Raises:
+            ConfigError: The first mistake.
+        """
         try:
-            return constructor.construct_document(self.node)
+            value = yaml.constructor.SafeConstructor().construct_document(self.node)
         except (yaml.YAMLError, ValueError) as error:
-            raise self.refuse(f"{self.name} is no YAML value: {_problem(error)}.") from error
+            raise _no_yaml(self.file, error) from error
+        try:
+            return TypeAdapter(model).validate_python(value, context=self.file.parent)
+        except ValidationError as error:
+            found = error.errors()[0]
+            raise self.refusal(found["loc"], _mistake(found)) from error
 
-    def mapping(self, known: Collection[str] | None = None) -> dict[str, "Entry"]:
-        """The values of a mapping by their keys, which must be among `known`, if given."""
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.refuse(f"{self.name} is {self._kind()}; it must be a mapping of keys.")
-        found: dict[str, Entry] = {}
-        for key_node, node in self.node.value:
-            key = key_node.value
-            # The key's line: a value may begin on the next one.
-            here = Entry(self.file, self.name, key_node)
-            if not isinstance(key, str):
-                raise here.refuse(f"a key of {self.name} is no text.")
-            if known is not None and key not in known:
-                raise here.refuse(
-                    f"unknown key {key!r} in {self.name}{nearest(key, known)}; "
-                    f"supported: {', '.join(known)}."
-                )
-            if key in found:
-                raise here.refuse(f"{key!r} appears twice in {self.name}; names must differ.")
-            found[key] = Entry(self.file, f"{self.name}.{key}" if self.name != SUITE else key, node)
-        return found
+    def refusal(self, place: Place, error: Exception) -> ConfigError:
+        """The error that says what is wrong at a place: of a `Mistake`, or a whole sentence."""
+        sentence = _sentence(place, error)
+        if isinstance(error, Mistake):
+            place = (*place, *error.place, *error.line_of)
+        return ConfigError(f"{self.file}:{self._line(place)}: {sentence}")
 
-    def sequence(self) -> list["Entry"]:
-        """The values of a list that is not empty."""
-        if not isinstance(self.node, yaml.SequenceNode) or not self.node.value:
-            raise self.refuse(f"{self.name} is {self._kind()}; it must be a list of one or more.")
-        return [
-            Entry(self.file, f"{self.name}[{i}]", node) for i, node in enumerate(self.node.value)
-        ]
-
-    def text(self) -> str:
-        """A text that is not empty."""
-        value = self.value()
-        if not isinstance(value, str) or not value.strip():
-            raise self.refuse(f"{self.name} is {value!r}; it must be a text.")
-        return value
-
-    def flag(self) -> bool:
-        """True or false."""
-        value = self.value()
-        if not isinstance(value, bool):
-            raise self.refuse(f"{self.name} is {value!r}; it must be true or false.")
-        return value
-
-    def integer(self, low: int, high: int) -> int:
-        """A whole number in a range, both ends included."""
-        value = self.value()
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.refuse(
-                f"{self.name} is {value!r}; it must be a whole number from {low} to {high}."
-            )
-        return value
-
-    def number(self, low: float, high: float) -> float:
-        """A finite number in a range, both ends included."""
-        value = self.value()
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        if not fits or not math.isfinite(value) or not low <= value <= high:
-            raise self.refuse(
-                f"{self.name} is {value!r}; it must be a number from {low:g} to {high:g}."
-            )
-        return float(value)
-
-    def choice(self, choices: Collection[str]) -> str:
-        """One of some names."""
-        value = self.value()
-        if value not in choices:
-            raise self.refuse(
-                f"{self.name} is {value!r}{nearest(value, choices)}; "
-                f"supported: {', '.join(choices)}."
-            )
-        return value
-
-    def options(self) -> dict[str, Any]:
-        """A mapping whose keys another program judges."""
-        self.mapping()
-        return self.value()
-
-    def _kind(self) -> str:
-        if isinstance(self.node, yaml.MappingNode):
-            return "a mapping"
-        return repr(self.value())
+    def _line(self, place: Place) -> int:
+        node = self.node
+        line: int = node.start_mark.line
+        for part in place:
+            if isinstance(node, yaml.MappingNode):
+                pairs = [pair for pair in node.value if pair[0].value == str(part)]
+                if not pairs:
+                    break
+                # The key's line: a value may begin on the next one.
+                line, node = pairs[0][0].start_mark.line, pairs[0][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                node = node.value[part]
+                line = node.start_mark.line
+        return line + 1
 
 
-SUITE = "the suite"
-
-
-def read_yaml(file: Path) -> Entry:
+def read_yaml(file: Path) -> YamlFile:
     """The whole of a file.
 
     Raises:
-        ConfigError: It cannot be read, is no YAML, or is empty.
+        ConfigError: It cannot be read, is no YAML, is empty, or has a key twice.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -138,22 +133,60 @@ def read_yaml(file: Path) -> Entry:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{file}:{line}: not YAML: {_problem(error)}.") from error
+        raise _no_yaml(file, error) from error
     if node is None:
         raise ConfigError(f"{file}:1: the suite is empty.")
-    return Entry(file, SUITE, node)
+    for key in _repeated(node):
+        line = key.start_mark.line + 1
+        raise ConfigError(f"{file}:{line}: {key.value!r} appears twice; names must differ.")
+    return YamlFile(file, node)
 
 
-def distinct(entries: Iterable[Entry], values: Iterable[Hashable]) -> None:
-    """Refuse the second of two equal values."""
-    seen = set[Hashable]()
-    for entry, value in zip(entries, values, strict=True):
-        if value in seen:
-            raise entry.refuse(f"{entry.name} repeats {value!r}; names and values must differ.")
-        seen.add(value)
+def refusal(error: ValidationError) -> ConfigError:
+    """The first mistake in values that are in no file."""
+    found = error.errors()[0]
+    return ConfigError(_sentence(found["loc"], _mistake(found)))
 
 
-def _problem(error: Exception) -> str:
-    return first_line(getattr(error, "problem", None) or error)
+def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Keys that their mapping has already."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                yield key
+            seen.add(str(key.value))
+            yield from _repeated(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated(value)
+
+
+def _mistake(found: Any) -> Exception:
+    """One of pydantic's errors as ours; `found` is an entry of `ValidationError.errors()`."""
+    kind, context = found["type"], found.get("ctx", {})
+    if kind == "value_error":
+        return context["error"]
+    if kind == "missing":
+        return ConfigError(f"{_name(found['loc'][:-1])} has no {found['loc'][-1]}.")
+    must = f"it must be {_MUST[kind].format(**context)}" if kind in _MUST else found["msg"]
+    return Mistake(f"is {found['input']!r}; {must}.")
+
+
+def _sentence(place: Place, error: Exception) -> str:
+    if isinstance(error, Mistake):
+        return f"{_name((*place, *error.place))} {error}"
+    return str(error)
+
+
+def _name(place: Place) -> str:
+    """A value as a message calls it, as "targets[0].model"."""
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return name.removeprefix(".") or "the suite"
+
+
+def _no_yaml(file: Path, error: Exception) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    line = mark.line + 1 if mark else 1
+    problem = first_line(getattr(error, "problem", None) or error)
+    return ConfigError(f"{file}:{line}: not YAML: {problem}.")

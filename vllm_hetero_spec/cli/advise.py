@@ -155,7 +155,7 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         prompts={name: {DATASET: tuple(prompts)}},
         batch_sizes=tuple(sizes),
         temperatures=tuple(temperatures),
-        lookaheads=(arguments.num_speculative_tokens,),
+        num_speculative_tokens=(arguments.num_speculative_tokens,),
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_hetero_spec.bench import engines
-from vllm_hetero_spec.bench.models import vocabularies_differ
+from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import check_matplotlib, write_plots
 from vllm_hetero_spec.bench.progress import Reporter

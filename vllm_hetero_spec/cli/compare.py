@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_hetero_spec.bench import engines
-from vllm_hetero_spec.bench.models import vocabularies_differ
+from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Contents, Results
@@ -115,7 +115,7 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         prompts={target.name: {_DATASET: tuple(prompts)}},
         batch_sizes=(arguments.batch_size,),
         temperatures=(arguments.temperature,),
-        lookaheads=(arguments.num_speculative_tokens,),
+        num_speculative_tokens=(arguments.num_speculative_tokens,),
         max_tokens=arguments.max_tokens,
         repeats=1,
     )

@@ -5,7 +5,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from pydantic import ValidationError
+
 from vllm_hetero_spec import __version__
+from vllm_hetero_spec.bench.yaml_file import refusal
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measure.load import MeasurementError
@@ -31,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, ValidationError) as error:
+        sentence = refusal(error) if isinstance(error, ValidationError) else error
+        print(f"error: {sentence}", file=sys.stderr)
         return 2
     except doctor.Unsound:
         return 1
