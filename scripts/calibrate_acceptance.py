@@ -10,33 +10,34 @@ drafts. Plain transformers forwards, on a GPU if there is one; no vLLM.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from _markdown import markdown_table
 from oracle_acceptance import greedy_decode, load
 from rich.console import Console
 from rich.progress import track
 from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.draft.methods import span as span_of
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path as DraftPath
-from vllm_hetero_spec.draft.selection import span
 from vllm_hetero_spec.draft.slrs import MergeSpan, Merging, Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.inputs.prompts import load_prompts
+from vllm_hetero_spec.report.figures import error_of_ratio
+from vllm_hetero_spec.report.tables import Column, markdown_table, print_json
+from vllm_hetero_spec.report.values import with_error
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
@@ -44,15 +45,6 @@ from vllm_hetero_spec.text.statistics import documents_of
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 from vllm_hetero_spec.verify.noise import Noise
 
-TITLES = {
-    "target_shared": "p(I)",
-    "drafter_shared": "Z",
-    "union": "union",
-    "tli": "TLI",
-    "push_forward": "push",
-    "slem": "SLEM",
-    "race_tli": "race (TLI)",
-}  # of columns; SLRS-n by its reach
 # As in the engine: the first greedy token is chosen from so many candidates.
 CANDIDATES = 8
 # Drafter tokens of a greedy draft, of which the first target token counts: enough to settle it.
@@ -64,29 +56,11 @@ LEAST_CONTEXT = 8
 Follow = Callable[[Sequence[int], Sequence[Sequence[int]]], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over places, and its standard error."""
+class Figure(NamedTuple):
+    """A mean over places, and its standard error over texts; None of a single text."""
 
     value: float
-    error: float
-
-    @classmethod
-    def of(cls, parts: Sequence[float], wholes: Sequence[int]) -> "Estimate":
-        """Sum of parts over sum of wholes, by texts, which may be of any size and alike inside.
-
-        Raises:
-            ValueError: Fewer than two texts, which say nothing about the error, or empty ones.
-        """
-        total, count = sum(wholes), len(wholes)
-        if count < 2 or total <= 0:
-            raise ValueError(f"an estimate needs two texts with a place, not {list(wholes)}")
-        value = sum(parts) / total
-        moved = sum(((a - value * n) / total) ** 2 for a, n in zip(parts, wholes, strict=True))
-        return cls(value, math.sqrt(moved * count / (count - 1)))
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.error:.3f})".replace("(0.", "(.")
+    error: float | None
 
 
 class RowAcceptance:
@@ -96,17 +70,17 @@ class RowAcceptance:
         twins: The target token with the bytes of each drafter token; -1 where there is none.
         firsts: The first target token of each drafter token; -1 where the target cannot spell it.
         merging: Target tokens of several drafter tokens.
-        reaches: Of SLRS-n.
+        spans: Of SLRS-n.
     """
 
     def __init__(
-        self, twins: TokenMap, firsts: TokenMap, merging: Merging, reaches: Sequence[MergeSpan]
+        self, twins: TokenMap, firsts: TokenMap, merging: Merging, spans: Sequence[MergeSpan]
     ) -> None:
         self._twins, self._firsts = twins, firsts
         device = twins.first.device
         self._slrs = {
-            reach: Slrs(firsts, merging, frozenset(), Noise(device), reach.tokens)
-            for reach in sorted(set(reaches))
+            span: Slrs(firsts, merging, frozenset(), Noise(device), span.tokens)
+            for span in sorted(set(spans))
         }
         self._shared = torch.zeros(twins.width, dtype=torch.bool, device=device)
         self._shared[twins.first[twins.first >= 0]] = True
@@ -125,7 +99,7 @@ class RowAcceptance:
         Returns:
             float64 [n] by name: the mass of tokens that the other model has too, then acceptance.
             `union` rejects what has no twin, `slem` matches a greedy draft as a string, `race_tli`
-            races on the row of TLI, and SLRS-n is named by its reach.
+            races on the row of TLI, and SLRS-n has the name of its span.
         """
         union = self._twins.draft_probs(q)
         tli = _normalised(union)
@@ -137,12 +111,12 @@ class RowAcceptance:
             "union": overlap(p, union),
             "tli": overlap(p, tli),
             "push_forward": overlap(p, _normalised(self._firsts.draft_probs(q))),
-            **{r.name: overlap(p, self._slrs_probs(q, follow, r)) for r in self._slrs},
+            **{each.name: overlap(p, self._slrs_probs(q, follow, each)) for each in self._slrs},
             "slem": torch.where(picked >= 0, matched, 0.0).double(),
             "race_tli": race_acceptance(p, tli),
         }
 
-    def _slrs_probs(self, q: torch.Tensor, follow: Follow, reach: MergeSpan) -> torch.Tensor:
+    def _slrs_probs(self, q: torch.Tensor, follow: Follow, span: MergeSpan) -> torch.Tensor:
         """float32 [n, V_T], the distribution of the first token that SLRS-n proposes."""
         fed: list[list[int]] = [[] for _ in q]
 
@@ -156,8 +130,8 @@ class RowAcceptance:
             return follow(indices, texts)
 
         rows = q[:, : len(self._firsts.first)] * (self._firsts.first >= 0)
-        paths = [DraftPath(reach.tokens, wanted=1, side_branches=reach.candidates - 1) for _ in q]
-        return self._slrs[reach].draft(_normalised(rows), paths, feed)
+        paths = [DraftPath(span.tokens, wanted=1, side_branches=span.candidates - 1) for _ in q]
+        return self._slrs[span].draft(_normalised(rows), paths, feed)
 
 
 def overlap(p: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
@@ -293,17 +267,17 @@ def measure(
     temperatures: Sequence[float],
     places: int,
     longest: int,
-    reaches: Sequence[MergeSpan],
+    spans: Sequence[MergeSpan],
     seed: int,
-) -> tuple[dict[float, dict[str, Estimate]], int]:
+) -> tuple[dict[float, dict[str, Figure]], int]:
     """Means over all places by temperature and name, and how many places these are.
 
     Of each text `longest` target tokens are read, and `places` at most are chosen by `seed`.
 
     Raises:
-        ValueError: Fewer than two texts are long enough.
+        ValueError: No text is long enough.
     """
-    acceptance = RowAcceptance(pair.twins, pair.firsts, pair.merging, reaches)
+    acceptance = RowAcceptance(pair.twins, pair.firsts, pair.merging, spans)
     generator = torch.Generator().manual_seed(seed)
     sums: dict[float, dict[str, list[float]]] = {t: defaultdict(list) for t in temperatures}
     counts: list[int] = []
@@ -317,7 +291,10 @@ def measure(
     if not counts:
         raise ValueError("no text is long enough to have a place")
     return {
-        temperature: {name: Estimate.of(parts, counts) for name, parts in named.items()}
+        temperature: {
+            name: Figure(sum(parts) / sum(counts), error_of_ratio(parts, counts))
+            for name, parts in named.items()
+        }
         for temperature, named in sums.items()
     }, sum(counts)
 
@@ -341,12 +318,16 @@ def _measure(
         yield t, acceptance.measure(p, q, rows.greedy, partial(follow, t))
 
 
-def reach(text: str) -> MergeSpan:
-    """`4:16` as a reach of SLRS-n; ValueError where it is none."""
+def merge_span(text: str) -> MergeSpan:
+    """`4:16` as a span of SLRS-n; ValueError where it is none."""
     found = MergeSpan(*map(int, text.split(":")))
     if found.tokens < 2 or found.candidates < 1:
         raise ValueError(text)
     return found
+
+
+def _column(name: str, means: Mapping[float, Mapping[str, Figure]]) -> Column[float]:
+    return Column(name, lambda temperature: with_error(*means[temperature][name], digits=3))
 
 
 def main() -> int:
@@ -359,12 +340,11 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=512, help="read of a text (%(default)s)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 0.5, 1.0])
     parser.add_argument(
-        "--reaches",
-        type=reach,
+        "--spans",
+        type=merge_span,
         nargs="+",
         metavar="N[:M]",
-        help="of SLRS-n, at least 2, that looks behind M tokens at each step (1); default: 2, 2:8 "
-        "and what the engine takes for this drafter",
+        help="of SLRS-n, at least 2, behind M tokens at each step (2, 2:8 and the engine's choice)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
@@ -375,43 +355,27 @@ def main() -> int:
         file, count = arguments.text, arguments.num_texts
         texts = load_prompts(file, count) if file else documents_of(CALIBRATION_TEXT)[:count]
         pair = PairRows(load(arguments.target), load(arguments.drafter))
-        reaches = arguments.reaches or [
-            MergeSpan(),
-            MergeSpan(2, 8),
-            MergeSpan(span(pair.drafter.vocab_size)),
-        ]
+        engines = MergeSpan(span_of(pair.drafter.vocab_size))
         means, places = measure(
             pair,
             track(texts, "texts", console=Console(stderr=True), transient=True),
             arguments.temperatures,
             arguments.places,
             arguments.max_tokens,
-            reaches,
+            arguments.spans or [MergeSpan(), MergeSpan(2, 8), engines],
             seed=0,
         )
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
     if arguments.json:
-        data = [
-            {
-                "temperature": t,
-                "places": places,
-                "figures": {n: asdict(e) for n, e in named.items()},
-            }
-            for t, named in means.items()
-        ]
-        print(json.dumps(data, indent=2))
+        print_json([{"temperature": t, "places": places, "figures": means[t]} for t in means])
         return 0
     print(
         f"Acceptance of one drafted token at {places} places of {len(texts)} texts (standard "
         f"errors over texts): {arguments.target.name} / {arguments.drafter.name}\n"
     )
-    heads = [
-        TITLES.get(name, name.replace("slrs_", "SLRS-").replace("_", " "))
-        for name in next(iter(means.values()))
-    ]
-    rows = [[f"{t:g}", *map(str, named.values())] for t, named in means.items()]
-    print(markdown_table(["temperature", *heads], rows))
+    columns = [_column(name, means) for name in next(iter(means.values()))]
+    print(markdown_table([Column("temperature", "{:g}".format), *columns], list(means)))
     print(
         "\nSLRS-n pays for this with up to n - 1 more drafter forwards per drafted token, of m "
         "tokens the first; the others take none."

@@ -10,8 +10,7 @@ import pytest
 import torch
 from _demo_corpus import Corpus, standard_library
 from _demo_training import Budget, ModelSpec
-from _markdown import markdown_table
-from calibrate_acceptance import Estimate, PairRows, measure
+from calibrate_acceptance import PairRows, measure
 from oracle_acceptance import load
 from train_demo_models import PairBudget, train_pair
 
@@ -70,8 +69,11 @@ def test_places_follow_from_the_seed(pair: PairRows) -> None:
 
 def test_a_text_too_short_has_no_places(pair: PairRows) -> None:
     assert pair.read("x", 4, 64, torch.Generator()) is None
-    with pytest.raises(ValueError, match="two texts"):
-        measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [MergeSpan()], 0)
+    with pytest.raises(ValueError, match="no text is long enough"):
+        measure(pair, ["x", "y"], [1.0], 4, 64, [MergeSpan()], 0)
+    single, places = measure(pair, [TEXTS[0], "x"], [1.0], 4, 64, [MergeSpan()], 0)
+    assert places == 4
+    assert single[1.0]["tli"].error is None
 
 
 def test_figures_of_every_method(pair: PairRows) -> None:
@@ -105,10 +107,5 @@ def test_the_script_prints_what_it_measures(
     monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, options)])
     assert calibrate_acceptance.main() == 0
     printed = capsys.readouterr().out
-    assert f"| {data['figures']['tli']['value']:.3f} (" in printed
-    assert "| p(I) | Z | union | TLI | push | SLRS-2 | " in printed
-
-
-def test_tables() -> None:
-    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-    assert str(Estimate.of([0.4, 0.6], [1, 1])) == "0.500 (.100)"
+    assert f"| {data['figures']['tli']['value']:.3f} ± " in printed
+    assert "| target_shared | drafter_shared | union | tli | push_forward | slrs_2 | " in printed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user may write in `--speculative-config`, and one clear sentence for what they may not.
 
-Pure Python: knows neither vLLM nor torch. `parse` turns the user's dictionary into `HeteroOptions`
+Knows neither vLLM nor torch. `parse` turns the user's dictionary into `HeteroOptions`
 plus the keys that go on to vLLM's own `SpeculativeConfig` unchanged.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.errors import nearest
 
-METHODS = ("slem", "hetero", "slrs", "push_forward", "tli", "union")
-DEFAULT_METHOD = "hetero"
+METHODS = tuple(methods.METHODS)
+DEFAULT_METHOD = methods.HETERO
 VERIFICATIONS = ("token", "block", "race", "fuzzy")
 DIVERGENCES = ("js", "tv", "kl")
 TRANSLATIONS = ("auto", "text", "identity")
@@ -43,7 +44,8 @@ class HeteroOptions:
     """A validated request for one of our methods.
 
     Attributes:
-        method: How drafts are chosen, one of `METHODS`.
+        method: How drafts are chosen, one of `METHODS` (`draft.methods`); "hetero" stands for the
+            one of them that fits the pair.
         model: The drafter: a Hugging Face name or a folder.
         num_speculative_tokens: Lookahead, in TARGET tokens per request and step.
         tokenizer: The drafter's tokenizer; its model's where None.
@@ -177,7 +179,7 @@ def parse(
         given["merge_candidates"] = _integer(
             "merge_candidates", given["merge_candidates"], 0, MAX_CANDIDATES
         )
-        if given["method"] not in ("slrs", "hetero"):
+        if not methods.METHODS[given["method"]].merges:
             raise ConfigError(
                 f'merge_candidates belongs to the method "slrs", and the method is '
                 f"{given['method']!r}; leave it out or ask for that."
@@ -233,7 +235,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
     """A drafter that is split draws on every rank, and all ranks would have to draw the same."""
     split = target_tensor_parallel > 1 and given.get("tensor_parallel") == "sharded"
-    if split and given["method"] not in ("slem", "hetero"):
+    if split and methods.METHODS[given["method"]].needs_probs:
         raise ConfigError(
             f'method {given["method"]!r} does not run with "tensor_parallel": "sharded"; '
             'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'

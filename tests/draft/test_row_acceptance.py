@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single-token acceptance from rows is what the readable algorithms reach, law by law."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from calibrate_acceptance import Estimate, RowAcceptance, race_acceptance
+from calibrate_acceptance import RowAcceptance, race_acceptance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_slrs import ToyMerging
@@ -47,7 +46,7 @@ def acceptance(world: World) -> RowAcceptance:
     width = len(pair.target)
     maps = (TokenMap(torch.tensor(first), width) for first in (twins, firsts))
     return RowAcceptance(
-        *maps, ToyMerging(world), reaches=(MergeSpan(3), MergeSpan(2), MergeSpan(2, 3))
+        *maps, ToyMerging(world), spans=(MergeSpan(3), MergeSpan(2), MergeSpan(2, 3))
     )
 
 
@@ -194,20 +193,3 @@ def test_races_of_any_rows(width: int, peak: float, holes: float, same: bool, se
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
     if same:
         assert found.tolist() == pytest.approx([float(row.sum() > 0) for row in p])
-
-
-def test_an_estimate_is_the_mean_of_places() -> None:
-    values = [0.2, 0.9, 0.4, 0.4]
-    single = Estimate.of(values, [1] * 4)
-    assert single.value == pytest.approx(np.mean(values))
-    assert single.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(4))
-    # Two texts of two places each; the same places as if they were four texts.
-    grouped = Estimate.of([1.1, 0.8], [2, 2])
-    assert grouped.value == pytest.approx(single.value)
-    assert grouped.error == pytest.approx(np.std([0.55, 0.4], ddof=1) / math.sqrt(2))
-
-
-@pytest.mark.parametrize("counts", [[], [3], [0, 0]])
-def test_one_text_says_nothing_of_the_error(counts: list[int]) -> None:
-    with pytest.raises(ValueError, match="two texts"):
-        Estimate.of(counts, counts)

@@ -10,9 +10,9 @@ import pytest
 import recipes
 import torch
 
+from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path
-from vllm_hetero_spec.draft.selection import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.slrs import Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.text.loading import load_tokenizer

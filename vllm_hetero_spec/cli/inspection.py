@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_hetero_spec.config import METHODS
-from vllm_hetero_spec.draft.selection import Choice, order
+from vllm_hetero_spec.draft.methods import Choice, order
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
 from vllm_hetero_spec.text.segmentation import SegmentationStatistics
 from vllm_hetero_spec.text.special_tokens import SpecialTokens

@@ -3,9 +3,16 @@
 
 T and D are the vocabularies of target and drafter, p(c) and q(path) their next-token rows, c the
 target tokens so far, path the draft tokens of this round. An algorithm is a `Stream`: it proposes
-target tokens K_1, K_2, ... together with the law of each given all that was revealed before it.
-`token_rule` and `block_rule` accept or correct a stream; both keep the target's law for any stream
-that tells the truth about its rows.
+target tokens K_1, K_2, ..., each with psi, its law given all that was revealed before it.
+`token_rule` and `block_rule` accept or correct a stream.
+
+Why this is lossless, whatever the vocabularies: K is emitted with probability psi(K) min(1, p(K) /
+psi(K)) = min(psi(K), p(K)), and what is then missing of p is just what a correction is drawn from,
+(p - psi)+. So the output's law is p for ANY psi that is the true law of K. Correctness does not
+depend on the map between the vocabularies, nor on how K was found: they decide psi, and with it
+how often K is accepted, the sum of min(psi, p). What must be true is psi: a token that is certain
+given what was revealed has a one-hot psi, and a draft may be cut short by count, by time, or by
+what was known before the draw, never by what was drawn.
 
 HetVoc: *Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Speculative Decoding*
@@ -14,7 +21,6 @@ Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Spe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -40,8 +46,7 @@ Stream = Iterator[Proposal]
 class Pair:
     """Two vocabularies as byte strings, and the target's tokenisation tau of any string.
 
-    tau is the real tokenizer's: kappa(d) = tau(str(d)), and mu(d, e) is the first token of
-    tau(str(d) + str(e)) where that is longer than d, None where it is not.
+    tau is the real tokenizer's, and kappa(d) = tau(str(d)).
     """
 
     target: Sequence[bytes]
@@ -50,12 +55,6 @@ class Pair:
 
     def kappa(self, d: int) -> tuple[int, ...]:
         return self.tau(self.drafter[d])
-
-    def mu(self, d: int, e: int) -> int | None:
-        if len(self.kappa(d)) != 1:
-            return None
-        first = self.tau(self.drafter[d] + self.drafter[e])[0]
-        return first if len(self.target[first]) > len(self.drafter[d]) else None
 
     def twin(self, d: int) -> int | None:
         """The target token with the bytes of d, None outside the intersection."""
@@ -208,48 +207,6 @@ def slrs_psi(pair: Pair, q: Drafter, k: int) -> Row:
     return psi
 
 
-def slrs2(pair: Pair, q: Drafter, k: int, chance: Chance, m: int = 1) -> Stream:
-    """Push-forward that also proposes target tokens made of two draft tokens.
-
-    Before drawing, the m most probable draft tokens that can merge get the row that follows them,
-    and psi moves the merging mass from d to the merged token. Where d is drawn and e, drawn after
-    it, does not merge, e is kept and the next row is q(. | path) given "no merge": with the plain
-    row instead the result is biased.
-    """
-    path: tuple[int, ...] = ()
-    row, kept = q(path), None
-    left = k
-    while left > 0:
-        after = {d: q((*path, d)) for d in _mergeable(pair, row, m)} if left > 1 else {}
-        psi = _push(pair, row)
-        for d, follow in after.items():
-            for e in range(len(pair.drafter)):
-                merged = pair.mu(d, e)
-                if merged is not None:
-                    psi[merged] += row[d] * follow[e]
-                    psi[pair.kappa(d)[0]] -= row[d] * follow[e]
-        psi = np.maximum(psi, 0.0)
-        d = chance.draw(row) if kept is None else kept
-        path, kept, left = (*path, d), None, left - 1
-        if d not in after:
-            first, *rest = pair.kappa(d)
-            yield Proposal(first, psi)
-            yield from (_known(pair, t) for t in rest)
-            row = q(path)
-            continue
-        e = chance.draw(after[d])
-        merged = pair.mu(d, e)
-        if merged is None:
-            yield Proposal(pair.kappa(d)[0], psi)
-            row = after[d] * [pair.mu(d, x) is None for x in range(len(pair.drafter))]
-            row, kept = row / row.sum(), e
-        else:
-            yield Proposal(merged, psi)
-            yield from _revealed(pair, pair.spell((d, e))[len(pair.target[merged]) :])
-            path, left = (*path, e), left - 1
-            row = q(path)
-
-
 def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance, m: int = 1) -> Stream:
     """Push-forward that also proposes target tokens made of up to n draft tokens.
 
@@ -292,24 +249,6 @@ def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance, m: int = 1) -
             behind = rows[drawn[:used]]
             row = behind * [_longest(pair, (*drawn[:used], d))[1] == used for d in every]
             row = row / row.sum()
-
-
-def lazy_residual(
-    p: Row, psi_of: Callable[[int], float], known: dict[int, float], chance: Chance
-) -> int:
-    """A draw from (p - psi)+ that asks for psi only of the tokens it meets, once each on average.
-
-    `known` holds the psi that is known already, the rejected token's at least.
-    """
-    known = dict(known)
-    while True:
-        g = np.array([max(x - known.get(t, 0.0), 0.0) for t, x in enumerate(p)])
-        t = chance.draw(g)
-        if t in known:
-            return t
-        known[t] = psi_of(t)
-        if chance.flip(1.0 - min(1.0, known[t] / p[t])):
-            return t
 
 
 # ------------------------------------------------------------------------------- other verifiers
@@ -425,10 +364,3 @@ def _longest(pair: Pair, drawn: tuple[int, ...]) -> tuple[int, int]:
         if len(pair.target[first]) > len(pair.spell(drawn[: j - 1])):
             token, used = first, j
     return token, used
-
-
-def _mergeable(pair: Pair, row: Row, m: int) -> list[int]:
-    """The m most probable draft tokens that have a merge partner: known before drawing."""
-    every = range(len(pair.drafter))
-    order = (int(d) for d in np.argsort(-row, kind="stable") if row[d] > 0)
-    return list(islice((d for d in order if any(pair.mu(d, e) is not None for e in every)), m))

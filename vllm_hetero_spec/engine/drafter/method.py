@@ -10,8 +10,8 @@ import torch
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.methods import span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
-from vllm_hetero_spec.draft.selection import span
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.method_choice import choose

@@ -8,7 +8,7 @@ by request; the choice is about the others.
 import logging
 
 from vllm_hetero_spec.config import METHODS
-from vllm_hetero_spec.draft.selection import Choice, order
+from vllm_hetero_spec.draft.methods import Choice, order
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import PairMeter, documents_of

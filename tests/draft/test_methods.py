@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of methods for a pair of which only tokenizer statistics are known."""
+"""The table of methods: what each proposes, and their order for a pair of tokenizers."""
 
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
-from vllm_hetero_spec.draft.selection import Choice, order
+from vllm_hetero_spec.draft.methods import HETERO, METHODS, Choice, order, spell_same
 from vllm_hetero_spec.text.statistics import PairStatistics
+from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
 ALIKE = PairStatistics(
     omega_t=0.95,
@@ -30,16 +32,6 @@ def methods(choices: list[Choice]) -> list[str]:
 
 def test_greedy_targets_get_greedy_drafts() -> None:
     assert methods(order(ALIKE, temperature=0)) == ["slem"]
-    assert methods(order(ALIKE, temperature=0, reproducible=True)) == ["slem"]
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [{"structured_output": True}, {"rows_available": False}],
-    ids=lambda r: next(iter(r)),
-)
-def test_without_usable_rows_only_strings_are_matched(request_: dict[str, bool]) -> None:
-    assert methods(order(ALIKE, temperature=1, **request_)) == ["slem"]
 
 
 @pytest.mark.parametrize(
@@ -82,31 +74,63 @@ def test_nothing_shared_is_nothing_to_restrict_a_draft_to() -> None:
     assert methods(order(disjoint, temperature=1)) == ["slrs", "push_forward", "slem"]
 
 
-def test_reproducible_texts_need_a_race_on_the_best_rows() -> None:
-    best, second = order(ALIKE, temperature=1, reproducible=True)
-    assert (best.method, second.method) == ("ersd", "slem")
-    assert "tli" in best.reason
-    rewriting = dataclasses.replace(ALIKE, drafter_failures=50, omega_t=0.1)
-    assert methods(order(rewriting, temperature=1, reproducible=True)) == ["ersd", "slem"]
-
-
 def test_every_case_has_an_order_without_repetition() -> None:
     shares = (0.0, 0.01, 0.03, 0.5, 1.0)
-    flags = (False, True)
-    for omega, straddle, temperature, *given in itertools.product(
-        shares, shares, (0, 0.2, 1.0), flags, flags, flags
+    for omega, straddle, drafter, failures, few, temperature in itertools.product(
+        shares, shares, shares, (0, 50), (300, 32_000), (0, 0.2, 1.0)
     ):
         statistics = dataclasses.replace(
-            ALIKE, omega_t=omega, target_straddle=straddle, drafter_failures=int(100 * straddle)
+            ALIKE,
+            omega_t=omega,
+            target_straddle=straddle,
+            drafter_straddle=drafter,
+            drafter_failures=failures,
+            drafter_vocabulary=few,
         )
-        names = methods(
-            order(
-                statistics,
-                temperature=temperature,
-                structured_output=given[0],
-                reproducible=given[1],
-                rows_available=given[2],
-            )
-        )
+        names = methods(order(statistics, temperature=temperature))
         assert "slem" in names
         assert len(names) == len(set(names))
+
+
+# Drafter ids 0 to 3: both have the first two, the target spells the third with two tokens, and the
+# fourth not at all.
+MAPS = VocabularyMaps(
+    d2t=np.array([4, 1, -1, -1], np.int32),
+    kappa_ptr=np.array([0, 1, 2, 4, 4], np.int32),
+    kappa_ids=np.array([4, 1, 0, 3], np.int32),
+    target_size=5,
+)
+PROPOSED = {
+    "slrs": [[4], [1], [0, 3], []],
+    "push_forward": [[4], [1], [0, 3], []],
+    "tli": [[4], [1], [], []],
+    "union": [[4], [1], [], []],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_proposes(name: str) -> None:
+    """The token that is drawn is the first of all that are proposed."""
+    method = METHODS[name]
+    assert method.needs_probs is (name in PROPOSED)
+    assert method.summary
+    if method.spelling is None:
+        return
+    first, lengths, tokens = method.spelling(MAPS)
+    assert [list(tokens(d)) for d in range(4)] == PROPOSED[name]
+    assert first.tolist() == [[*proposed, -1][0] for proposed in PROPOSED[name]]
+    assert all(n == len(t) for n, t in zip(lengths, PROPOSED[name], strict=True) if t)
+
+
+def test_the_same_ids_are_proposed_as_they_are() -> None:
+    """Up to the width of the target's logits."""
+    first, lengths, tokens = spell_same(4, 3)
+    assert first.tolist() == [0, 1, 2, -1]
+    assert lengths.tolist() == [1, 1, 1, 1]
+    assert list(tokens(2)) == [2]
+
+
+def test_the_alias_has_no_place_of_its_own() -> None:
+    assert METHODS[HETERO].promise(ALIKE) is None
+    assert METHODS[HETERO].merges
+    assert not METHODS[HETERO].needs_probs  # where there are none, it stands for one without
