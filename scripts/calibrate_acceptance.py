@@ -200,10 +200,10 @@ class PairRows:
         self._bridge = make_bridge(
             self.target, self.drafter, target_eos=target_eos, drafter_eos=drafter_eos
         )
-        banned = sorted(self.drafter.special_ids - self._bridge.drafter_eos)
+        banned = sorted(self._bridge.banned)
         self._banned = torch.tensor(banned, dtype=torch.long, device=device)
         maps = build_maps(self.target, self.drafter, cache=default_cache())
-        maps = maps.with_ends(self._bridge.special)
+        maps = maps.with_control(self._bridge.special)
         width = self._target_model.get_output_embeddings().weight.shape[0]
         self.twins, self.firsts = (
             TokenMap(torch.from_numpy(first).long().to(device), width)
@@ -254,7 +254,7 @@ class PairRows:
         return sorted(able[i] for i in picked.tolist())
 
     def _draft(self, ids: Sequence[int], first: int) -> list[int]:
-        ends = self._bridge.special.drafter_control
+        ends = self._bridge.drafter_eos
         if first in ends:
             return [first]
         rest = greedy_decode(self._drafter_model, [*ids, first], GREEDY_TOKENS - 1, set(ends))

@@ -141,17 +141,30 @@ def anchor_of(pair: Pair, known: Sequence[int]) -> list[int]:
     return list(known[start:])
 
 
-def drafted(pair: Pair, draft: Sequence[int]) -> tuple[bytes, bool]:
-    """Bytes of a draft up to the first id that is no text, and whether that one is an EOS."""
-    table, control = pair.drafter.token_bytes, pair.special.drafter_control
-    for place, token_id in enumerate(draft):
-        if not 0 <= token_id < len(table) or token_id in control:
-            spelled = b"".join(table[i] for i in draft[:place])
-            return spelled, token_id in pair.special.drafter_eos
-    return pair.drafter.decode_bytes(draft), False
+def drafted(
+    pair: Pair, draft: Sequence[int], untouched: tuple[bool, bool]
+) -> list[tuple[bytes, int | None]]:
+    """Bytes of a draft up to each control token, and the target's token in the place of that.
+
+    Up to the first id that is no text and proposes nothing, or an EOS.
+    """
+    special, table = pair.special, pair.drafter.token_bytes
+    parts: list[tuple[bytes, int | None]] = []
+    data, spaces = b"", untouched
+    for token_id in [*draft, -1]:
+        if 0 <= token_id < len(table) and token_id not in special.drafter_control:
+            data += table[token_id]
+            continue
+        control = special.proposed.get(token_id)
+        parts.append((respaced(data, spaces), control))
+        if control is None or token_id in special.drafter_eos:
+            break
+        sides = pair.target, pair.drafter
+        data, spaces = b"", tuple(side.leading_space.applies(first=False) for side in sides)
+    return parts
 
 
-def respaced(pair: Pair, data: bytes, untouched: tuple[bool, bool]) -> bytes:
+def respaced(data: bytes, untouched: tuple[bool, ...]) -> bytes:
     """Drafted bytes with the target's leading space in the place of the drafter's."""
     strip, add = untouched
     data = data.removeprefix(b" ") if add else data

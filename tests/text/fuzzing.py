@@ -21,7 +21,6 @@ from fuzz_model import (
     incomplete,
     require,
     require_spelled,
-    respaced,
     separable,
 )
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -193,21 +192,26 @@ class Walk:
             require(choice in candidates, "first choice", choice, candidates)
 
     def proposal(self, draft: list[int], proposal: list[int], scratch: Scratch) -> None:
-        """What holds for any draft: a prefix of the drafted bytes, no control id, the limit."""
-        target, special = self.pair.target, self.pair.special
+        """What holds for any draft: its control tokens, bytes of it before each, the limit."""
+        target, control = self.pair.target, self.pair.special.target_control
         require(len(proposal) <= max(0, self.case.limit), "limit", proposal)
-        data, ended = drafted(self.pair, draft)
-        data = respaced(self.pair, data, scratch.untouched)
-        body = list(proposal)
-        if body and body[-1] in special.target_control:
-            require(ended and body.pop() == special.target_eos, "control id", proposal)
-            spelled = target.decode_bytes(body)
-            require(scratch.held + spelled == data, "text before EOS", spelled, data)
-        require(special.target_control.isdisjoint(body), "control id", proposal)
-        require(all(0 <= i < target.vocab_size for i in body), "ids", body)
-        spelled = target.decode_bytes(body)
-        if body:
-            require(data.startswith(scratch.held + spelled), "drafted bytes", spelled, data)
+        parts = drafted(self.pair, draft, scratch.untouched)
+        spelled, held = b"", scratch.held
+        for token_id in proposal:
+            data, following = parts[0]
+            if token_id in control:
+                require(token_id == following, "control id", token_id, following)
+                require(held + spelled == data, "text before a control token", spelled, data)
+                parts, spelled, held = parts[1:], b"", b""
+                self.seen["control tokens drafted"] += 1
+            else:
+                require(0 <= token_id < target.vocab_size, "ids", token_id)
+                spelled += target.token_bytes[token_id]
+                require(data.startswith(held + spelled), "drafted bytes", spelled, data)
+            parts = parts or [(b"", None)]
+        needed = self.bridge.ids_covering(draft, proposal)
+        require(len(needed) == len(proposal), "ids covering", needed, proposal)
+        require([*needed, len(draft)] == sorted([*needed, len(draft)]), "ids covering", needed)
         self.seen["proposals"] += bool(proposal)
 
     def round_trip(self, following: list[int], proposal: list[int]) -> None:

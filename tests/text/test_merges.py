@@ -222,7 +222,7 @@ def test_a_rewritten_beginning_is_no_merge(family: dict[str, TextTokenizer]) -> 
     assert table(merges, 0) == {}
 
 
-def test_no_merges_outside_the_intersection_or_with_ends() -> None:
+def test_no_merges_outside_the_intersection_or_with_control() -> None:
     target = toy([b"a", b"b", b"ab", b"abb", b""])
     drafter = toy([b"a", b"b", b"bb", b"bx", b"aab", b""])
     merges = merges_of(target, drafter)
@@ -232,10 +232,10 @@ def test_no_merges_outside_the_intersection_or_with_ends() -> None:
         assert merges.among((empty,), np.arange(6, dtype=np.int32)).tolist() == [-1] * 6
 
     special = SpecialTokens(target, drafter, [4], [1])
-    ended = Merges(target, drafter, build_maps(target, drafter).with_ends(special))
+    ended = Merges(target, drafter, build_maps(target, drafter).with_control(special))
     assert table(ended, 0) == {2: 3}
     special = SpecialTokens(target, drafter, [4], [0])
-    ended = Merges(target, drafter, build_maps(target, drafter).with_ends(special))
+    ended = Merges(target, drafter, build_maps(target, drafter).with_control(special))
     assert table(ended, 0) == {}
 
 

@@ -167,29 +167,30 @@ def ends(
     return SpecialTokens(target, drafter, target_eos, drafter_eos)
 
 
-def test_ends_by_role() -> None:
+def test_control_tokens_by_string_and_ends_by_role() -> None:
+    """<2> is a control token of both, 0 and 4 are ends of the drafter that the target lacks."""
     target, drafter = toy([b"a", b"b", b"", b""]), toy([b"", b"ab", b"", b"b", b""])
     maps = build_maps(target, drafter)
     assert rows_of(maps) == [[], [0, 1], [], [1], []]
-    ended = maps.with_ends(ends(target, drafter, [3, 2], [4, 0]))
-    assert rows_of(ended) == [[3], [0, 1], [], [1], [3]]
-    assert ended.d2t.tolist() == [3, -1, -1, 1, 3]
-    assert ended.kappa_first.tolist() == [3, 0, -1, 1, 3]
-    assert ended.intersection.tolist() == [0, 3, 4]
+    ended = maps.with_control(ends(target, drafter, [3, 2], [4, 0]))
+    assert rows_of(ended) == [[3], [0, 1], [2], [1], [3]]
+    assert ended.d2t.tolist() == [3, -1, 2, 1, 3]
+    assert ended.kappa_first.tolist() == [3, 0, 2, 1, 3]
+    assert ended.intersection.tolist() == [0, 2, 3, 4]
     assert {ended.d2t.dtype, ended.kappa_ptr.dtype, ended.kappa_ids.dtype} == {np.dtype(np.int32)}
     assert rows_of(maps) == [[], [0, 1], [], [1], []]
 
 
 def test_an_end_that_is_text_loses_its_text() -> None:
     target, drafter = toy([b"a", b"b", b""]), toy([b"ab", b"b"])
-    maps = build_maps(target, drafter).with_ends(ends(target, drafter, [2], [0, 7]))
+    maps = build_maps(target, drafter).with_control(ends(target, drafter, [2], [0, 7]))
     assert rows_of(maps) == [[2], [1]]
 
 
 @pytest.mark.parametrize("target_eos", [[], [9]])
 def test_no_end_in_the_target(target_eos: list[int]) -> None:
     target, drafter = toy([b"a", b"b"]), toy([b"", b"ab", b"b"])
-    maps = build_maps(target, drafter).with_ends(ends(target, drafter, target_eos, [0, 2]))
+    maps = build_maps(target, drafter).with_control(ends(target, drafter, target_eos, [0, 2]))
     assert rows_of(maps) == [[], [0, 1], []]
     assert maps.d2t.tolist() == [-1, -1, -1]
 

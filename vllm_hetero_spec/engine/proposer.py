@@ -120,7 +120,7 @@ class HeteroProposer:
         )
         self._drafter = Drafter(
             model,
-            tokenizer.special_ids - bridge.drafter_eos,
+            bridge.banned,
             tokenizer.vocab_size,
             self._sampling.method if self._sampling else None,
             target.seed ^ DRAFT_STREAM,

@@ -2,10 +2,8 @@
 """The bridge between a target's tokenizer and a drafter's: contexts one way, drafts the other."""
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Protocol, cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
@@ -27,6 +25,7 @@ class Bridge(Protocol):
     identity: bool  # both tokenizers are the same: ids pass through unchanged
     special: SpecialTokens
     drafter_eos: frozenset[int]  # ids on which drafting stops
+    banned: frozenset[int]  # drafter ids that are never drafted
     failures: Counter[str]  # why something could not be translated -> how often
     chat: ChatTemplateBridge  # what becomes of turn markers in prompts
 
@@ -53,7 +52,7 @@ class Bridge(Protocol):
         A draft that cannot be translated gives [] and is counted.
         """
 
-    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
         """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
 
 
@@ -64,7 +63,7 @@ class IdentityBridge:
 
     def __init__(self, special: SpecialTokens) -> None:
         self.special = special
-        self.drafter_eos = special.drafter_eos
+        self.drafter_eos, self.banned = special.drafter_eos, special.banned
         self.failures: Counter[str] = Counter()
         self.chat = ChatTemplateBridge("both tokenizers are the same")
 
@@ -88,7 +87,7 @@ class IdentityBridge:
             for _, draft, limit in zip(contexts, drafts, limits, strict=True)
         ]
 
-    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
         return list(range(1, len(proposal) + 1))
 
     def _until_eos(self, draft: Sequence[int]) -> list[int]:
@@ -112,7 +111,7 @@ class TextBridge:
     ) -> None:
         self.chat = chat
         self._target, self._drafter, self.special = target, drafter, special
-        self.drafter_eos = special.drafter_eos
+        self.drafter_eos, self.banned = special.drafter_eos, special.banned
         self.failures: Counter[str] = Counter()
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
 
@@ -159,14 +158,8 @@ class TextBridge:
             for context, draft, limit in zip(contexts, drafts, limits, strict=True)
         ]
 
-    def reach(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
-        theirs = self._target.token_bytes
-        ours = list(accumulate(len(self._drafter.token_bytes[i]) for i in draft))
-        ends = accumulate(len(theirs[i]) for i in proposal)
-        reached = [min(bisect_left(ours, end) + 1, len(draft)) for end in ends]
-        if proposal and not theirs[proposal[-1]]:  # the end of the text, which has no bytes
-            reached[-1] = len(draft)
-        return reached
+    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+        return self._drafts.ids_covering(draft, proposal)
 
     def _encode_tails(self, contexts: Sequence[TextContext]) -> list[list[int]]:
         tails = [context.tail for context in contexts]

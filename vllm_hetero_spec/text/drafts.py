@@ -9,7 +9,7 @@ not what the target would have written in one go, and the drafted bytes are enco
 
 from codecs import utf_8_decode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,14 +24,22 @@ MEMO_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One request's draft on its way: ``anchor`` target ids spell the bytes before ``data``."""
+class _Stretch:
+    """Text of a draft between two control tokens.
+
+    Attributes:
+        index: The draft's place in the batch.
+        anchor: Target ids that spell the bytes before `data`.
+        data: Drafted bytes.
+        text: Anchor and data.
+        control: The target's control token behind the text, None where there is none.
+    """
 
     index: int
     anchor: list[int]
     data: bytes
-    text: str  # anchor and data
-    ended: bool  # the drafter drafted EOS after data
+    text: str
+    control: int | None
 
 
 class DraftTranslator:
@@ -47,6 +55,10 @@ class DraftTranslator:
         self._target, self._drafter = target, drafter
         self._special, self._failures = special, failures
         self._same = target.fingerprint == drafter.fingerprint
+        self._spaces_behind_control = (
+            target.leading_space.applies(first=False),
+            drafter.leading_space.applies(first=False),
+        )
         self._starts_anew: dict[tuple[int, int], bool] = {}
         self._inner_pairs = _inner_pairs(target.token_bytes)
 
@@ -66,11 +78,13 @@ class DraftTranslator:
         table = self._drafter.token_bytes
         if not 0 <= drafter_id < len(table):
             return False  # rows of an embedding that no token has
+        if drafter_id in self._special.drafter_control:
+            return drafter_id in self._special.proposed and not context.held
         data = table[drafter_id]
         if context.held:
             return data.startswith(context.held) or context.held.startswith(data)
         last = context.target_ids[-1] if context.target_ids else -1
-        if not data or last < 0 or last in self._special.target_control:
+        if last < 0 or last in self._special.target_control:
             return True
         if not self._inner_pairs[self._target.token_bytes[last][-1] << 8 | data[0]]:
             return True  # no target token has these two bytes side by side
@@ -102,68 +116,103 @@ class DraftTranslator:
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
     ) -> list[list[int]]:
-        """Target ids for each request's drafted ids, at most ``limits[i]`` of them."""
+        """Target ids for each request's drafted ids, at most `limits[i]` of them."""
         results: list[list[int]] = [[] for _ in contexts]
-        jobs = []
-        for index, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
-            if limits[index] > 0 and not context.broken:
-                job = self._prepare(index, context, draft)
-                if job is not None:
-                    jobs.append(job)
-        encoded = self._target.encode_batch([job.text for job in jobs])
-        alone: list[_Job] = []
-        for job, ids in zip(jobs, encoded, strict=True):
-            start = self._boundary(ids, job)
-            if start is None:
-                alone.append(job)
-            else:
-                results[job.index] = self._checked(ids[start:], job, limits[job.index])
-        if alone:
-            texts = [job.data.decode("utf-8", "surrogateescape") for job in alone]
-            for job, ids in zip(alone, self._target.encode_batch(texts), strict=True):
-                results[job.index] = self._checked(ids, job, limits[job.index])
+        stretches = [
+            stretch
+            for index, (context, draft) in enumerate(zip(contexts, drafts, strict=True))
+            if limits[index] > 0 and not context.broken
+            for stretch in self._stretches(index, context, draft)
+        ]
+        cut: set[int] = set()  # drafts of which the target's tokens have not spelled all so far
+        for stretch, ids in zip(stretches, self._encoded(stretches), strict=True):
+            index, room = stretch.index, limits[stretch.index] - len(results[stretch.index])
+            if index in cut or not room:
+                continue
+            spelled = self._checked(ids, stretch, room)
+            results[index] += spelled
+            if self._target.decode_bytes(spelled) != stretch.data:
+                cut.add(index)
+                if not spelled:
+                    self._failures["unencodable"] += 1
+            elif stretch.control is not None and len(spelled) < room:
+                results[index].append(stretch.control)
         return results
 
-    def _prepare(self, index: int, context: TextContext, draft: Sequence[int]) -> _Job | None:
-        data, ended = self._drafted_bytes(draft)
-        data = self._respaced(data, context)
-        if context.held:
-            if not data.startswith(context.held):
-                self._failures["held_mismatch"] += 1
-                return None
-            data = data[len(context.held) :]
-        anchor = self._anchor(context.target_ids)
-        known = self._target.decode_bytes(anchor)
-        text, used = utf_8_decode(known + data, "surrogateescape", False)
-        drafted = used - len(known)
-        if drafted < len(data):
-            data, ended = data[: max(drafted, 0)], False
-        if not data and not ended:
-            return None
-        return _Job(index, anchor, data, text, ended)
+    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+        """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
+        covering = []
+        count = spare = 0  # drafted ids so far, and their bytes beyond those of the proposal
+        for token_id in proposal:
+            control = token_id in self._special.target_control
+            size = 0 if control else len(self._target.token_bytes[token_id])
+            while (control or spare < size) and count < len(draft) and self._is_text(draft[count]):
+                spare += len(self._drafter.token_bytes[draft[count]])
+                count += 1
+            if control:
+                target_space, drafter_space = self._spaces_behind_control
+                count, spare = min(count + 1, len(draft)), target_space - drafter_space
+            spare -= size
+            covering.append(count)
+        return covering
 
-    def _drafted_bytes(self, draft: Sequence[int]) -> tuple[bytes, bool]:
-        """Bytes up to the first control token, and whether that token is an EOS."""
-        control = self._special.drafter_control
-        table = self._drafter.token_bytes
-        parts: list[bytes] = []
-        for token_id in draft:
-            if token_id in control:
-                return b"".join(parts), token_id in self._special.drafter_eos
-            if not 0 <= token_id < len(table):
-                self._failures["unknown_id"] += 1
-                break
-            parts.append(table[token_id])
-        return b"".join(parts), False
+    def _is_text(self, drafter_id: int) -> bool:
+        is_control = drafter_id in self._special.drafter_control
+        return 0 <= drafter_id < self._drafter.vocab_size and not is_control
 
-    def _respaced(self, data: bytes, context: TextContext) -> bytes:
-        """At the start of a text: the drafter's own leading space out, the target's in."""
+    def _stretches(
+        self, index: int, context: TextContext, draft: Sequence[int]
+    ) -> Iterator[_Stretch]:
+        held, anchor = context.held, self._anchor(context.target_ids)
         target_space, drafter_space = context.untouched
-        if drafter_space and data:
-            data = data.removeprefix(b" ")
-        if target_space and data:
-            data = b" " + data
-        return data
+        for drafted, control in self._parts(draft):
+            data = drafted
+            if drafter_space and data:  # the drafter's own space before text out, the target's in
+                data = data.removeprefix(b" ")
+            if target_space and data:
+                data = b" " + data
+            if not data.startswith(held):
+                self._failures["held_mismatch"] += 1
+                return
+            data = data[len(held) :]
+            known = self._target.decode_bytes(anchor)
+            text, used = utf_8_decode(known + data, "surrogateescape", False)
+            whole = used - len(known) == len(data)
+            if not whole:  # the beginning of a character
+                data, control = data[: max(used - len(known), 0)], None
+            if data or control is not None:
+                yield _Stretch(index, anchor, data, text, control)
+            if not whole:
+                return
+            held, anchor = b"", []
+            target_space, drafter_space = self._spaces_behind_control
+
+    def _parts(self, draft: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
+        """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
+        data = b""
+        for token_id in draft:
+            if self._is_text(token_id):
+                data += self._drafter.token_bytes[token_id]
+                continue
+            if token_id not in self._special.drafter_control:
+                self._failures["unknown_id"] += 1
+            control = self._special.proposed.get(token_id)
+            yield data, control
+            if control is None or token_id in self._special.drafter_eos:
+                return
+            data = b""
+        yield data, None
+
+    def _encoded(self, stretches: Sequence[_Stretch]) -> list[list[int]]:
+        """Target ids of the data of each stretch."""
+        encoded = self._target.encode_batch([stretch.text for stretch in stretches])
+        starts = [self._boundary(*pair) for pair in zip(encoded, stretches, strict=True)]
+        alone = [place for place, start in enumerate(starts) if start is None]
+        texts = [stretches[place].data.decode("utf-8", "surrogateescape") for place in alone]
+        found = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
+        for place, ids in zip(alone, self._target.encode_batch(texts), strict=True):
+            found[place] = ids
+        return found
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
         """The last target ids, back to the start of a word, a control token or ANCHOR_TOKENS."""
@@ -184,33 +233,29 @@ class DraftTranslator:
             start += 1
         return list(target_ids[start:])
 
-    def _boundary(self, ids: Sequence[int], job: _Job) -> int | None:
+    def _boundary(self, ids: Sequence[int], stretch: _Stretch) -> int | None:
         """Index in ids where the drafted text starts, None where a token spans that place."""
-        count = len(job.anchor)
-        if list(ids[:count]) == job.anchor:
+        count = len(stretch.anchor)
+        if list(ids[:count]) == stretch.anchor:
             return count
-        left = len(self._target.decode_bytes(job.anchor))
+        left = len(self._target.decode_bytes(stretch.anchor))
         for index, token_id in enumerate(ids):
             if left <= 0:
                 return index if left == 0 else None
             left -= len(self._target.token_bytes[token_id])
         return len(ids) if left == 0 else None
 
-    def _checked(self, ids: Sequence[int], job: _Job, limit: int) -> list[int]:
-        """The longest prefix of ids that is text and spells the drafted bytes, then EOS if due."""
+    def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> list[int]:
+        """The longest prefix of ids that is text and spells the drafted bytes."""
         proposal: list[int] = []
         position = 0
         for token_id in ids[:limit]:
             piece = self._target.token_bytes[token_id]
-            if token_id in self._special.target_control or not job.data.startswith(piece, position):
+            is_text = token_id not in self._special.target_control
+            if not is_text or not stretch.data.startswith(piece, position):
                 break
             position += len(piece)
             proposal.append(token_id)
-        if job.ended and position == len(job.data) and len(proposal) < limit:
-            if self._special.target_eos is not None:
-                proposal.append(self._special.target_eos)
-        elif not proposal:
-            self._failures["unencodable"] += 1
         return proposal
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Special tokens by role: what a target's control token is for the drafter, and the way back."""
+"""Control tokens by string and role: what a target's one is for the drafter, and the way back."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,23 @@ UNKNOWN_ID = -1
 class SpecialTokens:
     """The two tokenizers' control tokens.
 
-    target_control: target ids that are no text (special tokens, EOS, UNKNOWN_ID); never proposed.
-    drafter_control: drafter ids that end the text of a draft.
-    drafter_eos: the subset of drafter_control that means "the text ends here".
-    target_eos: the target id proposed where the drafter drafts EOS, or None.
+    Between equal tokenizers every control token is itself. Between different ones an EOS is the
+    other's EOS, and any other control token the one with the same content.
+
+    Args:
+        target: Its tokenizer.
+        drafter: Its tokenizer.
+        target_eos: All ids that end a generation, the preferred one first; None takes the
+            tokenizer's own.
+        drafter_eos: The same of the drafter.
+
+    Attributes:
+        target_control: Target ids that are no text: special tokens, EOS, UNKNOWN_ID.
+        drafter_control: Drafter ids that are no text.
+        drafter_eos: Those of them that end a draft.
+        proposed: Drafter control id -> target id that a draft with it proposes.
+        banned: Drafter ids that are never drafted: control tokens that propose nothing, but for EOS
+            (which ends a draft all the same).
     """
 
     def __init__(
@@ -26,39 +39,51 @@ class SpecialTokens:
         drafter_eos: Sequence[int] | None,
     ) -> None:
         self._target, self._drafter = target, drafter
-        target_ends = _ends(target, target_eos)
-        drafter_ends = _ends(drafter, drafter_eos)
-        self._target_ends = frozenset(target_ends)
-        self.drafter_eos = frozenset(drafter_ends)
-        self.target_eos = target_ends[0] if target_ends else None
-        self._drafter_eos_first = drafter_ends[0] if drafter_ends else None
-        self.target_control = target.special_ids | self._target_ends | {UNKNOWN_ID}
+        self._equal = target.fingerprint == drafter.fingerprint
+        self._target_ends = _ends(target, target_eos)
+        self._drafter_ends = _ends(drafter, drafter_eos)
+        self.drafter_eos = frozenset(self._drafter_ends)
+        self.target_control = target.special_ids | {*self._target_ends, UNKNOWN_ID}
         self.drafter_control = drafter.special_ids | self.drafter_eos
+        of_target = {drafter_id: self._to_target(drafter_id) for drafter_id in self.drafter_control}
+        self.proposed = {d: t for d, t in of_target.items() if t is not None}
+        self.banned = self.drafter_control - self.drafter_eos - self.proposed.keys()
 
     def to_drafter(self, target_id: int) -> int | bytes:
-        """A control token of the target as one drafter id or, failing that, as literal text.
+        """What the drafter reads in the place of a control token of the target.
 
-        EOS becomes EOS; any other token the drafter's special token of the same content; BOS the
-        drafter's BOS, or nothing where it has none.
+        Returns:
+            One drafter id: an EOS for an EOS, else the special token of the same content, else BOS
+            for BOS. Where there is none, the token's content as text; nothing for BOS.
         """
-        content = self._content(target_id)
+        if self._equal and target_id != UNKNOWN_ID:
+            return target_id
+        content = _content(self._target, target_id)
         twin = self._drafter.special_id_of.get(content)
-        if target_id in self._target_ends:
-            if twin in self.drafter_eos:
-                return twin
-            if self._drafter_eos_first is not None:
-                return self._drafter_eos_first
+        if target_id in self._target_ends and twin not in self.drafter_eos and self.drafter_eos:
+            return self._drafter_ends[0]
         if twin is not None:
             return twin
         if target_id == self._target.bos_id:
             return b"" if self._drafter.bos_id is None else self._drafter.bos_id
         return content.encode("utf-8", "surrogateescape")
 
-    def _content(self, target_id: int) -> str:
-        if target_id == UNKNOWN_ID:
-            return ""
-        literal = self._target.token_bytes[target_id].decode("utf-8", "surrogateescape")
-        return self._target.special_text.get(target_id, literal)
+    def _to_target(self, drafter_id: int) -> int | None:
+        if self._equal:
+            return drafter_id
+        if drafter_id == self._drafter.unknown_id:  # text that a vocabulary lacks is not a role
+            return None
+        twin = self._target.special_id_of.get(_content(self._drafter, drafter_id))
+        if drafter_id in self.drafter_eos and twin not in self._target_ends:
+            return self._target_ends[0] if self._target_ends else None
+        return twin
+
+
+def _content(tokenizer: TextTokenizer, token_id: int) -> str:
+    if not 0 <= token_id < tokenizer.vocab_size:
+        return ""
+    literal = tokenizer.token_bytes[token_id].decode("utf-8", "surrogateescape")
+    return tokenizer.special_text.get(token_id, literal)
 
 
 def _ends(tokenizer: TextTokenizer, given: Sequence[int] | None) -> list[int]:

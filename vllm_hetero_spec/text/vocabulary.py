@@ -75,23 +75,24 @@ class VocabularyMaps:
         """The target ids that spell a drafter token."""
         return self.kappa_ids[self.kappa_ptr[drafter_id] : self.kappa_ptr[drafter_id + 1]]
 
-    def with_ends(self, special: SpecialTokens) -> "VocabularyMaps":
-        """These maps with every EOS of the drafter as the target's EOS.
+    def with_control(self, special: SpecialTokens) -> "VocabularyMaps":
+        """These maps with the drafter's control tokens as what they propose.
 
-        Where the target has no EOS in its vocabulary, an EOS of the drafter maps to nothing.
+        A control token that proposes nothing, or an id that is not in the target's vocabulary, maps
+        to nothing; so does the text of an EOS that is an ordinary token.
         """
-        end = special.target_eos
-        if end is None or not 0 <= end < self.target_size:
-            end = -1
-        ended = np.zeros(self.drafter_size, bool)
-        ended[[d for d in special.drafter_eos if 0 <= d < self.drafter_size]] = True
+        control = np.zeros(self.drafter_size, bool)
+        control[[d for d in special.drafter_control if 0 <= d < self.drafter_size]] = True
+        d2t = np.where(control, np.int32(-1), self.d2t)
+        for drafter_id, target_id in special.proposed.items():
+            if 0 <= drafter_id < self.drafter_size and 0 <= target_id < self.target_size:
+                d2t[drafter_id] = target_id
 
         lengths = np.diff(self.kappa_ptr)
-        text = self.kappa_ids[~np.repeat(ended, lengths)]
-        lengths[ended] = 1 if end >= 0 else 0
-        ids = np.full(lengths.sum(), end, np.int32)
-        ids[~np.repeat(ended, lengths)] = text
-        d2t = np.where(ended, np.int32(end), self.d2t)
+        is_text = ~np.repeat(control, lengths)
+        lengths[control] = d2t[control] >= 0
+        ids = np.repeat(d2t, lengths)
+        ids[~np.repeat(control, lengths)] = self.kappa_ids[is_text]
         return VocabularyMaps(d2t, _pointers(lengths), ids, self.target_size)
 
 

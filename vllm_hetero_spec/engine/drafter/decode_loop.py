@@ -34,7 +34,7 @@ class Drafter:
 
     Args:
         model: The drafter.
-        banned: Ids that are never proposed: control tokens other than EOS.
+        banned: Ids that are never drafted.
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
         sampling: What sampled drafts propose; None where all are greedy.
         seed: Of the drafter's own random stream.

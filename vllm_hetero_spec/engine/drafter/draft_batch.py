@@ -250,7 +250,7 @@ class Rounds:
     def _confidences(self, job: Job) -> list[float]:
         """The drafter's confidence in each proposed token: in all ids that only it needs."""
         found, start = [], 0
-        for end in self._bridge.reach(job.drafted, job.proposal):
+        for end in self._bridge.ids_covering(job.drafted, job.proposal):
             found.append(math.prod(job.peaks[start:end]))
             start = max(start, end)
         return found

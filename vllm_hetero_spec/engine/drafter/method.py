@@ -87,7 +87,7 @@ def sampling_of(
 
 def _maps(pair: Pair) -> VocabularyMaps:
     maps = build_maps(pair.target, pair.drafter, cache=default_cache())
-    return maps.with_ends(pair.bridge.special)
+    return maps.with_control(pair.bridge.special)
 
 
 def _sampling(
