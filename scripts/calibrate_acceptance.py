@@ -32,7 +32,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.methods import span as span_of
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path as DraftPath
-from vllm_hetero_spec.draft.slrs import MergeSpan, Merging, Slrs
+from vllm_hetero_spec.draft.slrs import MergeSpan, Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.report.figures import error_of_ratio
@@ -74,7 +74,7 @@ class RowAcceptance:
     """
 
     def __init__(
-        self, twins: TokenMap, firsts: TokenMap, merging: Merging, spans: Sequence[MergeSpan]
+        self, twins: TokenMap, firsts: TokenMap, merging: PairMerges, spans: Sequence[MergeSpan]
     ) -> None:
         self._twins, self._firsts = twins, firsts
         device = twins.first.device

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hetero_spec.draft.slrs import DEFAULT_MERGE_SPAN, MergeSpan, Merging
+from vllm_hetero_spec.draft.pair_merges import PairMerges
+from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 from vllm_hetero_spec.verify.race import race
@@ -50,8 +51,8 @@ class SampledMethod:
 
     tokens: TokenMap
     lengths: torch.Tensor
-    merging: Merging | None = None
-    merge_span: MergeSpan = DEFAULT_MERGE_SPAN
+    merging: PairMerges | None = None
+    merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
 
 
 class DrawBatch:

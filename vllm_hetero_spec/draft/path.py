@@ -49,11 +49,6 @@ class Path:
     proposal: list[int] = field(default_factory=list)
     row_of: list[int] = field(default_factory=list)
 
-    def propose(self, first: int, row: int, rest: Sequence[int]) -> None:
-        """Add a drawn target token and the certain ones behind it."""
-        self.proposal += [first, *rest]
-        self.row_of += [row, *[-1] * len(rest)]
-
     @property
     def written(self) -> int:
         """Tokens of the draft and its chain whose KV is written."""

@@ -22,11 +22,12 @@ take its places. Side branches lie in blocks of their own, and are fed again whe
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Feed, Path
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree import Candidate, Node, Tree
@@ -34,27 +35,6 @@ from vllm_hetero_spec.verify.noise import Noise, choose, slices
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
 PARTNERS = 64
-
-
-class Merging(Protocol):
-    """What drafter tokens in a row are to the target."""
-
-    mergeable: torch.Tensor  # float32 [V_D], 1 where `goes_on` of a single drafter token, else 0
-
-    def goes_on(self, path: Sequence[int]) -> bool:
-        """Whether some target token spells the tokens of a path and goes on."""
-
-    def among(self, path: Sequence[int], e_ids: np.ndarray) -> np.ndarray:
-        """For each e the target token that it ends or holds the end of, -1 where there is none.
-
-        It begins where the path does and is longer than the path.
-        """
-
-    def spell(self, d: int) -> Sequence[int]:
-        """Target tokens of a drafter token."""
-
-    def rest(self, path: Sequence[int], merged: int) -> Sequence[int]:
-        """Target tokens of what a path spells behind the merged token that begins it."""
 
 
 class MergeSpan(NamedTuple):
@@ -74,15 +54,12 @@ class MergeSpan(NamedTuple):
         return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
 
 
-DEFAULT_MERGE_SPAN = MergeSpan()
-
-
 class Slrs:
     """Drafts a batch.
 
     Args:
         tokens: First target token of each drafter token.
-        merging: Of the pair.
+        merges: Target tokens of several drafter tokens.
         ends: Drafter ids after which nothing follows.
         noise: Uniform numbers of the batch.
         span: Drafter tokens that a proposed target token may take, n.
@@ -91,12 +68,12 @@ class Slrs:
     def __init__(
         self,
         tokens: TokenMap,
-        merging: Merging,
+        merges: PairMerges,
         ends: frozenset[int],
         noise: Noise,
         span: int = 2,
     ) -> None:
-        self._tokens, self._merging, self._ends = tokens, merging, ends
+        self._tokens, self._merges, self._ends = tokens, merges, ends
         self._noise, self._span = noise, span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[Path], feed: Feed) -> torch.Tensor:
@@ -132,54 +109,39 @@ class Slrs:
         trees = {i: Tree(row) for i, row in heads.items()}
         self._find_candidates(list(trees.values()), [1 + paths[i].side_branches for i in trees])
         for depth in range(1, self._span):
-            going = [i for i, tree in trees.items() if tree.candidates and paths[i].steps > depth]
-            if not going:
+            chains = [
+                (i, tree.candidates[0])
+                for i, tree in trees.items()
+                if tree.candidates and paths[i].steps > depth
+            ]
+            if not chains:
                 break
-            fed = [(i, trees[i].candidates[0]) for i in going]
-            side = [(i, candidate) for i in going for candidate in trees[i].candidates[1:]]
-            fed += side
+            sides = [(i, candidate) for i, _ in chains for candidate in trees[i].candidates[1:]]
+            fed = [*chains, *sides]
             ids = [candidate.path[-1:] for _, candidate in fed]
-            rows = feed([i for i, _ in fed], ids, len(side))
+            rows = feed([i for i, _ in fed], ids, len(sides))
             likely = rows.topk(min(PARTNERS, rows.shape[-1]), -1)
             e_ids, shares = likely.indices.cpu().numpy(), likely.values.cpu().numpy()
             for line, (i, candidate) in enumerate(fed):
-                self._add(trees[i], candidate, rows[line], e_ids[line], shares[line])
-            for line, i in enumerate(going):
+                t_ids = self._merges.among(candidate.path, e_ids[line])
+                first = self._merges.spell(candidate.path[0])[0]
+                trees[i].add(candidate, first, rows[line], e_ids[line], t_ids, shares[line])
+            for line, (i, (path, _)) in enumerate(chains):
                 paths[i].ahead = depth
-                chain = trees[i].candidates[0]
-                trees[i].candidates = self._grown(chain, e_ids[line], shares[line])
+                longer = Candidate((*path, int(e_ids[line, 0])), float(shares[line, 0]))
+                going = depth + 1 < self._span and self._merges.goes_on(longer.path)
+                trees[i].candidates = [longer] if going else []
         return trees
 
     def _find_candidates(self, trees: Sequence[Tree], counts: Sequence[int]) -> None:
         """The likeliest tokens that can merge, so many: the chain's first and its side branches."""
-        able = self._merging.mergeable
+        able = self._merges.mergeable
         for part, rows in _stacks([tree.row for tree in trees]):
             best = (rows[:, : len(able)] * able).topk(min(max(counts[part]), len(able)), -1)
             lines = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for tree, count, (ids, shares) in zip(trees[part], counts[part], lines, strict=True):
                 likely = zip(ids[:count], shares[:count], strict=True)
                 tree.candidates = [Candidate((d,), share) for d, share in likely if share]
-
-    def _add(
-        self,
-        tree: Tree,
-        candidate: Candidate,
-        row: torch.Tensor,
-        e_ids: np.ndarray,
-        shares: np.ndarray,
-    ) -> None:
-        """Add a candidate to its tree; `e_ids` are the likeliest of its row, with `shares`."""
-        first = self._merging.spell(candidate.path[0])[0]
-        tree.add(candidate, first, row, e_ids, self._merging.among(candidate.path, e_ids), shares)
-
-    def _grown(
-        self, candidate: Candidate, e_ids: np.ndarray, shares: np.ndarray
-    ) -> list[Candidate]:
-        """What may prolong the chain behind its newest token."""
-        longer = Candidate((*candidate.path, int(e_ids[0])), float(shares[0]))
-        if len(longer.path) < self._span and self._merging.goes_on(longer.path):
-            return [longer]
-        return []
 
     def _add_draft_probs(self, trees: Sequence[Tree], table: torch.Tensor) -> None:
         """What the next proposals are drawn from into rows of a `TokenMap.table`.
@@ -216,7 +178,7 @@ class Slrs:
 
     def _advance(self, path: Path, row: int, drawn: tuple[int, ...], tree: Tree) -> Node | None:
         """Add what was drawn to a path; the node behind which it goes on, without what merges."""
-        spelled = self._merging.spell(drawn[0])
+        spelled = self._merges.spell(drawn[0])
         if not len(spelled):  # nothing can be drawn from a row of nothing
             path.steps = 0
             return None
@@ -228,8 +190,9 @@ class Slrs:
         path.fed, path.ahead = len(path.drafted) + fed, 0
         path.drafted += drawn[:used]
         path.steps -= used
-        rest = spelled[1:] if used == 1 else self._merging.rest(drawn[:used], token)
-        path.propose(token, row, rest)
+        rest = spelled[1:] if used == 1 else self._merges.rest(drawn[:used], token)
+        path.proposal += [token, *rest]
+        path.row_of += [row, *[-1] * len(rest)]  # what follows the drawn token is certain
         return tree.nodes.get(drawn[:used])
 
     def _next_heads(

@@ -12,10 +12,9 @@ from math import log
 import torch
 
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise
+from vllm_hetero_spec.verify.noise import Noise, slices
 from vllm_hetero_spec.verify.rules import at_tokens, corrected, passes
 
-DIVERGENCES = ("js", "tv", "kl")
 # Smoothing of the drafter's row under "kl", which is infinite where the target has mass and the
 # drafter none, as always between different vocabularies.
 KL_SMOOTHING = 1e-4
@@ -52,7 +51,7 @@ def fuzzy_rule(
         target_probs: float32 [N, V], the target's at each draft token.
         bonus: int64 [B], a draw from the target's distribution behind each draft.
         noise: Uniform numbers.
-        divergence: One of `DIVERGENCES`; js and kl in nats.
+        divergence: One of `config.DIVERGENCES`; js and kl in nats.
         threshold: A draft token whose rows diverge by less is accepted.
     """
     target = at_tokens(target_probs, drafts.tokens)
@@ -60,11 +59,12 @@ def fuzzy_rule(
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
     if drafts.draft_probs is not None and drafts.row_of is not None:
-        for index in (drafts.row_of >= 0).nonzero()[:, 0].tolist():
-            row = drafts.draft_probs[drafts.row_of[index]]
-            if diverge(target_probs[index], row, divergence) < threshold and target[index] > 0:
-                near[index] = True
-                variation[index] = diverge(target_probs[index], row, "tv")
+        sampled = ((drafts.row_of >= 0) & (target > 0)).nonzero()[:, 0]
+        for part in slices(len(sampled), target_probs.shape[1], target_probs.device):
+            index = sampled[part]
+            p, q = target_probs[index], drafts.draft_probs[drafts.row_of[index]]
+            near[index] = diverge(p, q, divergence) < threshold
+            variation[index] = diverge(p, q, "tv") * near[index]
     accept = drafts.padded(strict | near, False).long().cumprod(1)
     accepted = accept.sum(1)
     emitted = accept.bool()
@@ -75,13 +75,13 @@ def fuzzy_rule(
     return FuzzyVerdict(verdict, rescued.sum(1), spent.sum(1))
 
 
-def diverge(p: torch.Tensor, q: torch.Tensor, divergence: str) -> float:
-    """Divergence of a row of target_probs and one of draft_probs."""
+def diverge(p: torch.Tensor, q: torch.Tensor, divergence: str) -> torch.Tensor:
+    """float [n], divergence of rows [n, V] of target_probs and draft_probs."""
     if divergence == "tv":
-        return float((p - q).abs().sum()) / 2
+        return (p - q).abs().sum(-1) / 2
     if divergence == "kl":
-        smooth = (1 - KL_SMOOTHING) * q + KL_SMOOTHING / len(q)
-        return float(torch.special.xlogy(p, p / smooth).sum())
+        smooth = (1 - KL_SMOOTHING) * q + KL_SMOOTHING / q.shape[-1]
+        return torch.special.xlogy(p, p / smooth).sum(-1)
     middle = (p + q) / 2
-    parts = (torch.special.xlogy(x, x / middle).nan_to_num().sum() for x in (p, q))
-    return min(float(sum(parts)) / 2, log(2))
+    to_p, to_q = (torch.special.xlogy(x, x / middle).nan_to_num().sum(-1) for x in (p, q))
+    return ((to_p + to_q) / 2).clamp_max(log(2))

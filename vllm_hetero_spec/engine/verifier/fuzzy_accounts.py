@@ -28,7 +28,7 @@ class FuzzyRule:
     """`verify.fuzzy` with its accounts.
 
     Args:
-        divergence: One of `verify.fuzzy.DIVERGENCES`.
+        divergence: One of `config.DIVERGENCES`.
         threshold: Divergence below which a sampled draft passes.
         req_ids: Gives the requests of the batch, in order.
         stats: Where the sums over all requests are counted.
