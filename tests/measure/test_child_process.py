@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure import process_memory as resident
-from vllm_hetero_spec.measure.child_process import EngineProcess, causes
+from vllm_hetero_spec.measure.child_process import EngineProcess, causes, processes
 from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 LOAD = Load(["a", "b"], max_tokens=1)
@@ -24,8 +23,12 @@ def toy_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
 
 
+class Toy(EngineProcess):
+    program = "toy_engine"
+
+
 def start(spec: str, **options: float) -> EngineProcess:
-    return EngineProcess("toy_engine", spec, **options)  # type: ignore[arg-type]
+    return Toy(spec, **options)  # type: ignore[arg-type]
 
 
 def later(seconds: float, pid: int, number: int) -> None:
@@ -39,9 +42,9 @@ def test_an_engine_answers_load_after_load_and_is_gone_when_closed() -> None:
             assert [trace.text for trace in sample.traces] == ["a", "b"]
             # A Python process takes at least megabytes.
             assert sample.peak_memory_bytes > 1 << 20
-        assert list(resident.processes(engine.pid))
+        assert list(processes(engine.pid))
         assert engine.pid != os.getsid(0)
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
     engine.close()
     with pytest.raises(MeasurementError, match="the engine has ended"):
         engine.run(LOAD)
@@ -49,8 +52,8 @@ def test_an_engine_answers_load_after_load_and_is_gone_when_closed() -> None:
 
 def test_what_an_engine_leaves_running_is_ended_with_it() -> None:
     with start("leave a process") as engine:
-        assert len(list(resident.processes(engine.pid))) == 2
-    assert list(resident.processes(engine.pid)) == []
+        assert len(list(processes(engine.pid))) == 2
+    assert list(processes(engine.pid)) == []
 
 
 def test_a_refused_specification() -> None:
@@ -76,7 +79,7 @@ def test_an_engine_that_fails_at_work_says_why_and_is_closed() -> None:
             engine.run(Load(["fail"], max_tokens=1))
         with pytest.raises(MeasurementError, match="the engine has ended"):
             engine.run(LOAD)
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
 
 
 def test_an_engine_that_is_killed_at_work() -> None:
@@ -94,7 +97,7 @@ def test_engines_that_take_too_long() -> None:
         pytest.raises(MeasurementError, match=r"no answer within 0\.5 seconds"),
     ):
         engine.run(Load(["sleep"], max_tokens=1))
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
 
 
 def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
@@ -105,24 +108,25 @@ def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
         later(0.5, os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             engine.run(Load(["sleep"], max_tokens=1))
-        assert list(resident.processes(engine.pid)) == []
+        assert list(processes(engine.pid)) == []
 
 
 def test_an_engine_ends_when_its_parent_is_killed() -> None:
     program = (
         "from vllm_hetero_spec.measure.child_process import EngineProcess\n"
         "from vllm_hetero_spec.measure.load import Load\n"
-        "engine = EngineProcess('toy_engine', 'leave a process')\n"
+        "EngineProcess.program = 'toy_engine'\n"
+        "engine = EngineProcess('leave a process')\n"
         "print(engine.pid, flush=True)\n"
         "engine.run(Load(['sleep'], max_tokens=1))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         session = int(parent.stdout.readline())
-        assert len(list(resident.processes(session))) == 2
+        assert len(list(processes(session))) == 2
         parent.kill()
     deadline = time.monotonic() + 30  # it looks for its parent now and then
-    while list(resident.processes(session)):
+    while list(processes(session)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -15,7 +15,7 @@ from harness import slem
 from target_law import p_value
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure import process_memory as resident
+from vllm_hetero_spec.measure.child_process import processes
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.measure.vllm_driver import since
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
@@ -84,7 +84,7 @@ def loads(code_prompts: list[str]) -> list[Load]:
 def alone(demo_pair: Path, loads: list[Load]) -> list[Sample]:
     with VllmEngine(EngineSpec(str(demo_pair / "target"), max_batch_size=3)) as engine:
         samples = [engine.run(load) for load in loads]
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
     return samples
 
 
@@ -109,7 +109,7 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
         with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*2048"):
             engine.run(Load(["a ", "b " * 5000], max_tokens=8, batch_size=2))
         again = engine.run(loads[0])  # nothing of the refused load is left
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
     for sample, load in zip([*samples, again], [*loads, loads[0]], strict=True):
         check(sample, load)
         check_drafts(sample, LOOKAHEAD)
@@ -148,13 +148,13 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
     with VllmEngine(EngineSpec(str(demo_pair / "target"))) as engine:
         (core,) = (
             int(process.name)
-            for process in resident.processes(engine.pid)
+            for process in processes(engine.pid)
             if "EngineCore" in (process / "cmdline").read_text()
         )
         threading.Timer(2.0, kill, (core, signal.SIGKILL)).start()
         with pytest.raises(MeasurementError, match="the engine ended with exit code 1"):
             engine.run(endless)
-    assert list(resident.processes(engine.pid)) == []
+    assert list(processes(engine.pid)) == []
 
 
 TEMPERATURE, TOP_P, LENGTH = 0.8, 0.5, 3

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 
 _TOKENS = 2048  # of each drafter context, unless the drafter reads fewer
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
@@ -89,12 +90,10 @@ def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool)
         ) from error
     text = config.get_text_config()
     element = _RUN_BYTES.get(dtype, 2)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     folder = local_folder(drafter)
     return Memory(
         None if folder is None or missing_weights(drafter) else _weight_bytes(folder, element),
-        2 * text.num_hidden_layers * heads * width * element,
+        kv_bytes_per_token(text, element),
         min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS)),
         sequences,
     )

@@ -2,6 +2,7 @@
 """What can be told of a model from its name or folder before an engine starts."""
 
 from pathlib import Path
+from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 
@@ -24,6 +25,18 @@ def check_model(name: str, role: str) -> str:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.exists():
         raise ConfigError(f"the {role} folder {name} does not exist.")
     return name
+
+
+def kv_bytes_per_token(config: Any, element: int) -> int:
+    """Keys and values of one token.
+
+    Args:
+        config: The transformers configuration of the text model.
+        element: Bytes of a number.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * element)
 
 
 def widened_columns(name: str) -> tuple[int, int] | None:

@@ -16,15 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure import process_memory as resident
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 
 _Self = TypeVar("_Self", bound="EngineProcess")
@@ -36,8 +36,9 @@ _GRACE = 10.0  # seconds that an engine has to end by itself
 class EngineProcess:
     """An engine in a child process; a context manager that closes it.
 
+    Subclasses name the program: a module whose main calls `serve`.
+
     Args:
-        program: Module whose main calls `serve`.
         spec: What the engine is to be; pickled.
         verbose: Let the child write to stderr; otherwise its output is shown only if it fails.
         start_timeout: Seconds for the engine to start.
@@ -48,9 +49,10 @@ class EngineProcess:
         MeasurementError: It did not start for any other reason.
     """
 
+    program: ClassVar[str]
+
     def __init__(
         self,
-        program: str,
         spec: Any,
         *,
         verbose: bool = False,
@@ -64,7 +66,7 @@ class EngineProcess:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", program, str(theirs.fileno())],
+                [sys.executable, "-m", self.program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -92,11 +94,13 @@ class EngineProcess:
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
-        resident.reset_peaks(self.pid)
+        for folder in processes(self.pid):
+            with contextlib.suppress(OSError):  # where the kernel does not offer it
+                (folder / "clear_refs").write_text("5")
         sample: Sample = self._ask(load, self._run_timeout)
         if sample.peak_memory_bytes:  # of a device, known to the engine alone
             return sample
-        return replace(sample, peak_memory_bytes=resident.peak_bytes(self.pid))
+        return replace(sample, peak_memory_bytes=_peak_bytes(self.pid))
 
     def close(self) -> None:
         """End the engine and free its memory; a second call does nothing."""
@@ -163,7 +167,7 @@ class EngineProcess:
                     os.killpg(self.pid, signal.SIGKILL)
             # Their memory is to be free for the next engine; what was killed takes a moment.
             deadline = time.monotonic() + _GRACE
-            while any(resident.processes(self.pid)) and time.monotonic() < deadline:
+            while any(processes(self.pid)) and time.monotonic() < deadline:
                 time.sleep(_TICK / 2)
         return self._process.wait()
 
@@ -173,6 +177,26 @@ class EngineProcess:
             return ""
         self._log.seek(0)
         return causes(self._log.read())
+
+
+def processes(session: int) -> Iterator[Path]:
+    """`/proc` folders of a session's processes; those that have ended but linger are left out."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        # The name before the last parenthesis may hold anything; state, parent, group, session.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, leader, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(leader) == session and state != "Z":
+                yield folder
+
+
+def _peak_bytes(session: int) -> int:
+    """Sum of each process's highest resident memory, pages that they share counted in each."""
+    total = 0
+    for folder in processes(session):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if found := re.search(r"^VmHWM:\s+(\d+) kB", (folder / "status").read_text(), re.M):
+                total += 1024 * int(found[1])
+    return total
 
 
 def causes(printed: str) -> str:

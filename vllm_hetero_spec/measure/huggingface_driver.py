@@ -18,9 +18,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.child_process import serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
-
-_WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
+from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
 
 
 class _Arrivals(BaseStreamer):
@@ -94,7 +92,7 @@ class Generator:
         """Generate a load, after a warm-up where it is the first greedy or sampled one."""
         sampled = load.temperature > 0
         if sampled not in self._warm:
-            warm_up = replace(load, prompts=[_WARM_UP], max_tokens=16, ignore_eos=True, seed=None)
+            warm_up = replace(load, prompts=[WARM_UP], max_tokens=16, ignore_eos=True, seed=None)
             self._generate_all(warm_up)
             self._warm.add(sampled)
         if self._device == "cuda":

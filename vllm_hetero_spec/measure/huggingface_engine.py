@@ -31,34 +31,9 @@ class HuggingFaceSpec:
 
 
 class HuggingFaceEngine(EngineProcess):
-    """Hugging Face's `generate` in a child process; float32 on CPUs, the model's type on GPUs.
+    """`generate` for a `HuggingFaceSpec`; float32 on CPUs, the model's type on GPUs."""
 
-    Args:
-        spec: What to start.
-        verbose: Let the child write to stderr; otherwise its output is shown only if it fails.
-        start_timeout: Seconds for the models to load.
-        run_timeout: Seconds for one load, its warm-up included.
-
-    Raises:
-        ConfigError: A model cannot be loaded.
-        MeasurementError: It did not start for any other reason.
-    """
-
-    def __init__(
-        self,
-        spec: HuggingFaceSpec,
-        *,
-        verbose: bool = False,
-        start_timeout: float = 1800.0,
-        run_timeout: float = 3600.0,
-    ) -> None:
-        super().__init__(
-            "vllm_hetero_spec.measure.huggingface_driver",
-            spec,
-            verbose=verbose,
-            start_timeout=start_timeout,
-            run_timeout=run_timeout,
-        )
+    program = "vllm_hetero_spec.measure.huggingface_driver"
 
     def run(self, load: Load) -> Sample:
         """Generate a load of batch size 1, after a warm-up where it is the first of its kind.

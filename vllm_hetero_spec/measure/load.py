@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
+# Of the prompt that engines complete before they are measured.
+WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
+
 
 class MeasurementError(RuntimeError):
     """An engine failed; the message names the errors it printed."""

@@ -17,14 +17,14 @@ from typing import Any
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import cpu_sampling
 from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.measure.child_process import serve
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
+from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 _METRICS = "vllm:spec_decode_num_"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
-_WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
 _LAST_WORDS = 5.0  # seconds for what vLLM raises, which says more
 _EXTENSION = "vllm_hetero_spec.measure.vllm_driver.DeviceMemory"
 
@@ -80,7 +80,7 @@ class Driver:
         """
         kind = (load.batch_size, load.temperature > 0)
         if kind not in self._warm:
-            prompts = [_WARM_UP] * load.batch_size
+            prompts = [WARM_UP] * load.batch_size
             self._drive(replace(load, prompts=prompts, max_tokens=16, ignore_eos=True, seed=None))
             self._warm.add(kind)
         before = self._counters()
@@ -244,15 +244,10 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         ).get_text_config()
         defaults["max_model_len"] = min(config.max_position_embeddings, _CPU_MAX_MODEL_LEN)
         tokens = given.get("max_model_len", defaults["max_model_len"]) + _CPU_BLOCK
-        defaults["kv_cache_memory_bytes"] = (spec.max_batch_size + 1) * tokens * _kv_bytes(config)
+        defaults["kv_cache_memory_bytes"] = (
+            (spec.max_batch_size + 1) * tokens * kv_bytes_per_token(config, 4)
+        )
     return {**defaults, **given}
-
-
-def _kv_bytes(config: Any) -> int:
-    """Bytes of keys and values of one token in float32."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * 4 * config.num_hidden_layers * heads * width)
 
 
 if __name__ == "__main__":

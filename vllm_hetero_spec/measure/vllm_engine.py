@@ -29,35 +29,14 @@ class EngineSpec:
 
 
 class VllmEngine(EngineProcess):
-    """vLLM in a child process, its engine core in another one below that as in production.
+    """vLLM for an `EngineSpec`, its engine core in another process below, as in production."""
 
-    Args:
-        spec: What to start.
-        verbose: Let vLLM write to stderr; otherwise its output is shown only if it fails.
-        start_timeout: Seconds for the engine to start.
-        run_timeout: Seconds for one load, its warm-up included.
+    program = "vllm_hetero_spec.measure.vllm_driver"
 
-    Raises:
-        ConfigError: vLLM or the plugin refused the models or the configuration.
-        MeasurementError: It did not start for any other reason.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        *,
-        verbose: bool = False,
-        start_timeout: float = 1800.0,
-        run_timeout: float = 3600.0,
-    ) -> None:
+    def __init__(self, spec: EngineSpec, **options: Any) -> None:
+        """See `EngineProcess`; vLLM or the plugin may refuse the models or the configuration."""
         self._max_batch_size = spec.max_batch_size
-        super().__init__(
-            "vllm_hetero_spec.measure.vllm_driver",
-            spec,
-            verbose=verbose,
-            start_timeout=start_timeout,
-            run_timeout=run_timeout,
-        )
+        super().__init__(spec, **options)
 
     def run(self, load: Load) -> Sample:
         """Generate a load; the first of each batch size after a warm-up that is not counted.
