@@ -6,8 +6,7 @@ A suite of two engines and one round, for the plan, the figures and the tables o
 
 import argparse
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
@@ -26,7 +25,7 @@ from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, 
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measure.load import MeasurementError, Trace
+from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.report.tables import Column, as_data, print_json, side_by_side
 from vllm_hetero_spec.report.values import NONE, count, number, widened
 
@@ -75,7 +74,6 @@ def run(arguments: argparse.Namespace) -> None:
         MeasurementError: An engine refused the models, or failed.
     """
     suite = _suite(arguments)
-    (target,) = suite.targets
     results = Results()
     plan = make_plan(suite, 1, vocabularies_differ)
     # The drafter comes first: one that vLLM refuses is refused at once.
@@ -83,11 +81,17 @@ def run(arguments: argparse.Namespace) -> None:
     start = functools.partial(engines.start, suite=suite, at_once=1, verbose=arguments.verbose)
     with _Reporter(Console(stderr=True)) as reporter:
         run_plan(plan, suite, results, start, reporter)
-    comparison = Comparison(suite, results.contents, widened_columns(target.model))
+    alone, drafted = rows_of(results.contents)
     if arguments.json:
-        print_json(comparison.as_json())
-    else:
-        comparison.show(Console())
+        print_json(_as_json(suite, alone, drafted))
+        return
+    texts = {
+        each.run.cell: [trace.text for trace in each.sample.traces]
+        for each in results.contents.samples
+    }
+    prompts = suite.prompts[alone.cell.engine.target][_DATASET]
+    compared = list(zip(prompts, texts[alone.cell], texts[drafted.cell], strict=True))
+    _show(suite, alone, drafted, compared[:_SAMPLES])
 
 
 def _suite(arguments: argparse.Namespace) -> Suite:
@@ -128,69 +132,41 @@ class _Reporter(Reporter):
         raise MeasurementError(sentence)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A target measured alone and with a drafter.
+def _as_json(suite: Suite, alone: Row, drafted: Row) -> dict[str, Any]:
+    """Every figure, as in `bench`'s summary; times in seconds."""
+    (target,) = suite.targets
+    widening = widened_columns(target.model)
+    assert drafted.speedup is not None
+    return {
+        "target": target.model,
+        "drafter": target.drafters[0].model,
+        "method": drafted.cell.engine.method,
+        "target_zero_mlp_columns": widening[0] if widening else 0,
+        "prompts": alone.figures.requests,
+        "identical": drafted.identical[0] if drafted.identical else None,
+        "speedup": drafted.speedup.median,
+        "alone": as_data(alone.figures),
+        "speculative": as_data(drafted.figures),
+    }
 
-    Attributes:
-        suite: What was asked for.
-        contents: What was measured.
-        widened: Zero and all MLP columns of a target made slower on purpose.
-    """
 
-    suite: Suite
-    contents: Contents
-    widened: tuple[int, int] | None = None
-
-    @property
-    def rows(self) -> tuple[Row, Row]:
-        """The target alone, and with the drafter."""
-        alone, drafted = rows_of(self.contents)
-        return alone, drafted
-
-    def as_json(self) -> dict[str, Any]:
-        """Every figure, as in `bench`'s summary; times in seconds."""
-        (target,) = self.suite.targets
-        alone, drafted = self.rows
-        assert drafted.speedup is not None
-        return {
-            "target": target.model,
-            "drafter": target.drafters[0].model,
-            "method": drafted.cell.engine.method,
-            "target_zero_mlp_columns": self.widened[0] if self.widened else 0,
-            "prompts": len(self._prompts),
-            "identical": drafted.identical[0] if drafted.identical else None,
-            "speedup": drafted.speedup.median,
-            "alone": as_data(alone.figures),
-            "speculative": as_data(drafted.figures),
-        }
-
-    def show(self, console: Console) -> None:
-        """Print sample texts and the table."""
-        (target,) = self.suite.targets
-        alone, drafted = self.rows
-        pairs = zip(self._prompts, self._traces(alone), self._traces(drafted), strict=True)
-        for prompt, own, other in list(pairs)[:_SAMPLES]:
-            console.rule("a prompt's end and its completion", align="left")
-            console.print(f"[dim]{escape(_end(prompt))}[/]", end="", highlight=False)
-            console.print(f"[bold]{escape(_start(other.text))}[/]", highlight=False)
-            if drafted.identical and own.text != other.text:
-                console.print("[red]the target alone wrote:[/]")
-                console.print(escape(_start(own.text)), highlight=False)
-        console.rule()
-        for role, model in (("target ", target.model), ("drafter", target.drafters[0].model)):
-            console.print(f"{role}  {model}", highlight=False, markup=False, soft_wrap=True)
-        if self.widened:
-            console.print(widened("the target", self.widened), highlight=False)
-        console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
-
-    @property
-    def _prompts(self) -> Sequence[str]:
-        return self.suite.prompts[self.suite.targets[0].name][_DATASET]
-
-    def _traces(self, row: Row) -> Sequence[Trace]:
-        (found,) = (each.sample for each in self.contents.samples if each.run.cell == row.cell)
-        return found.traces
+def _show(suite: Suite, alone: Row, drafted: Row, texts: list[tuple[str, str, str]]) -> None:
+    """Print some (prompt, completion alone, with the drafter), and the table."""
+    console = Console(highlight=False)
+    for prompt, own, other in texts:
+        console.rule("a prompt's end and its completion", align="left")
+        console.print(f"[dim]{escape(_cut(prompt, end=True))}[/]", end="")
+        console.print(f"[bold]{escape(_cut(other))}[/]")
+        if drafted.identical and own != other:
+            console.print("[red]the target alone wrote:[/]")
+            console.print(escape(_cut(own)))
+    console.rule()
+    (target,) = suite.targets
+    for role, model in (("target ", target.model), ("drafter", target.drafters[0].model)):
+        console.print(f"{role}  {model}", markup=False, soft_wrap=True)
+    if widening := widened_columns(target.model):
+        console.print(widened("the target", widening))
+    console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
 
 
 def _verdict(row: Row) -> str:
@@ -215,9 +191,7 @@ _COLUMNS: tuple[Column[Row], ...] = (
 )
 
 
-def _end(text: str) -> str:
-    return text if len(text) <= _SAMPLE_LENGTH else "..." + text[-_SAMPLE_LENGTH:]
-
-
-def _start(text: str) -> str:
-    return text if len(text) <= _SAMPLE_LENGTH else text[:_SAMPLE_LENGTH] + "..."
+def _cut(text: str, end: bool = False) -> str:
+    if len(text) <= _SAMPLE_LENGTH:
+        return text
+    return "..." + text[-_SAMPLE_LENGTH:] if end else text[:_SAMPLE_LENGTH] + "..."
