@@ -50,6 +50,14 @@ def demo_pair() -> Path:
 
 
 @pytest.fixture(scope="session")
+def chain_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with written weights, for tests of laws and shares: target/, drafter/, garbled/."""
+    from chain_pair import build
+
+    return build(tmp_path_factory.mktemp("chain-pair"))
+
+
+@pytest.fixture(scope="session")
 def code_prompts(demo_pair: Path) -> list[str]:
     """Held-out code, whole: what the demo models have learnt to continue."""
     lines = (demo_pair / "prompts.jsonl").read_text().splitlines()

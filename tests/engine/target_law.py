@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's own law of its next tokens, and whether samples follow it."""
+"""The target's own law of its next tokens, computed without an engine."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ class Setting:
         rows = (logits.double() / self.temperature).softmax(-1)
         ordered, ids = rows.sort(-1, descending=True)
         if self.top_k:
+            assert (ordered[:, self.top_k - 1] > 1.001 * ordered[:, self.top_k]).all(), "a tie"
             ordered[:, self.top_k :] = 0
         # A token is out once those before it have top_p among them.
         shares = ordered / ordered.sum(-1, keepdim=True)
-        ordered[shares.cumsum(-1) - shares >= self.top_p] = 0
+        before = shares.cumsum(-1) - shares
+        assert self.top_p == 1 or ((before - self.top_p).abs() > 1e-6).all(), "a tie"
+        ordered[before >= self.top_p] = 0
         rows = torch.zeros_like(rows).scatter_(1, ids, ordered)
         return rows / rows.sum(-1, keepdim=True)
 
@@ -49,6 +52,19 @@ def law_of(model: Any, start: list[int], setting: Setting) -> dict[Path3, float]
     return found
 
 
+def second_is_one_of(
+    model: Any, start: list[int], setting: Setting, tokens: Collection[int]
+) -> dict[bool, float]:
+    """Exact law of whether the second token is one of some."""
+    with torch.inference_mode():
+        first = setting.rows(model(torch.tensor([start])).logits[:, -1])[0]
+        likely = (first > 1e-9).nonzero()[:, 0]
+        ids = torch.tensor([[*start, int(token)] for token in likely])
+        second = setting.rows(model(ids).logits[:, -1])
+    share = float(first[likely] @ second[:, list(tokens)].sum(-1))
+    return {True: share, False: 1 - share}
+
+
 def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
     """A model and the ids of a prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,34 +73,11 @@ def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
     return model, AutoTokenizer.from_pretrained(folder).encode(prompt)
 
 
+def seconds(sequences: Iterable[Sequence[int]], tokens: Collection[int]) -> Counter:
+    """Whether the second tokens of samples are of some."""
+    return Counter(sequence[1] in tokens for sequence in sequences)
+
+
 def counted(sequences: Iterable[Iterable[int]]) -> Counter:
     """Samples by their first LENGTH tokens."""
     return Counter(tuple(sequence)[:LENGTH] for sequence in sequences)
-
-
-def p_value(found: Counter, law: Mapping[Path3, float]) -> float:
-    """Pearson's chi-square against the law; rare sequences share a cell."""
-    total = sum(found.values())
-    common = [path for path, p in law.items() if p * total >= 8]
-    cells = [(found[path], law[path] * total) for path in common]
-    cells.append((total - sum(o for o, _ in cells), total - sum(e for _, e in cells)))
-    statistic = sum((o - e) ** 2 / e for o, e in cells if e > 0.5)
-    if any(o and e <= 0.5 for o, e in cells):  # where the law has next to nothing
-        statistic += sum(o for o, e in cells if e <= 0.5) ** 2 / 0.5
-    freedom = torch.tensor(max(1, len(cells) - 1) / 2)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2)))
-
-
-def distance(found: Counter, law: Mapping[Path3, float]) -> tuple[float, float]:
-    """Total variation from the law, and the bound for as many samples as there are."""
-    total = sum(found.values())
-    rest = 1 - sum(law.values())
-    strays = sum(count for path, count in found.items() if path not in law) / total
-    apart = sum(abs(found[path] / total - p) for path, p in law.items()) + abs(strays - rest)
-    return apart / 2, 1.5 * 0.5 * (2 * len(law) / (3.1416 * total)) ** 0.5
-
-
-def follows(found: Counter, law: Mapping[Path3, float]) -> bool:
-    """Chi-square and total variation."""
-    apart, bound = distance(found, law)
-    return p_value(found, law) > 1e-4 and apart < bound

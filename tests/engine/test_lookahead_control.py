@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from goodness import follows
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import Outputs, generate, greedy
-from target_law import Setting, counted, follows, law_of, load
+from target_law import Setting, counted, law_of, load
 from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.drafter.request_limits import LOOKAHEAD_ARG, wished_lookahead

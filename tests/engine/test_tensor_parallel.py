@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from chain_pair import PROMPT
+from goodness import follows
 from harness import engine, metrics_of, slem
 from scenarios import Outputs, generate, greedy
-from target_law import Setting, counted, follows, law_of, load
+from target_law import Setting, counted, law_of, load
 from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.metrics.counters import read_stats
@@ -44,26 +46,23 @@ def test_same_tokens_on_two_ranks(
 @pytest.mark.parametrize(
     ("method", "verification"), [("slrs", "token"), ("tli", "block"), ("push_forward", "race")]
 )
-def test_sampled_drafts_on_two_ranks(
-    demo_pair: Path, code_prompts: list[str], method: str, verification: str
-) -> None:
+def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification: str) -> None:
     """Both ranks verify with the first's draft_probs: the law is kept, and so is the text's sense.
 
     Ranks that disagreed on one token would write different KV from there on, and the text of a
     drafter that is the target would soon be rejected: most often where the law is a broad one.
     """
-    prompt, setting = code_prompts[0][:200], Setting(0.8, top_k=3)
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=24, ignore_eos=True)
-    model, start = load(demo_pair / "target", prompt)
-    spec = slem(demo_pair / "target", method=method, verification=verification)
-    with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
-        outputs = llm.generate([prompt] * 600, params, use_tqdm=False)
+    model, start = load(chain_pair / "target", PROMPT)
+    spec = slem(chain_pair / "target", method=method, verification=verification)
+    with engine(chain_pair / "target", spec, tensor_parallel_size=2) as llm:
+        outputs = llm.generate([PROMPT] * 600, params, use_tqdm=False)
         params.top_k = 0
         before = metrics_of(llm)
-        llm.generate([prompt] * 100, params, use_tqdm=False)
+        llm.generate([PROMPT] * 100, params, use_tqdm=False)
         gained = metrics_of(llm)
     found = counted(output.outputs[0].token_ids for output in outputs)
-    assert follows(found, law_of(model, start, setting))
+    assert follows(found, law_of(model, start, Setting(0.8, top_k=3)))
     accepted, drafted = (
         gained[name] - before[name] for name in ("num_accepted_tokens", "num_draft_tokens")
     )

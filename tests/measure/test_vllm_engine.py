@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from goodness import p_value
 from harness import slem
-from target_law import p_value
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measure.child_process import processes
