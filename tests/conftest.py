@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from vllm_hetero_spec.paths import demo_folder
 
@@ -38,14 +39,24 @@ def shared(shared_or_none: Path | None) -> Path:
     return shared_or_none
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start engines come first: of two workers none is left alone with them."""
+    starts = {
+        item.path for item in items if {"engine", "server"} & {m.name for m in item.iter_markers()}
+    }
+    items.sort(key=lambda item: item.path not in starts)
+
+
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
     """The demo models: target/, target-wide/, drafter/, prompts.jsonl; trained once and kept."""
     out = demo_folder()
     if "HETERO_SPEC_DEMO" in os.environ:
         return out
+    out.parent.mkdir(parents=True, exist_ok=True)
     script = REPO / "scripts" / "train_demo_models.py"
-    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
+    with FileLock(f"{out}.lock"):  # one of the workers trains, the others wait
+        subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
     return out
 
 
