@@ -83,9 +83,9 @@ def _save(
         hidden_size=_HIDDEN,
         intermediate_size=_HIDDEN,
         num_hidden_layers=layers,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=_HIDDEN,
+        num_attention_heads=2,  # two ranks may share it
+        num_key_value_heads=2,
+        head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,

@@ -3,16 +3,17 @@
 
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from os import kill
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from goodness import p_value
+from chain_pair import PROMPT
+from goodness import follows, p_value
 from harness import slem
+from target_law import Setting, counted, law_of
+from target_law import load as load_model
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measure.child_process import processes
@@ -157,67 +158,36 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
     assert list(processes(engine.pid)) == []
 
 
-TEMPERATURE, TOP_P, LENGTH = 0.8, 0.5, 3
-
-
-@pytest.fixture(scope="module")
-def law(demo_pair: Path, code_prompts: list[str]) -> dict[tuple[int, ...], float]:
-    """Exact probability of every sequence of LENGTH tokens, from the target's logits."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
-    start = AutoTokenizer.from_pretrained(demo_pair / "target").encode(code_prompts[0][:200])
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        ids = torch.tensor([[*start, *path] for path in found])
-        with torch.inference_mode():
-            rows = (model(ids).logits[:, -1] / TEMPERATURE).softmax(-1)
-        longer = {}
-        for (path, p), row in zip(found.items(), rows, strict=True):
-            best = row.sort(descending=True)
-            nucleus = int((best.values.cumsum(0) - best.values < TOP_P).sum())
-            shares = best.values[:nucleus] / best.values[:nucleus].sum()
-            for share, token in zip(shares.tolist(), best.indices.tolist(), strict=False):
-                longer[(*path, token)] = p * share
-        found = longer
-    assert abs(sum(found.values()) - 1) < 1e-5
-    return found
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("repaired", [True, False])
-def test_the_law_of_vllms_own_method_on_a_cpu(
-    demo_pair: Path, code_prompts: list[str], law: dict, repaired: bool
-) -> None:
+def test_the_law_of_vllms_own_method_on_a_cpu(chain_pair: Path, repaired: bool) -> None:
     """Repaired, vLLM's speculation samples the target's law; the stock one is caught failing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         pytest.skip("the stock fault is of CPUs")
-    count = 1500 if repaired else 500
+    count = 1500
+    model, start = load_model(chain_pair / "target", PROMPT)
+    law = law_of(model, start, Setting(0.8, top_p=0.5))
     load = Load(
-        [code_prompts[0][:200]] * count,
-        max_tokens=LENGTH + 2,
+        [PROMPT] * count,
+        max_tokens=5,
         batch_size=64,
-        temperature=TEMPERATURE,
-        top_p=TOP_P,
+        temperature=0.8,
+        top_p=0.5,
         ignore_eos=True,
     )
     spec = EngineSpec(
-        str(demo_pair / "target"),
-        tli(demo_pair / "drafter", lookahead=3),
+        str(chain_pair / "target"),
+        tli(chain_pair / "drafter", lookahead=3),
         max_batch_size=64,
         repair_cpu_sampling=repaired,
     )
     with VllmEngine(spec) as engine:
         sample = engine.run(load)
     assert sample.accepted_tokens > count / 20
-    found = Counter(tuple(trace.token_ids[:LENGTH]) for trace in sample.traces)
-    if repaired:
-        assert found.keys() <= law.keys()
-        assert p_value(found, law) > 1e-4
-    else:
-        assert p_value(found, law) < 1e-4
+    found = counted(trace.token_ids for trace in sample.traces)
+    assert follows(found, law) is repaired, p_value(found, law)
 
 
 def test_counters_of_the_warm_up_are_left_out() -> None:
