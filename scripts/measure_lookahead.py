@@ -19,17 +19,18 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the proposer is in this process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from _markdown import markdown_table
-from _pair import ENGINE, pair_parser, prompts_of
 from rich.console import Console
 from rich.progress import track
 
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.measure.load import Load, Sample
 
@@ -78,15 +79,18 @@ class Bench:
 
         self._arguments = arguments
         llm = LLM(
-            str(arguments.target),
+            arguments.target,
             speculative_config={
                 "method": arguments.method,
-                "model": str(arguments.drafter),
+                "model": arguments.drafter,
                 "num_speculative_tokens": max([arguments.lookahead, *arguments.fixed]),
             },
             max_num_seqs=max(arguments.batches),
             disable_log_stats=False,
-            **ENGINE,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            kv_cache_memory_bytes=512 << 20,
         )
         self._control = _control_of(llm)
         self._driver = Driver(llm)
@@ -179,11 +183,12 @@ def report(runs: Sequence[Run]) -> str:
                     f"{sum(run.same for run in of)} of {len(of)}",
                 ]
             )
-    head = [
+    columns = [
         "batch", "controller", "tok/s", "of alone", "of the best that is fixed",
         "drafted per token", "accepted per token", "proposing", "same tokens",
     ]  # fmt: skip
-    return markdown_table(head, rows)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _ratio(runs: dict[int, Run], others: dict[int, Run]) -> tuple[float, float]:
@@ -195,7 +200,13 @@ def _ratio(runs: dict[int, Run], others: dict[int, Run]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = pair_parser(__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
+    parser.add_argument("--max-prompt-chars", type=int, default=300)
+    parser.add_argument("--method", default="slem")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep everything measured")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 4, 8], help="lookaheads")
     parser.add_argument("--lookahead", type=int, default=8, help="of goodput, at most")
@@ -204,7 +215,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=512, help="of a load, about")
     parser.add_argument("--longest", type=int, default=64, help="tokens of a request, at most")
     arguments = parser.parse_args()
-    prompts = prompts_of(parser, arguments)
+    try:
+        texts = load_prompts(arguments.prompts, sys.maxsize)
+    except ConfigError as error:
+        parser.error(str(error))
+    prompts = [text[: arguments.max_prompt_chars] for text in texts]
     context = multiprocessing.get_context("spawn")
     runs: list[Run] = []
     engines = range(arguments.engines)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batched rules have the law of their readable counterparts, whatever stands in the batch."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
