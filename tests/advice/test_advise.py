@@ -198,6 +198,19 @@ def test_the_target_alone_may_be_fastest(
     assert "--speculative-config" not in printed
 
 
+def test_loads_under_which_a_drafter_is_faster_are_named(
+    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
+) -> None:
+    fakes.worlds["small"] = World((12.0,), {4: 0.5})
+    printed = told(capsys, target, small, *options)
+    faster = "small (hetero) at batch 1, temperature 0; batch 1, temperature 1: name these"
+    assert f"No drafter makes the target faster over all of these loads. {faster}" in printed
+    found = advice(capsys, target, small, *options[:-1])
+    assert found["recommended"] is None
+    found = advice(capsys, target, small, *options[:-2], "1")
+    assert found["recommended"] is not None
+
+
 def test_a_line_to_paste(
     capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
 ) -> None:

@@ -34,8 +34,9 @@ class DrafterFacts:
     @property
     def tokens_ratio(self) -> float | None:
         """Drafter tokens per target token; None for a text without target tokens."""
-        found = self.statistics
-        return found.drafter_tokens / found.target_tokens if found and found.target_tokens else None
+        if self.statistics is None or not self.statistics.target_tokens:
+            return None
+        return self.statistics.drafter_tokens / self.statistics.target_tokens
 
     @property
     def suggested(self) -> Choice | None:

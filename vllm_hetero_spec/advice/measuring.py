@@ -37,11 +37,6 @@ class Candidate:
     failure: str = ""
 
     @property
-    def name(self) -> str:
-        """Drafter and method."""
-        return f"{self.engine.drafter} ({self.engine.method})"
-
-    @property
     def speedup(self) -> Spread | None:
         """The geometric mean over all loads; None where one of them failed.
 
@@ -62,6 +57,15 @@ class Candidate:
             mean(spread.quartile3 for spread in spreads),
             rounds=min(spread.rounds for spread in spreads),
         )
+
+    @property
+    def faster_loads(self) -> list[str]:
+        """The loads under which it is faster than the target alone in all rounds."""
+        return [
+            f"batch {row.cell.batch_size}, temperature {row.cell.temperature:g}"
+            for row in self.rows
+            if row.speedup is not None and row.speedup.low > 1
+        ]
 
     @property
     def faster(self) -> bool:
@@ -96,8 +100,8 @@ class Measured:
     @property
     def failures(self) -> list[str]:
         """Of engines, each with the drafter's name."""
-        failed = (candidate for candidate in self.candidates if candidate.failure)
-        return [f"{candidate.name}: {candidate.failure}" for candidate in failed]
+        failed = (each for each in self.candidates if each.failure)
+        return [f"{engine_name(each.engine)}: {each.failure}" for each in failed]
 
     @property
     def recommended(self) -> Candidate | None:
@@ -118,6 +122,11 @@ class Measured:
         if best is not None and best.speedup is not None and speedup.high >= best.speedup.low:
             return "faster, not told apart from the recommended one"
         return "faster than the target alone"
+
+
+def engine_name(engine: EngineId) -> str:
+    """What tables call an engine."""
+    return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
 
 
 def measure(suite: Suite, at_once: int, start: Start, watcher: Watcher) -> Measured:
@@ -157,7 +166,7 @@ def _measured(suite: Suite, contents: Contents) -> Measured:
                     _failure(engine, contents.errors),
                 )
             )
-    candidates.sort(key=lambda found: -found.speedup.median if found.speedup else 0.0)
+    candidates.sort(key=lambda each: -each.speedup.median if each.speedup else 0.0)
     return Measured(rows, candidates, notes(contents))
 
 

@@ -8,14 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from vllm_hetero_spec.advice.drafters import DrafterFacts
-from vllm_hetero_spec.advice.measuring import DATASET, Candidate, Measured
+from vllm_hetero_spec.advice.measuring import DATASET, Candidate, Measured, engine_name
 from vllm_hetero_spec.bench.rows import Row
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.report.tables import Column, as_data, meanings, terminal_table
 from vllm_hetero_spec.report.values import NONE, mebibytes, number, percent, ratio, with_error
-
-TARGET_ALONE = "target alone"
 
 
 def _share(name: str, key: str, meaning: str) -> Column[DrafterFacts]:
@@ -31,21 +29,20 @@ _TOKENIZERS: tuple[Column[DrafterFacts], ...] = (
     Column("tokens", lambda facts: number(facts.tokens_ratio), "of the drafter for each target's"),
 )
 _LOADS: tuple[Column[Row], ...] = (
-    Column("temperature", lambda row: f"{row.cell.temperature:g}"),
+    Column("temp.", lambda row: f"{row.cell.temperature:g}"),
     Column("batch", lambda row: str(row.cell.batch_size)),
-    Column("drafter", lambda row: row.cell.engine.drafter or TARGET_ALONE),
-    Column("method", lambda row: row.cell.engine.method if row.cell.engine.drafter else NONE),
+    Column("drafter", lambda row: engine_name(row.cell.engine)),
     Column("tok/s", lambda row: number(row.figures.tokens_per_second.median, 1)),
     Column(
-        "acceptance length",
+        "acceptance",
         lambda row: with_error(row.figures.acceptance_length, row.figures.acceptance_error),
     ),
     Column("speedup", lambda row: ratio(row.speedup)),
 )
 _LOADS_NOTE = (
     "tok/s and speedup are medians over rounds of the whole load, prompts included; a speedup is "
-    "over the target alone in the same round, with its range. Acceptance length is 1 + accepted / "
-    "drafts, a dash where the controller left the target alone."
+    "over the target alone in the same round, with its range. Acceptance is the acceptance length, "
+    "1 + accepted / drafts; a dash where nothing was drafted."
 )
 
 
@@ -77,13 +74,12 @@ def show(
         if not any(row.figures.drafts for row in candidate.rows):
             skipped = dict.fromkeys(why for row in candidate.rows for why in row.figures.skipped)
             reasons = ", ".join(skipped) or "the controller left the target alone"
-            say(f"{candidate.name}: nothing was drafted ({reasons}).", "yellow")
+            say(f"{engine_name(candidate.engine)}: nothing was drafted ({reasons}).", "yellow")
     if not measured.ranking:
         return
     ranking: tuple[Column[Candidate], ...] = (
         Column("", lambda candidate: str(measured.ranking.index(candidate) + 1)),
-        Column("drafter", lambda candidate: candidate.engine.drafter or NONE),
-        Column("method", lambda candidate: candidate.engine.method),
+        Column("drafter", lambda candidate: engine_name(candidate.engine)),
         Column("speedup", lambda candidate: ratio(candidate.speedup)),
         Column("verdict", measured.verdict),
     )
@@ -101,7 +97,7 @@ def as_json(
 ) -> dict[str, Any]:
     """The same under stable names; times in seconds, shares between 0 and 1."""
     widened = widened_columns(suite.targets[0].model)
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "target": target,
         "target_zero_mlp_columns": widened[0] if widened else 0,
         "load": {
@@ -119,21 +115,21 @@ def as_json(
     }
     if measured is not None:
         alone = [row for row in measured.rows if row.cell.engine.drafter is None]
-        told["target_alone"] = [_load(row) for row in alone]
-        told["measured"] = [_candidate(measured, candidate) for candidate in measured.candidates]
-        told["recommended"] = measured.recommended and measured.recommended.config
-    return told
+        data["target_alone"] = [_load(row) for row in alone]
+        data["measured"] = [_candidate(measured, candidate) for candidate in measured.candidates]
+        data["recommended"] = measured.recommended and measured.recommended.config
+    return data
 
 
 def _drafter(facts: DrafterFacts) -> dict[str, Any]:
-    told = {
+    data: dict[str, Any] = {
         "name": facts.drafter.name,
         "model": facts.drafter.model,
         "not_measured": facts.not_measured,
     }
     if facts.statistics is None or facts.memory is None:
-        return told
-    return told | {
+        return data
+    return data | {
         "statistics": {
             **as_data(facts.statistics),
             "drafter_tokens_per_target_token": facts.tokens_ratio,
@@ -181,6 +177,17 @@ def _memory_and_method(facts: DrafterFacts) -> str:
 
 
 def _none_is_faster(measured: Measured) -> str:
+    partly = [
+        f"{engine_name(candidate.engine)} at {'; '.join(candidate.faster_loads)}"
+        for candidate in measured.ranking
+        if candidate.faster_loads
+    ]
+    if partly:
+        return (
+            f"No drafter makes the target faster over all of these loads. "
+            f"{'. '.join(partly)}: name "
+            "these with --batch-sizes and --temperatures for a configuration."
+        )
     if all(candidate.slower for candidate in measured.ranking):
         return "The target alone is faster than with any drafter under these loads."
     return (
