@@ -139,7 +139,7 @@ def _control_of(llm: Any) -> Any:
     """What holds the `controller` of an engine in this process."""
     core = llm.llm_engine.engine_core.engine_core
     proposer = core.model_executor.driver_worker.worker.model_runner.drafter
-    return getattr(proposer, "_pace", proposer)
+    return proposer
 
 
 def _in_turn(names: Sequence[str], number: int) -> list[str]:

@@ -58,7 +58,7 @@ def proposer_of(llm: Any) -> Any:
 
 def profile(llm: Any, requests: int = 5) -> None:
     """Sample for requests that do not exist, as vLLM does at start-up unless eager on a CPU."""
-    runner = proposer_of(llm)._runner
+    runner = proposer_of(llm).seam._runner
     runner._dummy_sampler_run(torch.zeros(requests, runner.model_config.get_hidden_size()))
 
 

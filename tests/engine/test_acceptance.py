@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _demo_training import Budget, ModelSpec
@@ -15,6 +14,8 @@ from harness import engine, metrics_of, proposer_of, slem
 from oracle_acceptance import Drafter, Rule, load
 from scenarios import generate, greedy
 from train_demo_models import PairBudget, train_pair
+
+from vllm_hetero_spec.engine.seam.step_view import StepView
 
 pytestmark = pytest.mark.engine
 
@@ -41,13 +42,12 @@ def beside_the_oracle(target: Path, drafter: Path, prompts: Sequence[str]) -> tu
         proposer = proposer_of(llm)
         real = proposer.propose_batch
 
-        def recording(scheduler_output: Any, sampled: list) -> list[list[int]]:
-            proposed = real(scheduler_output, sampled)
-            runner = proposer._runner
-            for request, draft in zip(runner.input_batch.req_ids, proposed, strict=True):
+        def recording(step: StepView) -> list[list[int]]:
+            proposed = real(step)
+            for request, draft in zip(step.requests, proposed, strict=True):
                 if draft:
-                    place = len(runner.requests[request].output_token_ids)
-                    drafts[request.partition("-")[0], place] = draft
+                    index = request.req_id.partition("-")[0]
+                    drafts[index, request.num_output_tokens] = draft
             return proposed
 
         proposer.propose_batch = recording

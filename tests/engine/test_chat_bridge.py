@@ -36,7 +36,7 @@ def run(demo_pair: Path, chats: list[Messages]) -> dict[str, Any]:
     with engine(demo_pair / "target") as llm:
         found["alone"] = answers(llm, chats)
     with engine(demo_pair / "target", slem(demo_pair / "drafter")) as llm:
-        bridge = proposer_of(llm)._requests._bridge
+        bridge = proposer_of(llm).drafting.bridge
         real = bridge.open
 
         def recording() -> Any:

@@ -17,8 +17,7 @@ from vllm_hetero_spec.engine.compat import cpu_expand, module_for, patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.seam import cache_salt as salt
-from vllm_hetero_spec.engine.seam import frontend
-from vllm_hetero_spec.engine.seam import runner_hooks as runner
+from vllm_hetero_spec.engine.seam import frontend, worker_hooks
 
 
 @pytest.mark.parametrize(
@@ -122,9 +121,9 @@ def test_runner_hooks_leave_other_drafters_alone() -> None:
 
     from vllm_hetero_spec.engine.proposer import HeteroProposer
 
-    runner.install(HeteroProposer)
+    worker_hooks.install_worker_hooks(HeteroProposer)
     calls = []
-    wrap = runner.wrap_propose(HeteroProposer)
+    wrap = worker_hooks.wrap_propose(HeteroProposer)
     wrapped = wrap(lambda self, *args: calls.append(args) or "theirs")
     assert wrapped(SimpleNamespace(drafter=object()), "out", [[1]], 3) == "theirs"
     assert calls == [("out", [[1]], 3)]

@@ -6,41 +6,56 @@ from typing import Any
 
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-from vllm_hetero_spec.engine.drafter.token_choice import DraftRow, DraftSequence, Picker, PickRules
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftProbs, PendingDraftProbs, shared
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_choice import Picker, PickRules
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
+from vllm_hetero_spec.text.context import IdentityContext
 
 WIDTH = 5
 
 
-def drafted(steps: list[int]) -> list[DraftRow]:
+def drafted(steps: list[int]) -> list[Draft]:
     """One round of sampled drafts over a drafter of three ids, the longest first."""
     tokens = TokenMap(torch.tensor([4, 0, 2]), WIDTH)
     method = SampledMethod(tokens, torch.ones(3, dtype=torch.int64))
     nothing = torch.zeros(0, dtype=torch.int64)
-    rules = PickRules(3, nothing, method, torch.Generator().manual_seed(1))
-    rows = [DraftRow(DraftSequence(BlockTable()), [0], n, draw=Draw(1.0)) for n in steps]
+    rules = PickRules(
+        vocab_size=3,
+        banned=nothing,
+        ends=frozenset(),
+        sampling=method,
+        spell=lambda d: (int(tokens.first[d]),),
+        generator=torch.Generator().manual_seed(1),
+    )
+    rows = []
+    for index, count in enumerate(steps):
+        state = RequestState(str(index), IdentityContext())
+        task = DraftTask(state, lookahead=count, draw=Draw(1.0))
+        rows.append(DraftRow(task, DraftSequence(BlockTable()), [0], count))
     picker = Picker(rows, rules, torch.device("cpu"))
     for step in range(max(steps)):
         count = sum(n > step for n in steps)
         picker.pick(torch.arange(3.0).expand(count, 3).clone())
-    picker.collect()
-    return rows
+    drafts = [row.proposal for row in picker.collect()]
+    assert all(drafts)
+    return drafts
 
 
 def test_a_round_has_one_table() -> None:
     """However many requests it drafts for: none is given a copy, and verifying them makes none."""
-    first, second = drafted([3, 2])
-    assert first.draft_probs is second.draft_probs
-    assert first.draft_probs is not None
+    first, second = (draft.draft_probs for draft in drafted([3, 2]))
+    assert first.rows is second.rows
     pending = PendingDraftProbs()
-    for name, row in (("a", first), ("b", second)):
-        pending.put(name, DraftProbs(row.draft_probs, row.row_of))
+    pending.put("a", first)
+    pending.put("b", second)
     batch = pending.batch(["a", "x", "b"], [2, 1, 2], torch.tensor([4, 1, 0, 2, 2]))
     assert batch.draft_probs is not None
-    assert batch.draft_probs.data_ptr() == first.draft_probs.data_ptr()
+    assert batch.draft_probs.data_ptr() == first.rows.data_ptr()
     assert batch.row_of.tolist() == [0, 2, -1, 1, 3]
     expected = torch.arange(3.0).softmax(-1)
     torch.testing.assert_close(batch.draft_probs[0][[4, 0, 2]], expected)
@@ -50,13 +65,22 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
     """A request that sat out a step is verified beside those of the next round."""
     (early,), (late,) = drafted([1]), drafted([2])
     pending = PendingDraftProbs()
-    pending.put("early", DraftProbs(early.draft_probs, early.row_of))
-    pending.put("late", DraftProbs(late.draft_probs, late.row_of))
+    pending.put("early", early.draft_probs)
+    pending.put("late", late.draft_probs)
     batch = pending.batch(["late", "early"], [2, 1], torch.tensor([0, 0, 0]))
     assert batch.draft_probs is not None
     assert len(batch.draft_probs) == 3
     assert batch.row_of.tolist() == [0, 1, 2]
     assert pending.batch(["late"], [1], torch.tensor([0])).draft_probs is None
+
+
+def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
+    (draft,) = drafted([3])
+    cut = draft.first(2)
+    assert (cut.tokens, list(cut.parents)) == (draft.tokens[:2], [-1, 0])
+    assert cut.draft_probs.row_of == [0, 1]
+    assert draft.first(3) is draft
+    assert draft.first(0).tokens == []
 
 
 def test_requests_that_do_not_exist_have_certain_drafts() -> None:

@@ -32,7 +32,7 @@ def fresh_counters(request: pytest.FixtureRequest) -> None:
         proposer = proposer_of(request.getfixturevalue("llm"))
         proposer.stats.skipped.clear()
         proposer.reset()
-        proposer._rest = proposer._failures = 0
+        proposer.drafting.forgive()
 
 
 def _skipped(llm: Any) -> dict[str, int]:
@@ -48,7 +48,7 @@ def test_drafter_that_raises(llm: Any, texts: list, alone: Outputs, caplog, monk
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch:
-        patch.setattr(proposer_of(llm)._drafter.model, "forward", broken)
+        patch.setattr(proposer_of(llm).drafting.drafter.model, "forward", broken)
         assert generate(llm, texts, greedy()) == alone
     skipped = _skipped(llm)
     assert skipped["drafter_error"] >= 8
@@ -60,7 +60,7 @@ def test_drafter_that_raises(llm: Any, texts: list, alone: Outputs, caplog, monk
 
 
 def test_drafter_recovers(llm: Any, texts: list, alone: Outputs, monkeypatch) -> None:
-    model = proposer_of(llm)._drafter.model
+    model = proposer_of(llm).drafting.drafter.model
     real = model.forward
     calls = 0
 
@@ -79,7 +79,7 @@ def test_drafter_recovers(llm: Any, texts: list, alone: Outputs, monkeypatch) ->
 
 
 def test_nan_logits(llm: Any, texts: list, alone: Outputs, caplog, monkeypatch) -> None:
-    model = proposer_of(llm)._drafter.model
+    model = proposer_of(llm).drafting.drafter.model
     real = model.forward
 
     def first_request_is_nan(*args: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_text_that_cannot_be_translated(
     llm: Any, texts: list, alone: Outputs, caplog, monkeypatch
 ) -> None:
     proposer = proposer_of(llm)
-    bridge = proposer._requests._bridge
+    bridge = proposer.drafting.bridge
     real = bridge.open
     opened = 0
 
@@ -117,7 +117,7 @@ def test_text_that_cannot_be_translated(
 
 
 def test_tokenizer_that_raises(llm: Any, texts: list, alone: Outputs, monkeypatch) -> None:
-    bridge = proposer_of(llm)._requests._bridge
+    bridge = proposer_of(llm).drafting.bridge
 
     def fails(*args: Any) -> Any:
         raise ValueError("cannot encode")
@@ -136,7 +136,7 @@ def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatc
 
     def aborts_first(*args: Any) -> Any:
         drafts = real(*args)
-        if "0" in proposer._requests._states:
+        if "0" in proposer.drafting.requests:
             core.abort_request(["0"])
         return drafts
 
@@ -180,6 +180,6 @@ def test_soak_leaks_neither_memory_nor_blocks(llm: Any, texts: list) -> None:
     assert blocks - settled_blocks < 40_000
     assert rss - settled_rss < 128 << 20, f"{(rss - settled_rss) >> 20} MiB"
     generate(llm, texts[:1], greedy(max_tokens=4))
-    assert len(proposer._requests._states) <= 1
-    assert proposer._pool.held <= -(-1024 // proposer._pool.block_size)
-    assert read_stats(llm)["kv_blocks"] == proposer._pool.capacity
+    assert len(proposer.drafting.requests) <= 1
+    assert proposer.drafting.pool.held <= -(-1024 // proposer.drafting.pool.block_size)
+    assert read_stats(llm)["kv_blocks"] == proposer.drafting.pool.capacity

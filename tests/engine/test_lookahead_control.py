@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far to draft, in the engine: what is learnt, what requests ask for, nothing lost by it."""
 
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from goodness import follows
 from harness import engine, metrics_of, proposer_of, slem
@@ -13,10 +12,13 @@ from scenarios import Outputs, generate, greedy
 from target_law import Setting, counted, law_of, load
 from vllm import SamplingParams
 
-from vllm_hetero_spec.engine.drafter.request_limits import LOOKAHEAD_ARG, wished_lookahead
-from vllm_hetero_spec.engine.lookahead_control import Outcome, Pace
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import read_stats
-from vllm_hetero_spec.lookahead.controllers import Fixed, Gauges, LookaheadPlan
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams, params_of
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
@@ -47,54 +49,80 @@ class Scripted(Fixed):
     def emitted(self, tokens: int, seconds: float) -> None:
         self.tokens.append(tokens)
 
-    def gauges(self) -> Gauges:
-        return Gauges(0)
 
+def step_of(
+    sampled: dict[str, list[int]],
+    drafted: dict[str, int] | None = None,
+    *,
+    rows: int | None = None,
+    new: bool = False,
+    asked: dict[str, int] | None = None,
+    seconds: tuple[float, float] = (0.04, 0.05),
+) -> StepView:
+    """A step in which each request sampled so much, b at random; all computed but what `rows` says.
 
-def runner_of(*req_ids: str, wishes: dict[str, Any] | None = None) -> Any:
-    def request(req_id: str) -> Any:
-        extra = {LOOKAHEAD_ARG: wishes[req_id]} if wishes and req_id in wishes else None
-        return SimpleNamespace(sampling_params=SamplingParams(extra_args=extra))
-
-    return SimpleNamespace(
-        requests={req_id: request(req_id) for req_id in req_ids},
-        input_batch=SimpleNamespace(req_ids=list(req_ids), random_reqs={"b"}),
+    Args:
+        sampled: Target ids by request.
+        drafted: Tokens of each draft that was verified.
+        rows: Tokens computed in the step.
+        new: The requests are new in this step.
+        asked: What requests ask for themselves.
+        seconds: Of the target, and of the whole step.
+    """
+    drafted, asked = drafted or {}, asked or {}
+    requests = [
+        RequestView(
+            req_id=name,
+            params=RequestParams(0, float(name == "b"), lookahead=asked.get(name)),
+            token_ids=np.arange(9),
+            num_prompt_tokens=4,
+            new_tokens=tokens,
+            num_drafted=drafted.get(name, 0),
+        )
+        for name, tokens in sampled.items()
+    ]
+    plain = len(sampled) + sum(drafted.values())
+    return StepView(
+        requests=requests,
+        started=dict.fromkeys(sampled) if new else {},
+        live=sampled,
+        lookahead=4,
+        max_model_len=100,
+        num_rows=plain if rows is None else rows,
+        target_seconds=seconds[0],
+        step_seconds=seconds[1],
     )
 
 
-def step_of(total: int, drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=req_id) for req_id in new],
-        scheduled_spec_decode_tokens=drafted,
-        total_num_scheduled_tokens=total,
-    )
+def drafts_of(lengths: dict[str, int], confidence: float) -> list[Draft]:
+    return [Draft.chain(name, [1] * n, [confidence] * n) for name, n in lengths.items()]
 
 
 def test_steps_with_prompts_in_them_teach_nothing() -> None:
     controller = Scripted()
-    pace = Pace(controller, stops=False)
-    runner = runner_of("a", "b")
-    pace.begin(runner, step_of(30, {}, new=("a", "b")), [[1], [1]])
-    pace.end()
-    pace.begin(runner, step_of(5, {"a": [7, 8, 9]}), [[7, 8, 1], [1]])
-    pace.end()
-    pace.begin(runner, step_of(40, {}), [[1], []])  # b was preempted and reads again
+    control = LookaheadControl(controller, can_stop_early=False)
+    control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
+    control.observe(step_of({"a": [7, 8, 1], "b": [1]}, {"a": 3}))
+    control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and reads again
     assert controller.steps == [(2, 5)]
     assert controller.tokens == [4]
 
 
 def test_what_requests_ask_for_goes_first() -> None:
-    pace = Pace(Scripted(3, 3, 0), stops=False)
-    runner = runner_of("a", "b", "c", "d", wishes={"b": 0, "c": 2, "d": 9})
-    pace.begin(runner, step_of(9, {}, new=("a", "b", "c", "d")), [[1]] * 4)
-    assert pace.plan([[1]] * 4, [0] * 4, 4) == [3, 0, 2, 4]
-    assert pace.plan([[1], [1], [], [1]], [0] * 4, 4) == [3, 0, 0, 4]
-    assert pace.plan([[1]] * 4, [0] * 4, 4) == [0, 0, 2, 4]
-    assert not pace.reads_all
-    del runner.requests["c"]
-    runner.input_batch.req_ids.remove("c")
-    pace.begin(runner, step_of(3, {}, new=()), [[1]] * 3)
-    assert pace.plan([[1]] * 3, [0] * 3, 4) == [0, 0, 4]
+    control = LookaheadControl(Scripted(3, 3, 0), can_stop_early=False)
+    asked = {"b": 0, "c": 2, "d": 9}
+
+    def planned(sampled: dict[str, list[int]]) -> StepPlan:
+        step = step_of(sampled, asked=asked)
+        control.observe(step)
+        return control.plan(step, [0] * len(sampled))
+
+    four: dict[str, list[int]] = {name: [1] for name in "abcd"}
+    assert planned(four) == StepPlan([3, 0, 2, 4], reads_all=True)
+    assert planned(four | {"c": []}).lookahead == [3, 0, 0, 4]
+    assert planned(four) == StepPlan([0, 0, 2, 4], reads_all=False)
+    del four["c"]
+    assert planned(four).lookahead == [0, 0, 4]
 
 
 def test_a_draft_that_was_ended_did_not_run_dry() -> None:
@@ -110,56 +138,45 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
         def observe_acceptance(self, *figures: Any) -> None:
             told.append(figures)
 
-    pace = Pace(Stopping(4, 4), stops=True)
-    runner = runner_of("a", "b")
-    for drafted in ({}, {"a": [7, 8], "b": [9]}):
-        pace.begin(runner, step_of(2 + len(drafted), drafted, new=("a", "b")), [[7], [9]])
-        pace.plan([[1]] * 2, [0] * 2, 4)
-        rows: list[Any] = [SimpleNamespace(index=i, confidences=[0.5]) for i in range(2)]
-        assert pace.proceed is not None
-        assert pace.proceed(rows)
-        for row in rows:
-            row.confidences = [0.5, 0.4]
+    control = LookaheadControl(Stopping(4, 4), can_stop_early=True)
+    for drafted in ({}, {"a": 2, "b": 1}):
+        step = step_of({"a": [7], "b": [9]}, drafted, new=True)
+        control.observe(step)
+        control.plan(step, [0] * 2)
+        assert control.continue_drafting({"a": [0.5], "b": [0.5]})
         if not drafted:  # the second round is not asked for a second time
-            assert not pace.proceed(rows)
-        jobs: list[Any] = [
-            SimpleNamespace(index=i, confidences=[0.5] * n, proposal=[1] * n)
-            for i, n in ((0, 2), (1, 1))
-        ]
-        pace.trim(jobs)
+            assert not control.continue_drafting({"a": [0.5, 0.4], "b": [0.5, 0.4]})
+        control.trim(drafts_of({"a": 2, "b": 1}, 0.5))
     assert asked == [2, 2, 2]
-    pace.begin(runner, step_of(5, {"a": [7, 8], "b": [9]}), [[7, 1], [9, 1]])
+    control.observe(step_of({"a": [7, 1], "b": [9, 1]}, {"a": 2, "b": 1}))
     assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
 
 
-def test_drafts_that_are_cut_to_nothing_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
     """A drafter that is never sure has nothing verified, which is a lesson too."""
     now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
     target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
     costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
-    pace = Pace(Goodput(costs, 4, clock=lambda: now), stops=False)
-    runner = runner_of(*"abcdefgh")
-    drafted: dict[str, list[int]] = {}
+    control = LookaheadControl(Goodput(costs, 4, clock=lambda: now), can_stop_early=False)
+    drafted: dict[str, int] = {}
     drafting = []
-    for step in range(100):
-        new = () if step else tuple("abcdefgh")
-        rows = 8 + sum(map(len, drafted.values()))
-        pace.begin(runner, step_of(rows, drafted, new), [[1]] * 8)
-        lengths = pace.plan([[1]] * 8, [0] * 8, 4)
-        jobs: list[Any] = [
-            SimpleNamespace(index=i, confidences=[0.0] * n, proposal=[1] * n)
-            for i, n in enumerate(lengths)
-            if n
-        ]
-        drafting.append(len(jobs) == 8)
-        steps = max(lengths)
-        now += 0.0016 * steps
-        pace.drafted(Outcome(0.0016 * steps, 0.0, steps, steps * len(jobs), 0), jobs)
-        pace.trim(jobs)
-        drafted = {"abcdefgh"[job.index]: job.proposal for job in jobs if job.proposal}
-        pace.end()
-        now += costs.target(8, 8 + sum(map(len, drafted.values())))
+    took = proposing = 0.0
+    for number in range(100):
+        sampled: dict[str, list[int]] = {name: [1] for name in "abcdefgh"}
+        step = step_of(sampled, drafted, new=not number, seconds=(took, took + proposing))
+        control.observe(step)
+        lookahead = control.plan(step, [0] * 8).lookahead
+        drafts = drafts_of(
+            {name: n for name, n in zip("abcdefgh", lookahead, strict=True) if n}, 0.0
+        )
+        drafting.append(len(drafts) == 8)
+        steps = max(lookahead)
+        proposing = 0.0016 * steps
+        now += proposing
+        control.drafted(DraftTiming(proposing, 0.0, steps, steps * len(drafts), 0), drafts)
+        drafted = {draft.req_id: len(draft.tokens) for draft in control.trim(drafts)}
+        took = costs.target(8, 8 + sum(drafted.values()))
+        now += took
     assert drafting[0]  # nothing is known yet, and the costs are good
     assert sum(drafting) < 12
     assert not any(drafting[50:])
@@ -167,9 +184,9 @@ def test_drafts_that_are_cut_to_nothing_end_drafting(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("wish", [True, -1, 1.5, "two", [3]])
 def test_an_odd_wish_is_no_wish(wish: Any, caplog: pytest.LogCaptureFixture) -> None:
-    request = SimpleNamespace(sampling_params=SamplingParams(extra_args={LOOKAHEAD_ARG: wish}))
-    assert wished_lookahead(request) is None
-    assert wished_lookahead(request) is None
+    for name in "ab":
+        params = SamplingParams(extra_args={LOOKAHEAD_ARG: wish})
+        assert params_of(params, name, 0).lookahead is None
     assert len([m for m in caplog.messages if repr(wish) in m]) == 1
 
 

@@ -61,7 +61,7 @@ def test_rows_of_side_branches_are_those_in_line(
     with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-        size = proposer_of(llm)._rounds._pool.block_size
+        size = proposer_of(llm).drafting.pool.block_size
         lengths = [len(output.prompt_token_ids) for output in outputs]
     assert min(lengths) < size < max(lengths)
     assert sum(feed.side_branches for feed in seen) > 500
@@ -75,15 +75,16 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
         demo_pair / "drafter", method="slrs", merge_candidates=9, kv_cache_memory_bytes="1MiB"
     )
     with engine(demo_pair / "target", spec, max_num_seqs=4) as llm:
-        rounds = proposer_of(llm)._rounds
-        pool, lend, lent = rounds._pool, rounds._lend_scratch, []
+        drafting = proposer_of(llm).drafting
+        rounds, pool = drafting._rounds, drafting.pool
+        lend, lent = rounds._lend_side_blocks, []
 
         def counted(rows: list) -> object:
-            table = lend(rows)
+            rows, table = lend(rows)
             lent.append((len(rows), len(table.blocks), table))
-            return table
+            return rows, table
 
-        rounds._lend_scratch = counted
+        rounds._lend_side_blocks = counted
         llm.generate([text[:60] for text in code_prompts[:8]], PARAMS, use_tqdm=False)
         assert pool.available < pool.capacity
         assert metrics_of(llm)["num_draft_tokens"] > 100

@@ -46,7 +46,7 @@ class Watch:
     def __init__(self, llm: Any, patch: pytest.MonkeyPatch, size: int) -> None:
         self.ids: set[int] = set()
         self.steps = self.padding_won = 0
-        drafter = proposer_of(llm)._drafter
+        drafter = proposer_of(llm).drafting.drafter
         forward, run = drafter.model.forward, drafter.run
 
         def watched_forward(*args: Any) -> torch.Tensor:
@@ -55,9 +55,10 @@ class Watch:
             self.padding_won += int((logits.argmax(-1) >= size).sum())
             return logits
 
-        def watched_run(rows: list[Any], *proceed: Any) -> None:
-            run(rows, *proceed)
-            self.ids |= {i for row in rows for i in row.drafted}
+        def watched_run(rows: list[Any], *control: Any) -> Any:
+            drafted = run(rows, *control)
+            self.ids |= {i for row in drafted for i in row.tokens}
+            return drafted
 
         patch.setattr(drafter.model, "forward", watched_forward)
         patch.setattr(drafter, "run", watched_run)

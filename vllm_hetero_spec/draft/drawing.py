@@ -95,14 +95,6 @@ class DrawBatch:
         """float32 [R, V_T], what was drawn from, one row per draw, in the order of drawing."""
         return self._table[: self._used, :-1]
 
-    @property
-    def substitutes(self) -> list[int]:
-        """[R], the target token that stands in for a draw that proposes nothing, if any can."""
-        if self._tokens.renormalise:
-            return []
-        substitutes: list[int] = self._tokens.substitute(self._table[: self._used]).tolist()
-        return substitutes
-
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
         """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
         rows = torch.empty_like(logits, dtype=torch.float32)

@@ -9,6 +9,7 @@ depends on it.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,21 +23,57 @@ class Penalty:
     repetition: float = 1.0
 
 
-@dataclass(frozen=True)
-class PenalisedRow:
+class TokenCounts:
+    """How often one request's text has each drafter token, kept up to date as it grows.
+
+    Args:
+        vocab_size: Ids of the drafter's tokenizer; a context id beyond counts as id 0.
+        num_prompt: Leading ids that are the prompt: repetition counts them, presence and frequency
+            do not.
+        device: Where the logits are.
+
+    Attributes:
+        everywhere: float32 [V_D], in the whole text.
+        output: float32 [V_D], behind the prompt.
+    """
+
+    def __init__(self, vocab_size: int, num_prompt: int, device: torch.device) -> None:
+        self._num_prompt = num_prompt
+        self._ids: list[int] = []
+        self.everywhere = torch.zeros(vocab_size, device=device)
+        self.output = torch.zeros(vocab_size, device=device)
+
+    def update(self, ids: Sequence[int], unchanged: int) -> None:
+        """Count a text of which all but the first `unchanged` ids may be others than before."""
+        self._add(self._ids[unchanged:], unchanged, -1.0)
+        del self._ids[unchanged:]
+        size = len(self.everywhere)
+        news = [i if i < size else 0 for i in ids[unchanged:]]
+        self._add(news, unchanged, 1.0)
+        self._ids += news
+
+    def _add(self, ids: Sequence[int], start: int, times: float) -> None:
+        if not ids:
+            return
+        added = torch.tensor(ids, dtype=torch.long, device=self.everywhere.device)
+        weights = torch.full(added.shape, times, device=added.device)
+        self.everywhere.index_add_(0, added, weights)
+        behind = max(0, self._num_prompt - start)
+        self.output.index_add_(0, added[behind:], weights[behind:])
+
+
+class PenalisedRow(NamedTuple):
     """One row of a batch that is penalised.
 
     Attributes:
         row: Its index in the batch.
         penalty: What applies.
-        prompt: Drafter ids of the prompt; repetition counts them, presence and frequency do not.
-        output: Drafter ids generated so far.
+        counts: Of its text so far.
     """
 
     row: int
     penalty: Penalty
-    prompt: Sequence[int]
-    output: Sequence[int]
+    counts: TokenCounts
 
 
 class Penalties:
@@ -44,23 +81,16 @@ class Penalties:
 
     Args:
         rows: In order of their index.
-        vocab_size: Width of the logits.
         device: Where the logits are.
     """
 
-    def __init__(self, rows: list[PenalisedRow], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[PenalisedRow], device: torch.device) -> None:
         self._rows = [row.row for row in rows]
         self._index = torch.tensor(self._rows, dtype=torch.long, device=device)
-        self._counts = torch.zeros(len(rows), vocab_size, device=device)
-        self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
-        for line, row in enumerate(rows):
-            output = torch.tensor(row.output, dtype=torch.long, device=device)
-            prompt = torch.tensor(row.prompt, dtype=torch.long, device=device)
-            self._counts[line].index_add_(0, output, torch.ones_like(output, dtype=torch.float))
-            self._seen[line, prompt] = True
-            self._seen[line, output] = True
+        self._counts = torch.stack([row.counts.output for row in rows])
+        self._seen = torch.stack([row.counts.everywhere for row in rows]) > 0
         self._presence, self._frequency, self._repetition = (
-            torch.tensor([[getattr(r.penalty, name)] for r in rows], device=device)
+            torch.tensor([[getattr(row.penalty, name)] for row in rows], device=device)
             for name in ("presence", "frequency", "repetition")
         )
 

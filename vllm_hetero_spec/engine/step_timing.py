@@ -23,7 +23,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.config import HeteroOptions
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafting_rank import DraftingRank
+from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.machine import cpu_name
 from vllm_hetero_spec.paths import cache_folder
@@ -82,17 +83,6 @@ def time_catch_up(read: Callable[[int], Any], tokens: int, step: float) -> float
     return max(0.0, took - step) / tokens
 
 
-def target_step(runner: Any) -> Callable[[int], Any]:
-    """One forward of the target with the logits of all its rows."""
-
-    @torch.inference_mode()
-    def step(rows: int) -> None:
-        hidden, _ = runner._dummy_run(rows)
-        runner.model.compute_logits(hidden[:rows])
-
-    return step
-
-
 class CostFile:
     """Costs of a pair on this machine, kept between starts.
 
@@ -148,22 +138,22 @@ def _timed(step: Callable[[int], Any], size: int) -> float:
     return time.perf_counter() - began
 
 
-def measure(
-    runner: Any, drafter: Drafter | None, config: VllmConfig, options: HeteroOptions
+def time_models(
+    seam: RunnerV1, drafting: DraftingRank | None, config: VllmConfig, options: HeteroOptions
 ) -> CostModel | None:
     """The costs of this pair on this machine, from disk or timed now.
 
     Every rank of the target has to call it. None on ranks that do not draft.
 
     Args:
-        runner: The target's model runner, warm.
-        drafter: None on ranks that do not draft.
+        seam: The target's model runner, warm.
+        drafting: The drafter; None on ranks that do not draft.
         config: The target's.
         options: The user's.
     """
     group = get_tp_group()
     most = config.scheduler_config.max_num_seqs
-    rows = min(most * (1 + options.num_speculative_tokens), runner.max_num_tokens)
+    rows = min(most * (1 + options.num_speculative_tokens), seam.max_num_tokens)
     cache = cache_folder()
     kept = CostFile(
         None if cache is None else cache / "costs",
@@ -182,13 +172,13 @@ def measure(
     if agree(costs is not None):
         return costs
     began = time.perf_counter()
-    target = time_steps(target_step(runner), rows, agree)
-    if drafter is None:
+    target = time_steps(seam.target_forward, rows, agree)
+    if drafting is None:
         return None
     alone = options.tensor_parallel == "rank0"
-    steps = time_steps(drafter.step, most, bool if alone else agree)
-    context = min(_CONTEXT, drafter.max_length, runner.max_num_tokens)
-    costs = CostModel(target, steps, catch_up=time_catch_up(drafter.read, context, steps[0][1]))
+    steps = time_steps(drafting.step, most, bool if alone else agree)
+    context = min(_CONTEXT, drafting.drafter.max_length, seam.max_num_tokens)
+    costs = CostModel(target, steps, catch_up=time_catch_up(drafting.read, context, steps[0][1]))
     logger.info("Timed target and drafter in %.1f s.", time.perf_counter() - began)
     if group.is_first_rank:
         kept.write(costs)

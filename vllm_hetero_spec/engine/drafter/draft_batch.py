@@ -7,58 +7,48 @@ round drafts the expected number, translates, and goes on only for requests stil
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from vllm_hetero_spec.draft.drawing import Draw
-from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter, Proceed
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
-from vllm_hetero_spec.engine.drafter.token_choice import DraftRow
+from vllm_hetero_spec.engine.drafter.tasks import (
+    Control,
+    DrafterTokens,
+    DraftRow,
+    DraftTask,
+    DraftTiming,
+)
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.verifier.draft_probs import DraftProbs
 from vllm_hetero_spec.text.bridge import Bridge
 
-# The last drafter tokens of a context may still merge with what follows: not published for reuse.
+# The last drafter tokens of a context may still merge with what follows, so that their KV would be
+# given up again: not published for reuse. Longer than any word is in tokens.
 _UNSTABLE_TAIL = 32
 # A request that found the pool full waits this many steps before it asks again.
 _STEPS_BETWEEN_TRIES = 8
 
 
 @dataclass
-class Job:
-    """A request in this round.
+class _Greedy:
+    """A greedy draft in the making: what is drafted, and what of it the target may read."""
 
-    Attributes:
-        index: Its place in the batch.
-        state: What the drafter knows of it.
-        lookahead: Target tokens that are useful to propose; 0 only catches up.
-        penalty: The request's penalties, if any.
-        draw: How its drafts are drawn; None for greedy ones.
-        steps_left: Drafter steps it may still spend.
-        drafted: Drafter ids so far, with the drafter's `peaks` (`DraftRow.confidences`).
-        proposal: Their translation.
-        confidences: Of each token of the proposal, where they are asked for: known before it was
-            drawn.
-        draft_probs: What the proposal was drawn from, where it was drawn.
-    """
-
-    index: int
-    state: RequestState
-    lookahead: int
-    penalty: Penalty | None = None
-    draw: Draw | None = None
-    steps_left: int = 0
+    task: DraftTask
+    steps_left: int
     drafted: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    draft_probs: DraftProbs | None = None
+
+    @property
+    def missing(self) -> int:
+        """Target tokens still to be covered."""
+        return self.task.lookahead - len(self.proposal)
 
 
-class Rounds:
+class DraftBatchRunner:
     """Runs rounds over one drafter.
 
     Args:
@@ -67,226 +57,233 @@ class Rounds:
         pool: The drafter's KV blocks.
         stats: Counters to add to.
         budget: Context tokens that the drafter may read in one round.
-        spell: Target tokens that a drafter token proposes, for drafts that are drawn.
     """
 
     def __init__(
-        self,
-        bridge: Bridge,
-        drafter: Drafter,
-        pool: KVPool,
-        stats: DraftStats,
-        budget: int,
-        spell: Callable[[int], Sequence[int]] | None,
+        self, bridge: Bridge, drafter: Drafter, pool: KVPool, stats: DraftStats, budget: int
     ) -> None:
-        self._spell = spell
         self._bridge = bridge
         self._drafter = drafter
         self._pool = pool
         self._stats = stats
         self._budget = budget
 
-    def run(
-        self, jobs: list[Job], idle: Iterator[RequestState], proceed: Proceed | None = None
-    ) -> None:
-        """Fill the jobs' proposals, as far as tokens, blocks and lengths allow.
+    def draft(
+        self,
+        tasks: Sequence[DraftTask],
+        outside: Iterator[RequestState],
+        control: Control | None = None,
+    ) -> list[Draft]:
+        """Draft as far as tokens, blocks and lengths allow.
 
         Args:
-            jobs: Requests whose text has been read and whose KV is aligned.
-            idle: Requests outside the batch, whose KV may be taken.
-            proceed: Asked between drafter steps whether to go on.
-        """
-        rows = self._admit(jobs, idle)
-        if not rows:
-            return
-        scratch = self._lend_scratch(rows)
-        try:
-            self._drafter.run([row for _, row in rows], proceed)
-        finally:
-            self._pool.close(scratch)
-        for job, row in rows:
-            state = job.state
-            state.agreed += len(row.pending)
-            if row.finite:
-                stable = state.agreed - _UNSTABLE_TAIL
-                self._pool.publish(row.sequence.table, state.context.ids, stable)
-        for job, row in rows:
-            if job.draw is not None and row.steps:
-                self._spell_out(job, row)
-        rows = [(job, row) for job, row in rows if row.steps and job.draw is None]
-        while rows:
-            self._translate(rows)
-            rows = [(job, more) for job, row in rows if (more := self._continue(job, row))]
-            if rows:
-                self._drafter.run([row for _, row in rows], proceed)
-        for job in jobs:
-            if job.peaks:
-                job.confidences = self._confidences(job)
+            tasks: Requests whose text has been read and whose KV is aligned.
+            outside: Requests outside the batch, whose KV may be taken.
+            control: Asked between drafter steps whether to go on, and told what they took.
 
-    def _admit(self, jobs: list[Job], idle: Iterator[RequestState]) -> list[tuple[Job, DraftRow]]:
+        Returns:
+            A draft for each request that is drafted for, in target tokens.
+        """
+        before, began = self._counts(), time.perf_counter()
+        rows = self._admit(tasks, outside)
+        drafts = self._draft(rows, control) if rows else []
+        if control is not None:
+            took = time.perf_counter() - began
+            seconds, forwards, picked, caught_up = (
+                now - then for now, then in zip(self._counts(), before, strict=True)
+            )
+            overhead = max(0.0, took - seconds)
+            timing = DraftTiming(seconds, overhead, int(forwards), int(picked), int(caught_up))
+            control.drafted(timing, drafts)
+        return drafts
+
+    def _counts(self) -> tuple[float, int, int, int]:
+        model, stats = self._drafter.model, self._stats
+        return model.forward_seconds, model.forwards, stats.drafter_tokens, stats.catch_up_tokens
+
+    def _draft(self, rows: list[DraftRow], control: Control | None) -> list[Draft]:
+        rows, lent = self._lend_side_blocks(rows)
+        try:
+            drafted = self._drafter.run(rows, control)
+        finally:
+            self._pool.close(lent)
+        self._publish(rows, drafted)
+        drafts: list[Draft] = []
+        greedy: list[tuple[_Greedy, DraftRow, DrafterTokens]] = []
+        for row, tokens in zip(rows, drafted, strict=True):
+            if not row.steps:
+                continue
+            if tokens.proposal is None:
+                made = _Greedy(row.task, self._spare_steps(row))
+                greedy.append((made, row, tokens))
+                continue
+            self._stats.drafter_tokens += len(tokens.tokens)
+            self._settle(row.task, tokens)
+            drafts.append(tokens.proposal)
+        return drafts + self._cover(greedy, control)
+
+    def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
         rows = []
         budget = self._budget
-        for job in sorted(jobs, key=lambda job: (job.lookahead == 0, job.state.pending)):
-            state = job.state
+        for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
+            state = task.state
             room = self._drafter.max_length - len(state.context.ids)
-            if room < bool(job.lookahead):
-                self._skip(job, "drafter_length")
+            if room < bool(task.lookahead):
+                self._skip(task, "drafter_length")
                 continue
-            pending, steps = state.pending, self._plan(job, room)
+            pending, steps = state.num_uncached, self._steps(task, room)
             if pending > budget:
-                self._skip(job, "catching_up")
+                self._skip(task, "catching_up")
                 pending, steps = budget, 0
             if not pending:
                 continue
-            if not self._reserve(state, pending + steps, idle):
-                self._skip(job, "no_blocks")
+            if not self._reserve(state, pending + steps, outside):
+                self._skip(task, "no_blocks")
                 state.wait = _STEPS_BETWEEN_TRIES
                 state.close(self._pool)
                 continue
             budget -= pending
             self._stats.catch_up_tokens += pending
-            ids = state.context.ids[state.agreed : state.agreed + pending]
-            rows.append((job, self._row(job, ids, steps, first=True)))
+            start = state.num_kv_valid
+            ids = state.context.ids[start : start + pending]
+            rows.append(self._row(task, ids, steps, first=True))
         return rows
 
-    def _plan(self, job: Job, room: int) -> int:
-        """Steps expected to cover the lookahead; what more may be spent goes to `steps_left`.
+    def _steps(self, task: DraftTask, room: int) -> int:
+        """Drafter steps expected to cover the lookahead, of which there is `room` for.
 
         One step more than the ratio says: it completes the last target token, and a step of the
         whole batch costs less than going on for the few that fell short.
         """
-        if not job.lookahead:
+        if not task.lookahead:
             return 0
-        if job.draw is not None:  # a drawn target token takes a step, or half of its span
-            span = max(2, self._drafter.merge_span(job).tokens)
-            return min(room, job.lookahead * span // 2)
-        context = job.state.context
-        ratio = len(context.ids) / context.num_target
-        steps = min(room, max(1, math.ceil(job.lookahead * ratio) + 1))
-        job.steps_left = min(room, math.ceil(2 * job.lookahead * max(1.0, ratio)) + 1) - steps
-        return steps
+        if task.draw is not None:  # a drawn target token takes a step, or half of its span
+            span = max(2, self._drafter.span(task).tokens)
+            return min(room, task.lookahead * span // 2)
+        return min(room, max(1, math.ceil(task.lookahead * self._ratio(task)) + 1))
 
-    def _reserve(self, state: RequestState, tokens: int, idle: Iterator[RequestState]) -> bool:
+    def _spare_steps(self, row: DraftRow) -> int:
+        """Drafter steps that a greedy draft may take beyond those of its row."""
+        task = row.task
+        room = self._drafter.max_length - len(task.state.context.ids)
+        most = math.ceil(2 * task.lookahead * max(1.0, self._ratio(task))) + 1
+        return min(room, most) - row.steps
+
+    @staticmethod
+    def _ratio(task: DraftTask) -> float:
+        """Drafter tokens for each target token of the text so far."""
+        context = task.state.context
+        return len(context.ids) / context.num_target
+
+    def _reserve(self, state: RequestState, tokens: int, outside: Iterator[RequestState]) -> bool:
         """KV room for `tokens` more; requests outside the batch give theirs up for it."""
         assert state.sequence is not None
         need = len(state.sequence.kv_ids) + tokens
         while not self._pool.grow(state.sequence.table, need):
-            other = next(idle, None)
+            other = next(outside, None)
             if other is None:
                 return False
             other.close(self._pool)
         return True
 
-    def _lend_scratch(self, rows: list[tuple[Job, DraftRow]]) -> BlockTable:
-        """Blocks for side branches of drafts, for as many requests as they and tokens allow.
+    def _lend_side_blocks(self, rows: Sequence[DraftRow]) -> tuple[list[DraftRow], BlockTable]:
+        """Blocks for side branches, for as many requests as they and the round's tokens allow.
 
-        A side branch takes the tokens of its block along, which are read anew.
+        A token fed there takes those of its block along, which are read anew.
         """
         lent, tokens = BlockTable(), self._budget
-        for job, row in rows:
-            side_branches = self._drafter.merge_span(job).candidates - 1
-            if not side_branches or not row.steps:
+        with_blocks = list(rows)
+        for index, row in enumerate(rows):
+            branches = self._drafter.span(row.task).candidates - 1
+            if not branches or not row.steps:
                 continue
-            blocks = len(lent.blocks) + side_branches
-            tokens -= side_branches * self._pool.block_size
+            blocks = len(lent.blocks) + branches
+            tokens -= branches * self._pool.block_size
             if tokens < 0 or not self._pool.grow(lent, blocks * self._pool.block_size):
                 break
-            row.scratch = lent.blocks[-side_branches:]
-        return lent
+            with_blocks[index] = replace(row, side_blocks=lent.blocks[-branches:])
+        return with_blocks, lent
 
-    def _spell_out(self, job: Job, row: DraftRow) -> None:
-        """What was drawn as target tokens: the first of each draw was drawn, the rest is certain.
+    def _publish(self, rows: Sequence[DraftRow], drafted: Sequence[DrafterTokens]) -> None:
+        """Let later requests find the KV of what was caught up."""
+        for row, tokens in zip(rows, drafted, strict=True):
+            state = row.task.state
+            state.num_kv_valid += len(row.pending)
+            if tokens.finite:
+                stable = state.num_kv_valid - _UNSTABLE_TAIL
+                self._pool.publish(row.sequence.table, state.context.ids, stable)
 
-        The draft ends by count or with a draw that says so itself, never by how likely it was.
-        """
-        self._stats.drafter_tokens += len(row.drafted)
-        if row.path is not None and row.draft_probs is not None:
-            job.proposal = row.path.proposal[: job.lookahead if row.finite else 0]
-            job.confidences = row.confidences[: len(job.proposal)]
-            job.draft_probs = DraftProbs(row.draft_probs, row.path.row_of[: job.lookahead])
-            self._settle(job, row)
-            return
-        assert self._spell is not None
-        row_of: list[int] = []
-        for place, (drafted, index) in enumerate(zip(row.drafted, row.row_of, strict=False)):
-            tokens = self._spell(drafted)
-            ended = not len(tokens) or drafted in self._bridge.drafter_eos
-            if not len(tokens):
-                tokens = row.substitutes[place : place + 1]
-            job.proposal += tokens
-            if row.confidences:
-                job.confidences += [row.confidences[place], *[1.0] * (len(tokens) - 1)]
-            row_of += [index, *[-1] * (len(tokens) - 1)][: len(tokens)]
-            if ended:
-                break
-        del job.proposal[job.lookahead if row.finite else 0 :]
-        del job.confidences[len(job.proposal) :]
-        if row.draft_probs is not None:
-            job.draft_probs = DraftProbs(row.draft_probs, row_of[: job.lookahead])
-        self._settle(job, row)
+    def _cover(
+        self, round_: list[tuple[_Greedy, DraftRow, DrafterTokens]], control: Control | None
+    ) -> list[Draft]:
+        """Translate greedy drafts, and draft on for those that do not cover their lookahead yet."""
+        every = [made for made, _, _ in round_]
+        while round_:
+            for made, _, tokens in round_:
+                made.drafted += tokens.tokens
+                made.peaks += tokens.confidences[: len(tokens.tokens)]
+                self._stats.drafter_tokens += len(tokens.tokens)
+            self._translate([made for made, _, _ in round_])
+            short = []
+            for made, row, tokens in round_:
+                self._settle(made.task, tokens)
+                if (longer := self._continued(made, row, tokens)) is not None:
+                    short.append((made, longer))
+            rows = [row for _, row in short]
+            drafted = self._drafter.run(rows, control) if rows else []
+            round_ = [(*pair, tokens) for pair, tokens in zip(short, drafted, strict=True)]
+        return [
+            Draft.chain(made.task.req_id, made.proposal, self._confidences(made)) for made in every
+        ]
 
-    def _settle(self, job: Job, row: DraftRow) -> None:
-        if not row.finite:
-            self._skip(job, "nan_logits")
-            job.state.retire("nan_logits", self._pool)
-
-    def _translate(self, rows: list[tuple[Job, DraftRow]]) -> None:
-        for job, row in rows:
-            job.drafted += row.drafted
-            job.peaks += row.confidences[: len(row.drafted)]
-            self._stats.drafter_tokens += len(row.drafted)
+    def _translate(self, drafts: Sequence[_Greedy]) -> None:
         began = time.perf_counter()
         proposals = self._bridge.to_target(
-            [job.state.context for job, _ in rows],
-            [job.drafted for job, _ in rows],
-            [job.lookahead for job, _ in rows],
+            [made.task.state.context for made in drafts],
+            [made.drafted for made in drafts],
+            [made.task.lookahead for made in drafts],
         )
         self._stats.translate_seconds += time.perf_counter() - began
-        for (job, row), proposal in zip(rows, proposals, strict=True):
-            job.proposal = proposal
-            self._settle(job, row)
+        for made, proposal in zip(drafts, proposals, strict=True):
+            made.proposal = proposal
 
-    def _confidences(self, job: Job) -> list[float]:
-        """The drafter's confidence in each proposed token: in all ids that only it needs."""
-        found, start = [], 0
-        for end in self._bridge.ids_covering(job.drafted, job.proposal):
-            found.append(math.prod(job.peaks[start:end]))
-            start = max(start, end)
-        return found
-
-    def _continue(self, job: Job, row: DraftRow) -> DraftRow | None:
-        """The row that goes on for a job still short of its lookahead, None where it is done."""
-        missing = job.lookahead - len(job.proposal)
-        stopped = len(row.drafted) < row.steps  # the logits were not finite, or it does not pay
-        ended = stopped or row.drafted[-1] in self._bridge.drafter_eos
-        if missing <= 0 or ended or job.steps_left <= 0:
+    def _continued(self, made: _Greedy, row: DraftRow, tokens: DrafterTokens) -> DraftRow | None:
+        """The row that goes on for a draft still short of its lookahead, None where it is done."""
+        stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
+        ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
+        if made.missing <= 0 or ended or made.steps_left <= 0:
             return None
-        made = len(job.proposal) or 1
-        steps = min(job.steps_left, max(1, round(missing * len(job.drafted) / made)))
+        covered = len(made.proposal) or 1
+        steps = min(made.steps_left, max(1, round(made.missing * len(made.drafted) / covered)))
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
-        job.steps_left -= steps
-        return self._row(job, row.drafted[-1:], steps, first=False)
+        made.steps_left -= steps
+        return self._row(made.task, tokens.tokens[-1:], steps, first=False)
 
-    def _row(self, job: Job, pending: list[int], steps: int, *, first: bool) -> DraftRow:
-        state = job.state
+    def _confidences(self, made: _Greedy) -> list[float]:
+        """The drafter's confidence in each proposed token: in all ids that only it needs."""
+        if not made.peaks:
+            return []
+        confidences, start = [], 0
+        for end in self._bridge.ids_covering(made.drafted, made.proposal):
+            confidences.append(math.prod(made.peaks[start:end]))
+            start = max(start, end)
+        return confidences
+
+    def _row(self, task: DraftTask, pending: list[int], steps: int, *, first: bool) -> DraftRow:
+        state = task.state
         assert state.sequence is not None
         choose = None
-        if first and steps and job.draw is None and not self._bridge.identity:
+        if first and steps and task.draw is None and not self._bridge.identity:
             choose = partial(self._bridge.first_choice, state.context)
-        return DraftRow(
-            state.sequence,
-            pending,
-            steps,
-            job.penalty,
-            state.prompt_length,
-            choose,
-            job.draw,
-            job.lookahead,
-            job.index,
-        )
+        return DraftRow(task, state.sequence, pending, steps, choose)
 
-    def _skip(self, job: Job, reason: str) -> None:
-        if job.lookahead:
+    def _settle(self, task: DraftTask, tokens: DrafterTokens) -> None:
+        if not tokens.finite:
+            self._skip(task, "nan_logits")
+            task.state.retire("nan_logits", self._pool)
+
+    def _skip(self, task: DraftTask, reason: str) -> None:
+        if task.lookahead:
             self._stats.skip(reason)

@@ -3,27 +3,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.config import HeteroOptions
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.methods import span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.method_choice import choose
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
-
-# vLLM takes lower temperatures for 0.
-_COLDEST = 1e-5
-# Keeps draws apart from verification, which is seeded with the seed itself: the same numbers in
-# both would couple what is proposed to whether it is accepted.
-DRAFT_STREAM = 0x5EED_D2AF
 
 
 @dataclass(frozen=True)
@@ -104,35 +96,4 @@ def _sampling(
 
     return Sampling(
         SampledMethod(TokenMap(tensor(first), width, renormalise), tensor(lengths)), spell
-    )
-
-
-def draw_of(
-    request: Any, state: RequestState, device: torch.device, race_seed: int | None
-) -> Draw | None:
-    """How a request's next draft is drawn; None where it has to be greedy.
-
-    Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what is in
-    them), and drafts that begin inside a character, whose first bytes are given.
-
-    Args:
-        request: The model runner's state of the request.
-        state: Ours.
-        device: Where the drafter runs.
-        race_seed: Seed of the request's races, where tokens are raced for.
-    """
-    params = request.sampling_params
-    if params is None or params.temperature < _COLDEST or params.structured_outputs is not None:
-        return None
-    if state.context.held:
-        return None
-    if params.seed is not None and state.generator is None:
-        state.generator = torch.Generator(device).manual_seed(params.seed ^ DRAFT_STREAM)
-    return Draw(
-        temperature=params.temperature,
-        top_k=max(0, params.top_k),
-        top_p=params.top_p,
-        generator=state.generator,
-        race_seed=race_seed,
-        place=len(request.output_token_ids),
     )

@@ -2,16 +2,34 @@
 """What the drafter knows of each request: its text in drafter ids, and the KV written for it."""
 
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
-from vllm_hetero_spec.engine.drafter.token_choice import DraftSequence
+from vllm_hetero_spec.draft.drawing import Draw
+from vllm_hetero_spec.draft.penalties import TokenCounts
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.text.bridge import Bridge, Context
+
+# Keeps draws apart from verification, which is seeded with the seed itself: the same numbers in
+# both would couple what is proposed to whether it is accepted.
+DRAFT_STREAM = 0x5EED_D2AF
+
+
+@dataclass
+class DraftSequence:
+    """What the drafter holds of one request.
+
+    Attributes:
+        table: Its KV blocks.
+        kv_ids: Drafter ids whose KV is written, context first, then drafted ones.
+    """
+
+    table: BlockTable
+    kv_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -19,45 +37,49 @@ class RequestState:
     """One request.
 
     Attributes:
+        req_id: vLLM's name for it.
         context: Its text in drafter ids.
         salt: Its cache_salt.
-        prompt_length: Leading context ids that are its prompt.
+        num_prompt: Leading context ids that are its prompt.
         sequence: Its KV; None before the first round and after its blocks were given back.
-        agreed: Leading ids of `sequence.kv_ids` that equal `context.ids`.
+        num_kv_valid: Leading ids of `sequence.kv_ids` that equal `context.ids`.
         last_target: The last target id taken into the context.
         retired: Why this request is not drafted any more, "" while it is.
         wait: Steps to let pass before asking the full pool again.
         generator: Its own stream of draws, where it has a seed.
+        counts: How often its text has each drafter token, where it is penalised.
     """
 
+    req_id: str
     context: Context
     salt: str | None = None
-    prompt_length: int = 0
+    num_prompt: int = 0
     sequence: DraftSequence | None = None
-    agreed: int = 0
+    num_kv_valid: int = 0
     last_target: int = -1
     retired: str = ""
     wait: int = 0
     generator: torch.Generator | None = None
+    counts: TokenCounts | None = None
 
     @property
-    def pending(self) -> int:
+    def num_uncached(self) -> int:
         """Context ids whose KV is not written yet."""
-        return len(self.context.ids) - self.agreed
+        return len(self.context.ids) - self.num_kv_valid
 
-    def is_behind(self, tokens: Any, length: int) -> bool:
+    def is_behind(self, request: RequestView) -> bool:
         """Whether vLLM has taken tokens back (a resumed or edited request)."""
         known = self.context.num_target
         if self.retired or not known:
             return False
-        return known > length or tokens[known - 1] != self.last_target
+        return known > request.num_tokens or request.token_ids[known - 1] != self.last_target
 
     def close(self, pool: KVPool) -> None:
         """Give the KV back."""
         if self.sequence is not None:
             pool.close(self.sequence.table)
         self.sequence = None
-        self.agreed = 0
+        self.num_kv_valid = 0
 
     def retire(self, reason: str, pool: KVPool) -> None:
         """Draft no more for this request."""
@@ -65,29 +87,63 @@ class RequestState:
         self.close(pool)
 
     def align(self, pool: KVPool, unchanged: int) -> None:
-        """Keep of the written KV what the text so far agrees with; at least one id stays pending.
+        """Keep of the written KV what the text so far agrees with; at least one id stays uncached.
 
         Args:
             pool: Where the KV lives.
             unchanged: Leading context ids that have not changed since the last call.
         """
         ids = self.context.ids
+        if self.counts is not None:
+            self.counts.update(ids, unchanged)
         if self.sequence is None:
             table, reused = pool.open(ids, self.salt)
             self.sequence = DraftSequence(table, ids[:reused])
-            self.agreed = reused
+            self.num_kv_valid = reused
             return
         written = self.sequence.kv_ids
         limit = min(len(written), len(ids) - 1)
-        same = min(self.agreed, unchanged, limit)
+        same = min(self.num_kv_valid, unchanged, limit)
         while same < limit and written[same] == ids[same]:
             same += 1
-        self.agreed = pool.rollback(self.sequence.table, same)
-        del written[self.agreed :]
+        self.num_kv_valid = pool.rollback(self.sequence.table, same)
+        del written[self.num_kv_valid :]
+
+    def count_tokens(self, vocab_size: int, device: torch.device) -> TokenCounts:
+        """How often the text has each drafter token; counted once, then kept up to date."""
+        if self.counts is None:
+            self.counts = TokenCounts(vocab_size, self.num_prompt, device)
+            self.counts.update(self.context.ids, 0)
+        return self.counts
+
+    def draw_of(self, request: RequestView, device: torch.device, *, races: bool) -> Draw | None:
+        """How the next draft is drawn; None where it has to be greedy.
+
+        Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what
+        is in them), and drafts that begin inside a character, whose first bytes are given.
+
+        Args:
+            request: The request.
+            device: Where the drafter runs.
+            races: Tokens are raced for.
+        """
+        params = request.params
+        if not params.random or params.structured or self.context.held:
+            return None
+        if params.seed is not None and self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(params.seed ^ DRAFT_STREAM)
+        return Draw(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            generator=self.generator,
+            race_seed=params.race_seed if races else None,
+            place=request.num_output_tokens,
+        )
 
 
 class Requests:
-    """The states of all live requests, kept in step with the model runner's batch.
+    """The states of all live requests, kept in step with the target's.
 
     Args:
         bridge: Between the two tokenizers.
@@ -101,98 +157,106 @@ class Requests:
         self._stats = stats
         self._states: dict[str, RequestState] = {}
 
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._states
+
     def clear(self) -> None:
         """Forget every request; their KV must be void already."""
         self._states.clear()
 
-    def forget(self, live: Any, new: dict[str, str | None]) -> None:
+    def forget(self, step: StepView) -> None:
         """Drop requests that are gone, or whose id a new request has taken.
 
-        Args:
-            live: The model runner's requests by id.
-            new: Ids new in this step with their cache_salt.
-
-        A step without tokens never reaches the proposer, so the scheduler's list of finished
-        requests alone would miss some.
+        A step without tokens never reaches the proposer, so a step's list of finished requests
+        alone would miss some.
         """
-        gone = (self._states.keys() - live.keys()) | (self._states.keys() & new.keys())
-        for req_id in gone:
+        known = self._states.keys()
+        for req_id in (known - step.live) | (known & step.started.keys()):
             self._states.pop(req_id).close(self._pool)
-        self._salts = new
 
-    def outside(self, batch: Any) -> Iterator[RequestState]:
+    def outside(self, step: StepView) -> Iterator[RequestState]:
         """States of requests that wait or are preempted, whose KV others may take."""
-        for req_id in self._states.keys() - batch.req_id_to_index.keys():
+        for req_id in self._states.keys() - step.index_of.keys():
             if self._states[req_id].sequence is not None:
                 yield self._states[req_id]
 
-    def unread(self, batch: Any) -> list[int]:
+    def num_unread(self, step: StepView) -> list[int]:
         """Context tokens that the drafter has yet to read of each request, roughly."""
-        found = []
-        for index, req_id in enumerate(batch.req_ids):
-            state = self._states.get(req_id)
-            length = int(batch.num_tokens_no_spec[index])
-            known = state.context.num_target if state is not None else 0
-            found.append(length - known + (state.pending if state is not None else 0))
-        return found
+        unread = []
+        for request in step.requests:
+            state = self._states.get(request.req_id)
+            if state is None:
+                unread.append(request.num_tokens)
+            else:
+                news = request.num_tokens - state.context.num_target
+                unread.append(news + state.num_uncached)
+        return unread
 
     def read(
-        self, batch: Any, sampled: list[list[int]], wanted: Collection[int] | None = None
-    ) -> list[tuple[int, RequestState]]:
+        self, step: StepView, wanted: Collection[int] | None = None
+    ) -> list[tuple[RequestView, RequestState]]:
         """Take in what the batch's requests have gained since the last call.
 
         Args:
-            batch: The model runner's input batch.
-            sampled: Target ids each request sampled in this step, empty while it is prefilling.
+            step: The step.
             wanted: Batch indices of the requests to read; all where None.
 
         Returns:
-            Batch index and state of every request that can be drafted for, KV aligned.
+            Every request that can be drafted for, and its state, KV aligned.
         """
-        found, news = [], []
-        for index, req_id in enumerate(batch.req_ids):
+        known, news = [], []
+        for index, request in enumerate(step.requests):
             if wanted is not None and index not in wanted:
                 continue
-            length = int(batch.num_tokens_no_spec[index])
-            tokens = batch.token_ids_cpu[index]
-            state = self._states.get(req_id)
-            if state is None or state.is_behind(tokens, length):
-                state = self._states[req_id] = self._open(req_id, batch, index)
+            state = self._states.get(request.req_id)
+            if state is None or state.is_behind(request):
+                state = self._open(request, step.started)
             if state.retired or state.wait:
                 state.wait -= bool(state.wait)
-                if sampled[index]:
+                if request.new_tokens:
                     self._stats.skip(state.retired or "no_blocks")
                 continue
-            news.append(tokens[state.context.num_target : length].tolist())
-            state.last_target = int(tokens[length - 1])
-            found.append((index, state))
-        began = time.perf_counter()
-        unchanged = self._bridge.extend([state.context for _, state in found], news)
-        self._stats.translate_seconds += time.perf_counter() - began
+            news.append(request.token_ids[state.context.num_target :].tolist())
+            state.last_target = int(request.token_ids[-1])
+            known.append((request, state))
         ready = []
-        for (index, state), prefix in zip(found, unchanged, strict=True):
+        for (request, state), unchanged in zip(known, self._extend(known, news), strict=True):
             if state.context.broken:
                 state.retire("untranslatable", self._pool)
             if state.context.broken or not state.context.ids:
-                if sampled[index]:
+                if request.new_tokens:
                     self._stats.skip("untranslatable")
                 continue
-            state.align(self._pool, prefix)
-            ready.append((index, state))
+            state.align(self._pool, unchanged)
+            ready.append((request, state))
         return ready
 
-    def _open(self, req_id: str, batch: Any, index: int) -> RequestState:
+    def _extend(
+        self,
+        known: Sequence[tuple[RequestView, RequestState]],
+        news: Sequence[Sequence[int]],
+    ) -> list[int]:
+        began = time.perf_counter()
+        unchanged = self._bridge.extend([state.context for _, state in known], news)
+        self._stats.translate_seconds += time.perf_counter() - began
+        return unchanged
+
+    def _open(self, request: RequestView, salts: Mapping[str, str | None]) -> RequestState:
         """A new state that has read its prompt; an old one of the same id gives its KV back."""
-        old = self._states.get(req_id)
+        old = self._states.get(request.req_id)
         if old is not None:
             old.close(self._pool)
-        state = RequestState(self._bridge.open(), old.salt if old else self._salts.get(req_id))
-        prompt = int(batch.num_prompt_tokens[index])
-        if not batch.is_token_ids[index, : int(batch.num_tokens_no_spec[index])].all():
+        salt = old.salt if old is not None else salts.get(request.req_id)
+        state = RequestState(request.req_id, self._bridge.open(), salt)
+        self._states[request.req_id] = state
+        if not request.has_text:
             state.retired = "no_text"
             return state
-        ids = batch.token_ids_cpu[index, :prompt]
-        self._bridge.extend([state.context], [ids.tolist()])
-        state.prompt_length = len(state.context.ids)
-        state.last_target = int(ids[-1])
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        self._bridge.extend([state.context], [prompt.tolist()])
+        state.num_prompt = len(state.context.ids)
+        state.last_target = int(prompt[-1])
         return state

@@ -5,84 +5,18 @@ All state is on the device until `collect`, which reads what was drafted once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
-from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
-from vllm_hetero_spec.draft.path import Path
-from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
 from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
-
-
-@dataclass
-class DraftSequence:
-    """What the drafter holds of one request.
-
-    Attributes:
-        table: Its KV blocks.
-        kv_ids: Drafter ids whose KV is written, context first, then drafted ones.
-    """
-
-    table: BlockTable
-    kv_ids: list[int] = field(default_factory=list)
-
-
-@dataclass
-class DraftRow:
-    """One request in one call of `Drafter.run`.
-
-    Attributes:
-        sequence: Its KV; the table must have room for `pending` and `steps` tokens.
-        pending: Ids to feed first, at least one.
-        steps: Tokens to draft; 0 only writes the KV of `pending`.
-        penalty: The request's penalties, if any.
-        prompt_length: Leading ids of the context that are its prompt.
-        choose: Picks the first token among the drafter's best candidates; its best where None.
-        draw: How tokens are drawn; the drafter's best are taken where None.
-        wanted: Target tokens to propose; read where tokens are drawn.
-        index: The request's place in the batch.
-        scratch: Blocks in which SLRS-n may feed side branches, one for each.
-        drafted: Filled by `run`: the drafted ids, cut at the first that is not finite.
-        finite: False where the drafter's logits were NaN or infinite.
-        confidences: Filled by `run`, where asked for: of each drafted id the largest probability
-            that the drafter gave any id in its place, known before one was picked.
-        draft_probs: Filled by `run` for rows with `draw`: float32 [R, V_T], shared by all of them.
-        row_of: The row of `draft_probs` of each drafted id.
-        substitutes: What each drafted id proposes in the place of nothing.
-        path: Filled by `run` for rows of SLRS-n, with `draft_probs`.
-    """
-
-    sequence: DraftSequence
-    pending: Sequence[int]
-    steps: int
-    penalty: Penalty | None = None
-    prompt_length: int = 0
-    choose: Callable[[list[int]], int] | None = None
-    draw: Draw | None = None
-    wanted: int = 0
-    index: int = 0
-    scratch: Sequence[int] = ()
-    drafted: list[int] = field(default_factory=list)
-    finite: bool = True
-    confidences: list[float] = field(default_factory=list)
-    draft_probs: torch.Tensor | None = None
-    row_of: list[int] = field(default_factory=list)
-    substitutes: list[int] = field(default_factory=list)
-    path: Path | None = None
-
-
-class Drawn(Protocol):
-    """What tells how a request is drafted."""
-
-    draw: Draw | None
-    penalty: Penalty | None
 
 
 @dataclass(frozen=True)
@@ -91,39 +25,47 @@ class PickRules:
 
     Attributes:
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
-        banned: int64 ids that are never picked: control tokens other than EOS.
+        banned: int64 ids that are never picked.
+        ends: Ids after which a draft ends.
         sampling: What sampled drafts propose; None where all are greedy.
+        spell: Target tokens that a drafter token proposes, where drafts are sampled.
         generator: The drafter's own random stream.
         confidences: Whether they are asked for.
     """
 
     vocab_size: int
     banned: torch.Tensor
+    ends: frozenset[int]
     sampling: SampledMethod | None
+    spell: Callable[[int], Sequence[int]] | None
     generator: torch.Generator
     confidences: bool = False
 
-    def takes_paths(self, row: DraftRow) -> bool:
-        """Whether a row is drafted by SLRS-n."""
-        return bool(row.steps) and self.merge_span(row).tokens > 1
+    def span(self, task: DraftTask) -> MergeSpan:
+        """How SLRS-n looks ahead for a request; one token where it is drafted otherwise.
 
-    def merge_span(self, request: Drawn) -> MergeSpan:
-        """How far SLRS-n looks ahead for a request; it neither races nor penalises."""
-        none = MergeSpan(1)
-        if self.sampling is None or self.sampling.merging is None or request.draw is None:
-            return none
-        plain = request.draw.race_seed is None and request.penalty is None
-        return self.sampling.merge_span if plain else none
+        SLRS-n neither races nor penalises.
+        """
+        draw, sampling = task.draw, self.sampling
+        if sampling is None or sampling.merging is None or draw is None:
+            return MergeSpan(1)
+        plain = draw.race_seed is None and task.penalty is None
+        return sampling.merge_span if plain else MergeSpan(1)
 
-    def draws(self, rows: Sequence[DraftRow], *, draft_probs: bool = True) -> DrawBatch:
-        """The draws of rows that are drawn, with room for a row of `draft_probs` per step."""
+    def draws(self, rows: Sequence[DraftRow], *, keep: bool = True) -> DrawBatch:
+        """The draws of rows that are drawn; `keep` makes room for as many as they have steps."""
         assert self.sampling is not None
         return DrawBatch(
-            [row.draw for row in rows if row.draw is not None],
-            [row.steps if draft_probs else 0 for row in rows],
+            [row.task.draw for row in rows if row.task.draw is not None],
+            [row.steps if keep else 0 for row in rows],
             self.sampling,
             self.generator,
         )
+
+    def only_real(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V_D] of tokens that exist and may be picked, changed in place."""
+        logits = logits[:, : self.vocab_size]
+        return logits.index_fill_(1, self.banned, float("-inf"))
 
 
 class Picker:
@@ -141,10 +83,11 @@ class Picker:
         self._picked: list[torch.Tensor] = []
         self._scores: list[torch.Tensor] = []
         self._peaks: list[torch.Tensor] = []
-        drawn = [index for index, row in enumerate(rows) if row.draw is not None and row.steps]
+        drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
         self._drawn = drawn
         self._index = torch.tensor(drawn, device=device)
         self._draws = rules.draws([rows[index] for index in drawn]) if drawn else None
+        self._confidences: list[list[float]] = [[] for _ in rows]
 
     @property
     def newest(self) -> torch.Tensor:
@@ -156,7 +99,7 @@ class Picker:
         logits = logits[:, : self._rules.vocab_size]
         if self._penalties is not None:
             self._penalties.apply(logits)
-        logits.index_fill_(1, self._rules.banned, float("-inf"))
+        logits = self._rules.only_real(logits)
         if not self._picked and any(row.choose for row in self._rows):
             scores, ids = self._choose(logits)
         else:
@@ -173,64 +116,100 @@ class Picker:
         self._picked.append(ids)
         self._scores.append(scores)
 
-    def so_far(self) -> Sequence[DraftRow]:
-        """The rows that picked last, confidences filled; waits for the device."""
-        rows = self._rows[: len(self._peaks[-1])]
-        for row, peak in zip(rows, self._peaks[-1].tolist(), strict=True):
-            row.confidences.append(peak)
-        return rows
+    def so_far(self) -> dict[str, Sequence[float]]:
+        """The confidences of the rows that picked last; waits for the device."""
+        self._read_confidences(self._peaks[-1:])
+        picked = self._rows[: len(self._peaks[-1])]
+        return {
+            row.task.req_id: so_far for row, so_far in zip(picked, self._confidences, strict=False)
+        }
 
-    def collect(self) -> None:
-        """Read everything and fill the rows."""
+    def collect(self) -> list[DrafterTokens]:
+        """Read everything: what was drafted for each row."""
         finite = torch.isfinite(torch.cat(self._scores))
         chosen = torch.where(finite, torch.cat(self._picked), -1)
-        tokens = iter(chosen.tolist())  # the one wait for the device
+        picked = iter(chosen.tolist())  # the one wait for the device
+        drafted: list[list[int]] = [[] for _ in self._rows]
         for ids in self._picked:
-            for row, token in zip(self._rows[: len(ids)], tokens, strict=False):
-                row.finite &= token >= 0
-                if row.finite:
-                    row.drafted.append(token)
-        for row in self._rows:
-            # The last drafted token has been chosen but never fed: it has no KV.
-            row.sequence.kv_ids.extend(row.drafted[:-1])
-        if self._peaks:
-            self._fill_confidences()
-        if self._draws is not None:
-            self._hand_out(self._draws)
+            for tokens, token in zip(drafted[: len(ids)], picked, strict=False):
+                tokens.append(token)
+        sound = [min(tokens, default=0) >= 0 for tokens in drafted]
+        kept = [tokens[: tokens.index(-1)] if -1 in tokens else tokens for tokens in drafted]
+        # What `so_far` has read already is not read again.
+        self._read_confidences(self._peaks[len(self._confidences[0]) :])
+        row_of = self._row_of()
+        probs = None if self._draws is None else self._draws.draft_probs  # one tensor for all
+        return [
+            DrafterTokens(
+                tokens,
+                finite,
+                confidences,
+                self._spelled_out(row, tokens if finite else [], confidences, probs, row_of[index])
+                if probs is not None and index in row_of
+                else None,
+            )
+            for index, (row, tokens, finite, confidences) in enumerate(
+                zip(self._rows, kept, sound, self._confidences, strict=True)
+            )
+        ]
 
-    def _fill_confidences(self) -> None:
-        for row in self._rows:
-            row.confidences.clear()
-        for peaks in self._peaks:
-            for row, peak in zip(self._rows[: len(peaks)], peaks.tolist(), strict=True):
-                row.confidences.append(peak)
+    def _read_confidences(self, peaks: Sequence[torch.Tensor]) -> None:
+        for step in peaks:
+            for confidences, peak in zip(self._confidences, step.tolist(), strict=False):
+                confidences.append(peak)
 
-    def _hand_out(self, draws: DrawBatch) -> None:
-        """Give every sampled row what it was drawn from."""
-        # One tensor, by which a round is known.
-        nulls, draft_probs = draws.substitutes, draws.draft_probs
+    def _row_of(self) -> dict[int, list[int]]:
+        """For each row that is drawn, where its draft_probs lie: step by step, row by row."""
+        row_of: dict[int, list[int]] = {index: [] for index in self._drawn}
         position = 0
         for ids in self._picked:
             for index in self._drawn:
                 if index < len(ids):
-                    row = self._rows[index]
-                    row.draft_probs = draft_probs
-                    row.row_of.append(position)
-                    if nulls:
-                        row.substitutes.append(nulls[position])
+                    row_of[index].append(position)
                     position += 1
+        return row_of
+
+    def _spelled_out(
+        self,
+        row: DraftRow,
+        drafted: Sequence[int],
+        confidences: Sequence[float],
+        probs: torch.Tensor,
+        rows: Sequence[int],
+    ) -> Draft:
+        """What was drawn as target tokens: the first of each draw with its row, the rest certain.
+
+        The draft ends by count or with a draw that says so itself, never by how likely it was.
+        """
+        assert self._rules.sampling is not None
+        assert self._rules.spell is not None
+        proposal: list[int] = []
+        row_of: list[int] = []
+        peaks: list[float] = []
+        for place, (drawn, line) in enumerate(zip(drafted, rows, strict=False)):
+            tokens = self._rules.spell(drawn)
+            ended = not len(tokens) or drawn in self._rules.ends
+            if not len(tokens) and not self._rules.sampling.tokens.renormalise:
+                tokens = [int(probs[line].argmax())]  # what stands in for nothing
+            proposal += tokens
+            row_of += [line, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            if confidences:
+                peaks += [confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
+            if ended:
+                break
+        draft = Draft.chain(row.task.req_id, proposal, peaks, DraftProbs(probs, row_of))
+        return draft.first(row.task.lookahead)
 
     def _penalised(self) -> Penalties | None:
-        penalised = []
-        for index, row in enumerate(self._rows):
-            if row.penalty is not None and row.steps:
-                context = chain(row.sequence.kv_ids, row.pending)
-                ids = [i if i < self._rules.vocab_size else 0 for i in context]
-                prompt, output = ids[: row.prompt_length], ids[row.prompt_length :]
-                penalised.append(PenalisedRow(index, row.penalty, prompt, output))
-        if not penalised:
-            return None
-        return Penalties(penalised, self._rules.vocab_size, self._device)
+        vocab_size = self._rules.vocab_size
+        penalised = [
+            PenalisedRow(
+                index, row.task.penalty, row.task.state.count_tokens(vocab_size, self._device)
+            )
+            for index, row in enumerate(self._rows)
+            if row.task.penalty is not None and row.steps
+        ]
+        return Penalties(penalised, self._device) if penalised else None
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first step of rows that have a say in it; its score tells whether it is finite."""

@@ -16,7 +16,7 @@ from vllm.config.utils import config
 
 from vllm_hetero_spec.config import HeteroOptions
 
-PROPOSER = "vllm_hetero_spec.engine.proposer.HeteroProposer"
+PROPOSER = "vllm_hetero_spec.engine.proposer.build"
 
 
 @config

@@ -7,25 +7,15 @@ Where several ranks verify together, all use those of the first: they have to ag
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
-
-@dataclass(frozen=True)
-class DraftProbs:
-    """What one request's draft was drawn from.
-
-    Attributes:
-        rows: float32 [R, V_T], shared by all requests of the round it was drafted in.
-        row_of: Row of each draft token, -1 where the token was certain.
-    """
-
-    rows: torch.Tensor
-    row_of: Sequence[int]
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 
 class PendingDraftProbs:
@@ -59,7 +49,9 @@ class PendingDraftProbs:
         """
         if not req_ids:
             return DraftBatch(tokens, lengths)
-        rounds: dict[int, tuple[torch.Tensor, int]] = {}  # rows and where they will start
+        # A round of drafting is known by its table, which all its requests share: rows by round,
+        # and where they will start.
+        rounds: dict[int, tuple[torch.Tensor, int]] = {}
         row_of: list[int] = []
         total = 0
         for req_id, length in zip(req_ids, lengths, strict=True):
@@ -83,7 +75,9 @@ class PendingDraftProbs:
         )
 
 
-def shared(draft_probs: Mapping[str, DraftProbs], group: Any) -> dict[str, DraftProbs]:
+def shared(
+    draft_probs: Mapping[str, DraftProbs], group: "GroupCoordinator"
+) -> dict[str, DraftProbs]:
     """What the first rank's drafts of a round were drawn from, on every rank.
 
     All ranks have to call it.

@@ -2,12 +2,13 @@
 """Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import Noise
@@ -30,7 +31,7 @@ class FuzzyRule:
     Args:
         divergence: One of `config.DIVERGENCES`.
         threshold: Divergence below which a sampled draft passes.
-        req_ids: Gives the requests of the batch, in order.
+        batch: Gives the batch that tokens are being chosen for.
         stats: Where the sums over all requests are counted.
     """
 
@@ -38,11 +39,11 @@ class FuzzyRule:
         self,
         divergence: str,
         threshold: float,
-        req_ids: Callable[[], Sequence[str]],
+        batch: Callable[[], BatchView],
         stats: DraftStats,
     ) -> None:
         self._divergence, self._threshold = divergence, threshold
-        self._req_ids, self._stats = req_ids, stats
+        self._batch, self._stats = batch, stats
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
@@ -54,7 +55,7 @@ class FuzzyRule:
     ) -> Verdict:
         """See `verify.rules.token_rule`."""
         found = fuzzy_rule(drafts, target_probs, bonus, noise, self._divergence, self._threshold)
-        req_ids = self._req_ids()
+        req_ids = self._batch().req_ids
         if not req_ids:  # vLLM profiles with requests that do not exist
             return found.verdict
         figures = zip(

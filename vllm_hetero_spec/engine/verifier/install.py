@@ -2,44 +2,49 @@
 """Which rule verifies, and everything of the model runner that the rule needs changed."""
 
 import logging
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler import RaceSeeds, RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler import Races, RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler, Rule
 from vllm_hetero_spec.verify.rules import block_rule, token_rule
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 
 class Verifier:
-    """Verification of one engine.
+    """Verification of one engine: takes the place of the runner's, and of its randomness for races.
 
     Args:
         options: The user's.
-        runner: The model runner, which `install` changes.
-        draft_probs: Where the proposer leaves what its drafts were drawn from.
+        seam: The target's model runner, which is changed.
         stats: Counters to add to.
     """
 
-    def __init__(
-        self, options: HeteroOptions, runner: Any, draft_probs: PendingDraftProbs, stats: DraftStats
-    ) -> None:
-        self._runner, self._draft_probs, self._stats = runner, draft_probs, stats
-        self._race_seeds: RaceSeeds | None = None
+    def __init__(self, options: HeteroOptions, seam: RunnerV1, stats: DraftStats) -> None:
+        self._pending = PendingDraftProbs()
         self._fuzzy: FuzzyRule | None = None
-        self._rule: Rule = block_rule if options.verification == "block" else token_rule
+        self._group: GroupCoordinator | None = None
+        racing: RacingSampler | None = None
+        rule: Rule = block_rule if options.verification == "block" else token_rule
         if options.verification == "race":
-            self._race_seeds = RaceSeeds(runner)
-            self._rule = self._race_seeds.rule
+            races = Races(seam.batch, seam.device)
+            racing = seam.replace_randomness(lambda mode: RacingSampler(races, mode))
+            rule = races.rule
         elif options.verification == "fuzzy":
             assert options.threshold is not None
-            self._fuzzy = FuzzyRule(options.divergence, options.threshold, self._req_ids, stats)
-            self._rule = self._fuzzy
+            self._fuzzy = FuzzyRule(options.divergence, options.threshold, seam.batch, stats)
+            rule = self._fuzzy
             logger.warning(
                 "Fuzzy verification is LOSSY: sampled drafts whose %s divergence from the target "
                 "is below %g pass as they are. Every request is accounted for in the log when it "
@@ -47,36 +52,31 @@ class Verifier:
                 options.divergence,
                 options.threshold,
             )
-
-    def install(self) -> None:
-        """Take the place of the runner's rejection sampler, and of its randomness for races."""
-        runner, racing = self._runner, None
-        if self._race_seeds is not None:
-            racing = RacingSampler(self._race_seeds, runner.sampler.logprobs_mode)
-            runner.sampler.topk_topp_sampler = racing
-        runner.rejection_sampler = HeteroRejectionSampler(
-            self._rule,
-            self._draft_probs,
-            racing,
-            self._req_ids,
-            self._stats,
-            runner.sampler,
-            runner.speculative_config,
-            runner.device,
+        seam.replace_rejection_sampler(
+            lambda *args: HeteroRejectionSampler(
+                rule, self._pending, racing, seam.batch, stats, *args
+            )
         )
 
-    def race_seed(self, req_id: str) -> int | None:
-        """Seed of a request's races; None where nothing is raced for."""
-        return None if self._race_seeds is None else self._race_seeds.seed(req_id)
+    def share_among(self, group: "GroupCoordinator") -> None:
+        """The ranks of a group verify together: all of them need what drafts were drawn from."""
+        self._group = group
 
-    def keep(self, live: Collection[str]) -> None:
-        """Forget the requests that are gone."""
-        self._draft_probs.keep(live)
-        if self._race_seeds is not None:
-            self._race_seeds.keep(live)
+    def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
+        """These drafts, and no others, are what the requests of a step will have verified.
+
+        Args:
+            step: The step; who is not in its batch still waits for an earlier draft.
+            drafts: Of this step. Where ranks verify together, all of them call this, and those of
+                the first rank count.
+        """
+        self._pending.keep(step.live)
         if self._fuzzy is not None:
-            self._fuzzy.keep(live)
-
-    def _req_ids(self) -> list[str]:
-        req_ids: list[str] = self._runner.input_batch.req_ids
-        return req_ids
+            self._fuzzy.keep(step.live)
+        draft_probs = {
+            draft.req_id: draft.draft_probs for draft in drafts if draft.draft_probs is not None
+        }
+        if self._group is not None:
+            draft_probs = shared(draft_probs, self._group)
+        for request in step.requests:
+            self._pending.put(request.req_id, draft_probs.get(request.req_id))

@@ -7,7 +7,7 @@ mix greedy and random requests, certain and sampled drafts of any length.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
@@ -36,7 +37,7 @@ class HeteroRejectionSampler(RejectionSampler):
         rule: Decides over the drafts of random requests.
         pending: Where the proposer leaves what its drafts were drawn from.
         racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
-        req_ids: Gives the requests of the batch, in order.
+        batch: Gives the batch that tokens are being chosen for.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
     """
@@ -46,7 +47,7 @@ class HeteroRejectionSampler(RejectionSampler):
         rule: Rule,
         pending: PendingDraftProbs,
         racing: RacingSampler | None,
-        req_ids: Callable[[], Sequence[str]],
+        batch: Callable[[], BatchView],
         stats: DraftStats,
         *args: Any,
     ) -> None:
@@ -54,7 +55,7 @@ class HeteroRejectionSampler(RejectionSampler):
         self._rule = rule
         self._pending = pending
         self._racing = racing
-        self._req_ids = req_ids
+        self._batch = batch
         self._stats = stats
 
     def forward(
@@ -91,7 +92,7 @@ class HeteroRejectionSampler(RejectionSampler):
             raw.clone() if wants_raw else raw, sampling_metadata, metadata
         )
         drafts = self._pending.batch(
-            self._req_ids(), metadata.num_draft_tokens, metadata.draft_token_ids.long()
+            self._batch().req_ids, metadata.num_draft_tokens, metadata.draft_token_ids.long()
         )
         last = bonus.sampled_token_ids[:, 0].long()
         tokens = self._verdict(drafts, target, last, sampling_metadata).tokens.to(torch.int32)

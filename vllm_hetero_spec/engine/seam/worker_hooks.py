@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's worker and model runner, installed by the proposer where it is built.
+"""Hooks in vLLM's worker and model runner, installed where vLLM builds the proposer.
 
 vLLM's `custom_class` calls `propose` without request ids. The hook on `propose_draft_token_ids`
 hands our proposer the scheduler's output instead.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.metrics import transport as metrics
+from vllm_hetero_spec.engine.metrics import transport
 from vllm_hetero_spec.engine.metrics.counters import RPC, DraftStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
 
 class Proposer(Protocol):
     """What the hooks ask of a proposer."""
 
-    def bind(self, runner: Any) -> None:
+    def bind(self, runner: "GPUModelRunner") -> None:
         """Called before the target's weights load."""
 
-    def propose_batch(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:
+    def after_step(
+        self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         """Drafts for every request of the batch."""
 
     def snapshot(self) -> DraftStats:
@@ -32,7 +39,7 @@ class Proposer(Protocol):
         """Called on every rank when the engine is warm, before the first request."""
 
 
-def install(proposer: type[Proposer]) -> None:
+def install_worker_hooks(proposer: type[Proposer]) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
 
     Args:
@@ -49,7 +56,7 @@ def install(proposer: type[Proposer]) -> None:
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
     patching.add(WorkerBase, RPC, _worker_stats)
-    metrics.require_in_worker(proposer)
+    transport.require_in_worker(proposer)
 
 
 def _family(base: Any) -> Iterator[Any]:
@@ -101,14 +108,14 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[Any], Any]:
                 return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
             self._draft_probs = None
             self._draft_prob_req_ids = None
-            return drafter.propose_batch(scheduler_output, sampled_token_ids)
+            return drafter.after_step(scheduler_output, sampled_token_ids)
 
         return propose_draft_token_ids
 
     return wrap
 
 
-def _worker_stats(worker: Any) -> dict[str, Any]:
+def _worker_stats(worker: "WorkerBase") -> dict[str, Any]:
     """Answer to `collective_rpc(RPC)`: zeros on ranks that do not draft."""
     snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
     return snapshot().as_dict()

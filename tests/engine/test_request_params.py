@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts obey what the request's sampling parameters make certain."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
+from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+
+
+def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> RequestParams:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**params)
+    sampling._bad_words_token_ids = bad_words
+    sampling._all_stop_token_ids = {2}
+    return params_of(sampling, "a", 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "output", "expected"),
+    [
+        (10, 100, 0, 4),
+        (10, 4, 0, 3),
+        (10, 4, 3, 0),
+        (97, 100, 0, 2),
+        (99, 100, 0, 0),
+        (10, None, 5, 4),
+    ],
+)
+def test_lookahead_ends_with_the_request(length, max_tokens, output, expected) -> None:
+    params = params_with(max_tokens=max_tokens)
+    assert params.useful_lookahead(4, length, output, max_model_len=100) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "proposal", "kept"),
+    [
+        ({}, [5, 6, 2, 7], 4),
+        ({"min_tokens": 5}, [5, 6, 2, 7], 2),
+        ({"min_tokens": 4}, [5, 6, 2, 7], 4),
+        ({"allowed_token_ids": [5, 7]}, [5, 6, 7], 1),
+        ({"bad_words": [[6]]}, [5, 6, 7], 1),
+        # A bad word that began in the output.
+        ({"bad_words": [[5, 6, 8]]}, [6, 8, 7], 1),
+        ({"bad_words": [[5, 6, 8]]}, [6, 9, 7], 3),
+    ],
+)
+def test_forbidden_tokens_end_the_proposal(given, proposal, kept) -> None:
+    params = params_with(**given)
+    assert params.acceptable(proposal, [1, 5]) == kept
+    assert params.acceptable(proposal, np.array([1, 5])) == kept
+
+
+def test_penalty_only_where_there_is_one() -> None:
+    assert params_with().penalty is None
+    assert params_with(presence_penalty=0.5).penalty == Penalty(presence=0.5)
+
+
+def test_a_race_seed_is_the_requests_own_or_of_its_name() -> None:
+    """Odd where it is given, so that no made one coincides with it; within 64 bits."""
+    assert params_with(seed=3).race_seed == 7
+    made = [params_of(None, name, seed).race_seed for name in "ab" for seed in (0, 1)]
+    assert len(set(made)) == 4
+    assert all(seed % 2 == 0 and 0 <= seed < 1 << 62 for seed in made)
+    assert params_of(None, "a", 0).race_seed == made[0]
+
+
+def counts_of(prompt: list[int], output: list[int], vocab: int) -> TokenCounts:
+    counts = TokenCounts(vocab, len(prompt), torch.device("cpu"))
+    counts.update(prompt + output, 0)
+    return counts
+
+
+def test_penalties_are_vllms_own_step_by_step() -> None:
+    from vllm.model_executor.layers.utils import apply_penalties
+
+    torch.manual_seed(0)
+    vocab, device = 50, torch.device("cpu")
+    prompts = [torch.randint(vocab, (9,)).tolist() for _ in range(3)]
+    outputs = [torch.randint(vocab, (n,)).tolist() for n in (0, 5, 12)]
+    penalties = [Penalty(0.5, 0.3, 1.0), Penalty(0.0, 0.0, 1.4), Penalty(-0.2, 0.7, 0.8)]
+    rows = [
+        PenalisedRow(2 * i, penalty, counts_of(prompts[i], outputs[i], vocab))
+        for i, penalty in enumerate(penalties)
+    ]
+    ours = Penalties(rows, device)
+    for step in range(4):
+        logits = torch.randn(5, vocab)
+        expected = logits.clone()
+        width = max(map(len, outputs)) or 1
+        padded = [o + [vocab] * (width - len(o)) for o in outputs]
+        expected[[0, 2, 4]] = apply_penalties(
+            expected[[0, 2, 4]],
+            torch.tensor(prompts),
+            torch.tensor(padded),
+            torch.tensor([p.presence for p in penalties]),
+            torch.tensor([p.frequency for p in penalties]),
+            torch.tensor([p.repetition for p in penalties]),
+        )
+        ours.apply(logits)
+        torch.testing.assert_close(logits, expected, msg=f"step {step}")
+        drafted = logits.argmax(-1)
+        ours.add(drafted)
+        for i in range(3):
+            outputs[i].append(int(drafted[2 * i]))
+
+
+def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
+    rows = [PenalisedRow(row, Penalty(1.0), counts_of([], [3], 5)) for row in (1, 3)]
+    ours = Penalties(rows, torch.device("cpu"))
+    logits = torch.zeros(2, 5)
+    ours.apply(logits)
+    assert logits.nonzero().tolist() == [[1, 3]]
+    ours.add(torch.tensor([0, 4]))
+    logits = torch.zeros(2, 5)
+    ours.apply(logits)
+    assert logits.nonzero().tolist() == [[1, 3], [1, 4]]
+
+
+def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
+    """As if everything were counted from the beginning each time, at the cost of what changed."""
+    random = torch.Generator().manual_seed(0)
+    ids, prompt = torch.randint(9, (12,), generator=random).tolist(), 8
+    counts = TokenCounts(7, prompt, torch.device("cpu"))
+    unchanged = 0
+    for _ in range(40):
+        counts.update(ids, unchanged)
+        known = torch.tensor([i if i < 7 else 0 for i in ids])  # what does not exist counts as 0
+        assert torch.equal(counts.everywhere, torch.bincount(known, minlength=7).float())
+        assert torch.equal(counts.output, torch.bincount(known[prompt:], minlength=7).float())
+        unchanged = len(ids) - int(torch.randint(4, (1,), generator=random))
+        ids = ids[:unchanged] + torch.randint(9, (3,), generator=random).tolist()

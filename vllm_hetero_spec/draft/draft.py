@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft: what every method of drafting makes, and all that verification needs to know of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftProbs:
+    """What the tokens of one draft were drawn from.
+
+    Attributes:
+        rows: float32 [R, V_T], shared by all requests of the round it was drafted in.
+        row_of: The row of each draft token, -1 where the token was certain.
+    """
+
+    rows: torch.Tensor
+    row_of: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft of one request: a tree of target tokens, of which a chain is the usual case.
+
+    Attributes:
+        req_id: The request.
+        tokens: Target ids, each behind its parent.
+        parents: Index of each token's parent, -1 for one that continues the text itself.
+        confidences: Of each token, where they were asked for: known before it was drawn.
+        draft_probs: What the tokens were drawn from; None where all are certain.
+    """
+
+    req_id: str
+    tokens: list[int]
+    parents: Sequence[int]
+    confidences: Sequence[float] = ()
+    draft_probs: DraftProbs | None = None
+
+    @classmethod
+    def chain(
+        cls,
+        req_id: str,
+        tokens: list[int],
+        confidences: Sequence[float] = (),
+        draft_probs: DraftProbs | None = None,
+    ) -> "Draft":
+        """A draft in which each token continues the one before."""
+        return cls(req_id, tokens, range(-1, len(tokens) - 1), confidences, draft_probs)
+
+    def first(self, count: int) -> "Draft":
+        """The first `count` tokens; parents come before their children, so it is a tree again."""
+        if count >= len(self.tokens):
+            return self
+        probs = self.draft_probs
+        if probs is not None:
+            probs = DraftProbs(probs.rows, probs.row_of[:count])
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            parents=self.parents[:count],
+            confidences=self.confidences[:count],
+            draft_probs=probs,
+        )

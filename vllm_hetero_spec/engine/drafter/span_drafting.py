@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SLRS-n on the drafter's KV: each request along a path of its own, with side branches.
+
+A side branch is fed into blocks lent for the round, beside what its own last block holds already,
+which is fed again there. Nothing of it stays.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.path import Path
+from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.engine.drafter.forward_batches import ForwardBatches
+from vllm_hetero_spec.engine.drafter.model import ForwardBatch
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+
+Forward = Callable[[np.ndarray, ForwardBatch], torch.Tensor]
+
+
+class SpanDrafting:
+    """One round's requests that are drafted by SLRS-n.
+
+    Args:
+        rows: The requests, caught up.
+        table: int32 [n, W], their KV blocks.
+        rules: What holds for all.
+        batches: Makes the forwards' batches.
+        forward: One forward of the drafter over int64 [N] ids: logits [B, V_D].
+        block_size: Tokens of a KV block.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[DraftRow],
+        table: np.ndarray,
+        rules: PickRules,
+        batches: ForwardBatches,
+        forward: Forward,
+        block_size: int,
+    ) -> None:
+        self._rows, self._table, self._rules = rows, table, rules
+        self._batches, self._forward, self._block_size = batches, forward, block_size
+        self._draws = rules.draws(rows, keep=False)
+        self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
+        self._paths = [Path(row.steps, row.task.lookahead, len(row.side_blocks)) for row in rows]
+
+    def run(self, logits: torch.Tensor) -> list[DrafterTokens]:
+        """Draft, from the logits [n, V_D] behind each request's text."""
+        sampling = self._rules.sampling
+        assert sampling is not None
+        assert sampling.merging is not None
+        finite = logits.isfinite().any(-1).tolist()
+        noise, span = self._draws.noise, sampling.merge_span.tokens
+        slrs = Slrs(sampling.tokens, sampling.merging, self._rules.ends, noise, span)
+        first = self._drawn_from(logits, list(range(len(self._rows))))
+        probs = slrs.draft(first, self._paths, self._feed)
+        peaks = probs.amax(-1).tolist() if self._rules.confidences and len(probs) else []
+        return [
+            self._drafted(row, path, sound, probs, peaks)
+            for row, path, sound in zip(self._rows, self._paths, finite, strict=True)
+        ]
+
+    def _drafted(
+        self, row: DraftRow, path: Path, finite: bool, probs: torch.Tensor, peaks: list[float]
+    ) -> DrafterTokens:
+        row.sequence.kv_ids.extend(path.drafted[: path.fed])
+        confidences = [peaks[i] if i >= 0 else 1.0 for i in path.row_of] if peaks else []
+        draft_probs = DraftProbs(probs, path.row_of)
+        draft = Draft.chain(row.task.req_id, path.proposal, confidences, draft_probs)
+        draft = draft.first(row.task.lookahead if finite else 0)
+        return DrafterTokens(path.drafted, finite, confidences, draft)
+
+    def _drawn_from(self, logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+        return self._draws.rows(self._rules.only_real(logits), indices)
+
+    def _feed(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
+    ) -> torch.Tensor:
+        """See `draft.path.Feed`."""
+        paths = self._paths
+        cached = self._cached[indices] + [paths[index].written for index in indices]
+        if not side_branches and max(map(len, ids)) == 1:
+            batch = self._batches.single(self._table[indices], cached)
+            fed = np.array([token for (token,) in ids], np.int64)
+            return self._drawn_from(self._forward(fed, batch), indices)
+        pending, lines = list(ids), self._table[indices]
+        spare = [iter(row.side_blocks) for row in self._rows]
+        for line in range(len(indices) - side_branches, len(indices)):
+            index, block = indices[line], cached[line] // self._block_size
+            lines[line, block] = next(spare[index])
+            start = cached[line] = block * self._block_size
+            before = self._rows[index].sequence.kv_ids[start:]
+            path = paths[index]
+            drafted = path.drafted[max(0, start - self._cached[index]) : path.fed]
+            pending[line] = [*before, *drafted, *ids[line]]
+        fed, batch = self._batches.ragged(lines, cached, pending)
+        return self._drawn_from(self._forward(fed, batch), indices)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter on a rank that drafts: from a step of the target to drafts in the target's tokens.
+
+It owns one `RequestState` per request and keeps this invariant: `kv_ids` of a request's sequence is
+exactly what its KV blocks hold, and the next round keeps the longest common prefix of that with the
+drafter's ids of the text so far. An accepted draft thus keeps its KV; a rejected one is rolled back
+by the same rule.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+
+from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.method import sampling_of
+from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.request_state import DRAFT_STREAM, Requests
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
+from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
+from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.lookahead.costs import CostModel
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
+_LONGEST_REST = 1024
+_STEPS_BETWEEN_GAUGES = 16
+
+
+class DraftingRank:
+    """The drafter of one worker, with all it knows of the requests.
+
+    Args:
+        vllm_config: The worker's configuration.
+        drafter_config: The drafter's model.
+        options: The user's.
+        seam: The target's model runner.
+        stats: Counters to add to.
+        group: The target's tensor parallel group.
+
+    Raises:
+        ConfigError: The drafter's KV cache cannot be built.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        drafter_config: ModelConfig,
+        options: HeteroOptions,
+        seam: RunnerV1,
+        stats: DraftStats,
+        group: "GroupCoordinator",
+    ) -> None:
+        split = group.world_size > 1 and options.tensor_parallel == "sharded"
+        solo = group.world_size > 1 and not split
+        self._options, self._stats = options, stats
+        self._group = solo_group() if solo else None
+        self._planning = group if split else None  # the group of ranks that draft together
+        self._device = device = seam.device
+        self._races = options.verification == "race"
+        self._failures = 0
+        self._rest = 0
+        # Ranks verify with the same random numbers: building the drafter on one must not draw any.
+        used = [device] if device.type != "cpu" else []
+        with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
+            model = DrafterModel(
+                drafter_vllm_config(vllm_config, drafter_config, solo=solo),
+                seam.runner_class,
+                device,
+                lambda bytes_for: kv_budget(options, vllm_config, bytes_for),
+            )
+        target = vllm_config.model_config
+        pair = load_pair(target, drafter_config, options)
+        bridge, ranks = pair.bridge, 1 if solo else group.world_size
+        self._sampling = sampling_of(options, pair, target.get_vocab_size(), device, ranks)
+        self.drafter = Drafter(
+            model,
+            bridge.banned,
+            pair.drafter.vocab_size,
+            self._sampling.method if self._sampling else None,
+            self._sampling.spell if self._sampling else None,
+            target.seed ^ DRAFT_STREAM,
+            bridge.drafter_eos,
+            confidences=options.controller != "fixed",
+        )
+        self.pool = KVPool(model.num_blocks, model.block_size)
+        self.bridge = bridge
+        self.requests = Requests(bridge, self.pool, stats)
+        budget = vllm_config.scheduler_config.max_num_batched_tokens
+        self._rounds = DraftBatchRunner(bridge, self.drafter, self.pool, stats, budget)
+        self.control = self._controlled(CostModel())
+        stats.kv_blocks = self.pool.capacity
+        logger.info(
+            "Drafter %s ready: %s, %d KV blocks of %d tokens.",
+            options.model,
+            "same tokenizer, ids taken as they are"
+            if bridge.identity
+            else "translating through text",
+            self.pool.capacity,
+            model.block_size,
+        )
+
+    def start_control(self, costs: CostModel) -> None:
+        """Begin again to decide how far to draft, knowing what steps cost."""
+        self.control = self._controlled(costs)
+
+    def draft(self, step: StepView) -> list[Draft]:
+        """Drafts for a step; none where the drafter fails, which is counted, or rests.
+
+        A broken drafter must not fail a request.
+        """
+        self._stats.steps += 1
+        try:
+            return self._draft(step)
+        except Exception as error:
+            logger.debug("drafter failed", exc_info=True)
+            # No part of its state can be trusted.
+            self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
+            self.reset()
+            self._rest = min(2**self._failures, _LONGEST_REST)
+            self._failures += 1
+            return []
+
+    def step(self, batch: int) -> None:
+        """One step of decoding for so many requests, to be timed."""
+        with tensor_parallel(self._group):
+            self.drafter.step(batch)
+
+    def read(self, tokens: int) -> None:
+        """One forward over so many context tokens, to be timed."""
+        with tensor_parallel(self._group):
+            self.drafter.read(tokens)
+
+    def reset(self) -> None:
+        """Forget every request and all KV; texts are read afresh in the next step."""
+        self.requests.clear()
+        self.pool.reset()
+
+    def forgive(self) -> None:
+        """Forget past failures: draft in the next step."""
+        self._rest = self._failures = 0
+
+    def show(self) -> None:
+        """Bring the counters that are kept elsewhere up to date."""
+        self._stats.kv_blocks_held = self.pool.held
+        self._stats.reused_tokens = self.pool.reused_tokens
+        self._stats.forward_seconds = self.drafter.model.forward_seconds
+
+    def _draft(self, step: StepView) -> list[Draft]:
+        self.requests.forget(step)
+        self.control.observe(step)
+        plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
+        self._count(plan)
+        if self._rest:
+            self._rest -= 1
+            self._stats.skip("backing_off", times=step.num_sampled)
+            return []
+        tasks = self._tasks(step, plan)
+        if not tasks:
+            return []
+        with tensor_parallel(self._group):
+            drafts = self._rounds.draft(tasks, self.requests.outside(step), self.control)
+        drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
+        for draft in drafts:
+            self._stats.drafted(len(draft.tokens))
+        self._failures = 0
+        return drafts
+
+    def _controlled(self, costs: CostModel) -> LookaheadControl:
+        # On a GPU a look at the confidences between two steps would cost a wait for the device.
+        name, cpu = self._options.controller, self._device.type == "cpu"
+        can_stop = self._planning is None and (name == "confidence" or (name == "goodput" and cpu))
+        controller = controller_of(self._options, costs, can_stop_early=can_stop)
+        return LookaheadControl(controller, can_stop_early=can_stop)
+
+    def _agreed(self, plan: StepPlan) -> StepPlan:
+        """The plan of the first rank, on all ranks that draft together."""
+        if self._planning is None:
+            return plan
+        agreed: StepPlan = self._planning.broadcast_object(plan, src=0)
+        return agreed
+
+    def _count(self, plan: StepPlan) -> None:
+        self._stats.off_steps += not any(plan.lookahead)
+        if self._stats.steps % _STEPS_BETWEEN_GAUGES == 1:
+            self._stats.show(self.control.controller.gauges())
+
+    def _tasks(self, step: StepView, plan: StepPlan) -> Sequence[DraftTask]:
+        """What to draft: exact text as drafter ids, KV aligned, the requests' limits applied."""
+        wanted = None
+        if not plan.reads_all:
+            wanted = {index for index, lookahead in enumerate(plan.lookahead) if lookahead}
+            self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted))
+        tasks = []
+        for request, state in self.requests.read(step, wanted):
+            useful = request.params.useful_lookahead(
+                plan.lookahead[step.index_of[request.req_id]],
+                request.num_tokens,
+                request.num_output_tokens,
+                step.max_model_len,
+            )
+            draw = None
+            if self._sampling is not None and useful:
+                draw = state.draw_of(request, self._device, races=self._races)
+            tasks.append(DraftTask(state, useful, request.params.penalty, draw))
+        return tasks
+
+    @staticmethod
+    def _acceptable(step: StepView, draft: Draft) -> Draft:
+        """A draft up to the first token that its request forbids.
+
+        Shortening by what the tokens are is lossless for certain drafts alone.
+        """
+        if draft.draft_probs is not None:
+            return draft
+        request = step.requests[step.index_of[draft.req_id]]
+        output = request.token_ids[request.num_prompt_tokens :]
+        return draft.first(request.params.acceptable(draft.tokens, output))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's sampling parameters say about drafts: how drawn, how long, where to stop.
+
+A token that the target is bound to reject is not worth verifying. Leaving it out is lossless,
+because drafts are one-hot rows: any edit that does not look at the verification's randomness is.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_hetero_spec.draft.penalties import Penalty
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# A request's own lookahead in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0 is off.
+LOOKAHEAD_ARG = "hetero_spec_lookahead"
+# vLLM takes lower temperatures for 0.
+_COLDEST = 1e-5
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """One request's parameters, read once when it is first seen.
+
+    Attributes:
+        race_seed: Of its races: odd ones are of requests with a seed, so that none coincide.
+        temperature, top_k, top_p, seed: As in vLLM; top_k is 0 for all.
+        penalty: Its penalties; None where there are none.
+        structured: A grammar constrains it.
+        max_tokens: Its longest output in target tokens; None for no limit.
+        min_tokens: Target tokens before which no stop token may come.
+        stop_ids: Those stop tokens.
+        allowed_ids: The only target ids it may generate; None for all.
+        bad_words: Target ids that must not stand in a row.
+        lookahead: Target tokens that it asks to be drafted; None leaves it to the controller.
+    """
+
+    race_seed: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    penalty: Penalty | None = None
+    structured: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    allowed_ids: frozenset[int] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    lookahead: int | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether the target draws its tokens instead of taking the likeliest."""
+        return self.temperature >= _COLDEST
+
+    def useful_lookahead(
+        self, lookahead: int, num_tokens: int, num_output_tokens: int, max_model_len: int
+    ) -> int:
+        """Target tokens worth proposing: none beyond the model's length or the request's own end.
+
+        Args:
+            lookahead: What is asked for.
+            num_tokens: The request's target tokens so far.
+            num_output_tokens: Those of them that it generated.
+            max_model_len: The target's longest sequence.
+        """
+        room = max_model_len - num_tokens - 1
+        if self.max_tokens is not None:
+            room = min(room, self.max_tokens - num_output_tokens - 1)
+        return max(0, min(lookahead, room))
+
+    def acceptable(self, proposal: Sequence[int], output: Sequence[int] | np.ndarray) -> int:
+        """Leading tokens of a proposal that the request does not forbid.
+
+        Bad words, stop tokens before `min_tokens`, and tokens outside `allowed_ids` are forbidden.
+
+        Args:
+            proposal: Target ids.
+            output: Target ids generated so far; only the end is read.
+        """
+        early = self.min_tokens - len(output)
+        if not self.bad_words and self.allowed_ids is None and early <= 0:
+            return len(proposal)
+        longest = max(map(len, self.bad_words), default=0)
+        past = [int(token) for token in output[max(0, len(output) - longest) :]]
+        for position, token in enumerate(proposal):
+            past.append(token)
+            if (
+                (self.allowed_ids is not None and token not in self.allowed_ids)
+                or (position < early and token in self.stop_ids)
+                or any(past[-len(word) :] == list(word) for word in self.bad_words)
+            ):
+                return position
+        return len(proposal)
+
+
+def params_of(params: "SamplingParams | None", req_id: str, engine_seed: int) -> RequestParams:
+    """Read vLLM's parameters of a request; None (a pooling request) has the defaults.
+
+    Args:
+        params: vLLM's.
+        req_id: The request's id, of which a seed for its races is made where it has none.
+        engine_seed: The engine's own seed.
+    """
+    if params is None:
+        return RequestParams(_race_seed(None, req_id, engine_seed))
+    penalty = Penalty(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    allowed = params.allowed_token_ids
+    return RequestParams(
+        race_seed=_race_seed(params.seed, req_id, engine_seed),
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        seed=params.seed,
+        penalty=None if penalty == Penalty() else penalty,
+        structured=params.structured_outputs is not None,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_ids=frozenset(params.all_stop_token_ids),
+        allowed_ids=None if allowed is None else frozenset(allowed),
+        bad_words=params.bad_words_token_ids or (),
+        lookahead=_requested_lookahead(params),
+    )
+
+
+def _race_seed(seed: int | None, req_id: str, engine_seed: int) -> int:
+    """Nothing is drawn: ranks that verify together get the same."""
+    if seed is not None:
+        return seed << 1 | 1
+    name = f"{engine_seed} {req_id}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 3 << 1
+
+
+def _requested_lookahead(params: "SamplingParams") -> int | None:
+    asked = (params.extra_args or {}).get(LOOKAHEAD_ARG)
+    if asked is None:
+        return None
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        _complain(repr(asked)[:40])
+        return None
+    return asked
+
+
+@lru_cache(maxsize=8)
+def _complain(found: str) -> None:
+    logger.warning(
+        "A request asks for %s=%s; it must be a whole number from 0 (no speculation). Such "
+        "requests are drafted as if they had not asked.",
+        LOOKAHEAD_ARG,
+        found,
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V1: the only file that reads its batch, and the only one that changes it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+
+class RunnerV1:
+    """vLLM's model runner of one worker, as the rest of the engine may see it.
+
+    Args:
+        runner: vLLM's.
+        num_speculative_tokens: Longest draft in target tokens.
+    """
+
+    def __init__(self, runner: "GPUModelRunner", num_speculative_tokens: int) -> None:
+        self._runner = runner
+        self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
+        self._viewed: float | None = None  # when the last view was made
+        self._handed_out: float | None = None  # when its drafts were
+        # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
+        # we bound every request on its own.
+        runner.effective_drafter_max_model_len = runner.max_model_len + num_speculative_tokens + 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        device: torch.device = self._runner.device
+        return device
+
+    @property
+    def runner_class(self) -> "type[GPUModelRunner]":
+        """The class of the runner, of which the drafter's is made."""
+        return type(self._runner)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens that the target computes in a step."""
+        return int(self._runner.max_num_tokens)
+
+    def view(
+        self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
+    ) -> StepView:
+        """The step that has just sampled.
+
+        Args:
+            scheduler_output: What the step was made of.
+            sampled: Target ids that each request of the batch sampled, empty in prefill.
+        """
+        now = time.perf_counter()
+        runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens
+        batch, states = runner.input_batch, runner.requests
+        requests = []
+        for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+            state = states[req_id]
+            requests.append(
+                RequestView(
+                    req_id=req_id,
+                    params=self._params_of(req_id, state.sampling_params),
+                    token_ids=batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]],
+                    num_prompt_tokens=state.num_prompt_tokens,
+                    new_tokens=tokens,
+                    num_drafted=len(drafted.get(req_id, ())),
+                    has_text=state.prompt_embeds is None,
+                )
+            )
+        if len(self._params) > len(states):
+            for req_id in self._params.keys() - states.keys():
+                del self._params[req_id]
+        step = StepView(
+            requests=requests,
+            started={new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs},
+            live=states.keys(),
+            lookahead=scheduler_output.num_spec_tokens_to_schedule,
+            max_model_len=runner.max_model_len,
+            num_rows=scheduler_output.total_num_scheduled_tokens,
+            target_seconds=None if self._handed_out is None else now - self._handed_out,
+            step_seconds=None if self._viewed is None else now - self._viewed,
+        )
+        self._viewed = now
+        return step
+
+    def handed_out(self) -> None:
+        """The step's drafts are out, and the target's next step begins."""
+        self._handed_out = time.perf_counter()
+
+    def batch(self) -> BatchView:
+        """The batch that tokens are being chosen for."""
+        states, req_ids = self._runner.requests, list(self._runner.input_batch.req_ids)
+        seen = [states[req_id] for req_id in req_ids]
+        return BatchView(
+            req_ids=req_ids,
+            num_output_tokens=[len(state.output_token_ids) for state in seen],
+            race_seeds=[
+                self._params_of(req_id, state.sampling_params).race_seed
+                for req_id, state in zip(req_ids, seen, strict=True)
+            ],
+        )
+
+    def replace_rejection_sampler(
+        self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
+    ) -> None:
+        """Verify drafts by another sampler from now on."""
+        runner = self._runner
+        runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
+
+    def replace_randomness(self, make: Callable[[str], _Module]) -> _Module:
+        """Draw tokens by another module from now on, made for the sampler's `logprobs_mode`."""
+        sampler = self._runner.sampler
+        sampler.topk_topp_sampler = made = make(sampler.logprobs_mode)
+        return made
+
+    @torch.inference_mode()
+    def target_forward(self, rows: int) -> None:
+        """One forward of the target over made-up tokens, with the logits of all of them."""
+        hidden, _ = self._runner._dummy_run(rows)
+        self._runner.model.compute_logits(hidden[:rows])
+
+    def _params_of(self, req_id: str, params: "SamplingParams | None") -> RequestParams:
+        known = self._params.get(req_id)
+        if known is None or known[0] is not params:  # new, or another request of the same id
+            read = params_of(params, req_id, self._runner.model_config.seed)
+            known = self._params[req_id] = params, read
+        return known[1]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of the target as drafting sees it: frozen, and the same for every model runner.
+
+One file per runner makes these views (`runner_v1`); nothing else reads vLLM's runner, its batch or
+its scheduler's output. A view is good for its step alone: its arrays belong to the runner.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.request_params import RequestParams
+
+
+class RequestView(NamedTuple):
+    """One request of the batch after a step of the target.
+
+    Attributes:
+        req_id: vLLM's name for it.
+        params: What it asks for.
+        token_ids: int [num_tokens], all its target ids so far, in the runner's host memory.
+        num_prompt_tokens: How many of them are its prompt.
+        new_tokens: Target ids that it sampled in this step; none while it reads its prompt.
+        num_drafted: Tokens of its draft that the target verified in this step.
+        has_text: Whether its prompt is token ids, not embeddings.
+    """
+
+    req_id: str
+    params: RequestParams
+    token_ids: np.ndarray
+    num_prompt_tokens: int
+    new_tokens: Sequence[int]
+    num_drafted: int = 0
+    has_text: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Target tokens so far, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Target tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step of the target that has sampled, before its drafts are made.
+
+    Attributes:
+        requests: Of the batch, in its order.
+        started: Requests that are new in this step, with their cache_salt.
+        live: Ids of all requests that the runner knows, waiting ones included.
+        lookahead: Target tokens that may be drafted for each request.
+        max_model_len: The target's longest sequence in tokens.
+        num_rows: Tokens that the target computed in this step.
+        target_seconds: Wall time since the drafts before were handed out; None in the first step.
+        step_seconds: Wall time since the view before was made; None in the first step.
+    """
+
+    requests: Sequence[RequestView]
+    started: Mapping[str, str | None]
+    live: Collection[str]
+    lookahead: int
+    max_model_len: int
+    num_rows: int
+    target_seconds: float | None = None
+    step_seconds: float | None = None
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Each request's place in the batch."""
+        return {request.req_id: index for index, request in enumerate(self.requests)}
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Target tokens sampled in this step, over all requests."""
+        return sum(len(request.new_tokens) for request in self.requests)
+
+    @property
+    def num_sampled(self) -> int:
+        """Requests that sampled in this step, and may be drafted for."""
+        return sum(bool(request.new_tokens) for request in self.requests)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether nothing of a prompt was computed: a plain step of decoding, or of verifying."""
+        verified = sum(request.num_drafted for request in self.requests)
+        return not self.started and self.num_rows == len(self.requests) + verified
+
+    def in_order(self, drafts: Sequence[Draft]) -> list[list[int]]:
+        """The drafts' target tokens, one list for each request of the batch, empty without one."""
+        tokens: list[list[int]] = [[] for _ in self.requests]
+        for draft in drafts:
+            tokens[self.index_of[draft.req_id]] = draft.tokens
+        return tokens
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """The batch that tokens are being chosen for; empty while vLLM profiles with made-up ones.
+
+    Attributes:
+        req_ids: In the batch's order.
+        num_output_tokens: Target tokens that each has generated before this step.
+        race_seeds: Of each request's races.
+    """
+
+    req_ids: Sequence[str]
+    num_output_tokens: Sequence[int]
+    race_seeds: Sequence[int]
