@@ -53,7 +53,7 @@ TRUNCATED = [
     for at in range(1, len(data))
     for piece in (data[:at], data[at:])
 ] + [b"\xff", b"\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80" * 5, b"\xe4\xb8 "]
-# Appends (positive) and roll backs (negative) in units of a 64th of the sequence, 0: nothing new.
+# In 64ths of the sequence: appends, and (negative) fresh contexts of less; 0 is nothing new.
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9, 20, 64, 0, -1, -1, -2, -3, -5, -9, -20, -64)
 
 

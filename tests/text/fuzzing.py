@@ -2,7 +2,7 @@
 """Walks over cases of the token bridge, what has to hold at every step, and a driver of any length.
 
 A case is a target sequence (canonical ids of a text, arbitrary ids, or both) for one pair of
-tokenizers and a walk over it: append, roll back, draft. After every step the context is compared
+tokenizers and a walk over it: append, begin afresh, draft. After every step the context is compared
 with a model that reads the whole sequence from scratch, and a draft of what follows is translated.
 """
 
@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fuzz_cases import Case, arbitrary_id, cases
 from fuzz_model import (
@@ -92,6 +93,14 @@ class Checker:
         self.counts.pairs.add(case.pair)
 
 
+class Mark(NamedTuple):
+    """Where the cut of a context was after so many target ids."""
+
+    num_target: int
+    cut: int
+    tail: str
+
+
 class Walk:
     """One case under way."""
 
@@ -101,7 +110,7 @@ class Walk:
         self.ids = pair.ids_of(case)
         self.canonical = len(case.stretches) == 1 and isinstance(case.stretches[0], bytes)
         self.noise = [arbitrary_id(pair.drafter, *drawn) for drawn in case.noise]
-        self.context = self.bridge.open()
+        self.open()
 
     def run(self) -> None:
         self.bridge.failures.clear()
@@ -113,15 +122,20 @@ class Walk:
             DOCUMENTED_FAILURES.issuperset(self.bridge.failures), "failures", self.bridge.failures
         )
 
+    def open(self) -> None:
+        self.context = self.bridge.open()
+        self.marks = [Mark(0, len(self.context.ids), "")]
+
     def step(self, amount: int) -> None:
-        """Append or roll back, then compare everything there is."""
-        context, at = self.context, self.context.num_target
-        before = list(context.ids)
+        """Append, or read less of it afresh, then compare everything there is."""
+        at = min(len(self.ids), max(0, self.context.num_target + amount))
         if amount < 0:
-            kept = context.rollback(max(0, at + amount))
-        else:
-            kept = self.bridge.extend([context], [self.ids[at : at + amount]])[0]
-        at = min(len(self.ids), max(0, at + amount))
+            self.open()
+        context = self.context
+        before = list(context.ids)
+        kept = self.bridge.extend([context], [self.ids[context.num_target : at]])[0]
+        if context._cut > self.marks[-1].cut:
+            self.marks.append(Mark(at, context._cut, context.tail))
         require(not context.broken, "broken", self.bridge.failures)
         require(context.num_target == at, "number of target ids", context.num_target, at)
         known = [i if 0 <= i < self.pair.target.vocab_size else UNKNOWN_ID for i in self.ids[:at]]
@@ -130,10 +144,6 @@ class Walk:
         require(context.ids[:kept] == before[:kept], "ids that were to be kept", kept)
         scratch = self.pair.scratch(self.ids[:at])
         self.compare(context, scratch)
-        if amount < 0:
-            fresh = self.bridge.open()
-            self.bridge.extend([fresh], [self.ids[:at]])
-            self.compare(fresh, scratch)
         self.drafts(scratch)
 
     def compare(self, context: TextContext, scratch: Scratch) -> None:
@@ -147,7 +157,7 @@ class Walk:
         inseparable = False
         if context.ids != whole:
             self.seen["contexts that differ"] += 1
-            inseparable = explain_difference(self.pair, context, scratch)
+            inseparable = explain_difference(self.pair, context, scratch, self.marks)
         if inseparable:
             self.seen["contexts with other bytes"] += 1
         else:
@@ -227,7 +237,9 @@ class Walk:
             require(again != anchor + following, "round trip", anchor, following, proposal)
 
 
-def explain_difference(pair: Pair, context: TextContext, scratch: Scratch) -> bool:
+def explain_difference(
+    pair: Pair, context: TextContext, scratch: Scratch, cuts_made: Sequence[Mark]
+) -> bool:
     """Ids that are not those of the whole text: every piece must be the drafter's own.
 
     Returns whether the text was so long without a place that normalisation does not look across
@@ -239,7 +251,7 @@ def explain_difference(pair: Pair, context: TextContext, scratch: Scratch) -> bo
     drafter, given more text, has changed its mind about what lies before the cut.
     """
     drafter, ids = pair.drafter, context.ids
-    marks = [(mark, pair.scratch(context.target_ids[: mark.num_target])) for mark in context._marks]
+    marks = [(mark, pair.scratch(context.target_ids[: mark.num_target])) for mark in cuts_made]
     at, inseparable = len(pair.first_ids()), False
     for place, (text, control) in enumerate([*scratch.closed, (scratch.text, None)]):
         start = 0

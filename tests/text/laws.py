@@ -33,11 +33,10 @@ def expected(text: str, tokenizer: TextTokenizer) -> str:
 
 
 def encoded(tokenizer: TextTokenizer, text: str) -> tuple[bytes, int]:
-    """Bytes of the ids of a text, none of them special, and how many were counted as lost."""
-    before = tokenizer.dropped_bytes
+    """Bytes of the ids of a text, none of them special, and how many are said to be lost."""
     ids = tokenizer.encode(text)
     assert tokenizer.special_ids.isdisjoint(set(ids) - {tokenizer.unknown_id})
-    return tokenizer.decode_bytes(ids), tokenizer.dropped_bytes - before
+    return tokenizer.decode_bytes(ids), tokenizer.lost_bytes(text, ids)
 
 
 def assert_exact(tokenizer: TextTokenizer, text: str) -> None:

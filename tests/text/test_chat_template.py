@@ -375,9 +375,7 @@ def test_bos_is_never_doubled(sides: dict[str, Side]) -> None:
 
 @quick
 @given(data=st.data())
-def test_rollback_and_steps_equal_a_fresh_context(
-    sides: dict[str, Side], data: st.DataObject
-) -> None:
+def test_steps_equal_one_append(sides: dict[str, Side], data: st.DataObject) -> None:
     target, drafter = data.draw(st.sampled_from(PAIRS))
     theirs, ours = sides[target], sides[drafter]
     bridge = bridged(theirs, ours)
@@ -391,15 +389,6 @@ def test_rollback_and_steps_equal_a_fresh_context(
     for token_id in generated:
         stepwise.append([token_id])
     assert stepwise.ids == context.ids
-    kept = data.draw(st.integers(0, len(prompt) + len(generated)))
-    context.rollback(kept)
-    fresh = opened(bridge, prompt[:kept])
-    fresh.append(generated[: max(0, kept - len(prompt))])
-    assert (context.ids, context.held) == (fresh.ids, fresh.held)
-    assert context.untouched == fresh.untouched
-    context.append(generated)
-    fresh.append(generated)
-    assert context.ids == fresh.ids
 
 
 @quick
@@ -423,7 +412,6 @@ def test_any_ids_at_all(sides: dict[str, Side], data: st.DataObject) -> None:
     if pieces is not None:
         assert isinstance(pieces[0], Marker | int)
     context.append(ids)
-    context.rollback(rng.randrange(len(ids)))
     assert not context.broken
     assert all(0 <= i < ours.text.vocab_size for i in context.ids)
 

@@ -59,18 +59,10 @@ def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> 
 
 
 def walk(context: TextContext, ids: list[int], rng: random.Random) -> None:
-    """Append ids in random pieces, now and then taking some back; checks c at every step."""
-    restart_at = rng.randint(0, len(ids))
+    """Append ids in random pieces; checks c at every step."""
     while context.num_target < len(ids):
-        before = list(context.ids)
-        at = context.num_target
-        if at >= restart_at:
-            restart_at = len(ids)
-            kept = context.rollback(rng.randint(0, at))
-        elif rng.random() < 0.2:
-            kept = context.rollback(rng.randint(max(0, at - 12), at))
-        else:
-            kept = context.append(ids[at : at + rng.randint(1, 6)])
+        before, at = list(context.ids), context.num_target
+        kept = context.append(ids[at : at + rng.randint(1, 6)])
         assert 0 <= kept <= min(len(before), len(context.ids))
         assert context.ids[:kept] == before[:kept]
 
@@ -229,14 +221,6 @@ def test_a_failing_context_is_broken_alone(
     assert contexts[2].ids == [1, *drafter.encode(" fine two")]
     assert bridge.failures["context_error"] == 1
     assert bridge.to_target(contexts, [drafter.encode(" in")] * 3, [4] * 3)[1] == []
-
-
-def test_rollback_checks_its_argument(family: dict[str, TextTokenizer]) -> None:
-    for mode in ("identity", "text"):
-        context = make_bridge(family["byte-level"], family["byte-level"], mode=mode).open()
-        context.append([5, 6, 7])
-        with pytest.raises(ValueError, match="roll back"):
-            context.rollback(4)
 
 
 def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextTokenizer]) -> None:

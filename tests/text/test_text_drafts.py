@@ -256,8 +256,6 @@ def test_identity_passes_ids_through(family: dict[str, TextTokenizer]) -> None:
     assert bridge.extend([context], [[7, 8, 9]]) == [0]
     assert bridge.extend([context], [[10]]) == [3]
     assert context.ids == [7, 8, 9, 10]
-    assert context.rollback(2) == 2
-    assert (context.ids, context.num_target) == ([7, 8], 2)
     assert bridge.to_target([context], [[5, 0, 6]], [9]) == [[5, 0]]
     assert bridge.to_target([context], [[5, 4, 6]], [2]) == [[5, 4]]
 

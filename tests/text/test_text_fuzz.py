@@ -225,13 +225,6 @@ def cut_anywhere(self: TextContext, at: int, tail_ids: Sequence[int]) -> bool:
     return True
 
 
-def keep_held(self: TextContext, mark: Any) -> None:
-    """Rolling back without the bytes of a character that was begun."""
-    self._cut, self._tail = mark.cut, mark.tail
-    self._strip_space, self._add_space = mark.strip_space, mark.add_space
-    self.held = getattr(self, "held", b"")
-
-
 def no_anchor(self: DraftTranslator, ids: Sequence[int], job: Any) -> None:
     """The draft, encoded without the text it continues."""
 
@@ -242,7 +235,6 @@ def all_of_it(self: DraftTranslator, ids: Sequence[int], job: Any, limit: int) -
 
 
 SOURCE = b"        return ~(self.value) if '%(default)' not in help  # why"
-FACES = b"\xf0\x9f\x91\x8d" * 9
 ACCENT = (("byte", 0x65), ("byte", 0xCC), ("byte", 0x81))  # a pair that NFC composes
 ONES = (1,) * 40
 WRONG: dict[str, tuple[type, str, Callable[..., Any], Case]] = {
@@ -251,12 +243,6 @@ WRONG: dict[str, tuple[type, str, Callable[..., Any], Case]] = {
         "_cut_at",
         cut_anywhere,
         Case(("byte-level", "sentencepiece"), (SOURCE,), ONES),
-    ),
-    "held|tail|bytes": (
-        TextContext,
-        "_restore",
-        keep_held,
-        Case(("sentencepiece", "byte-level"), (FACES,), (4, -2, 3, -1)),
     ),
     "round trip": (
         DraftTranslator,

@@ -3,7 +3,6 @@
 
 import argparse
 import gc
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,16 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_hetero_spec.cli import plots
-from vllm_hetero_spec.cli.inspection import Inspection, Side, control_tokens
-from vllm_hetero_spec.cli.inspection_tables import show
+from vllm_hetero_spec.cli.pair_report import PairReport, Side, control_tokens
+from vllm_hetero_spec.cli.pair_tables import show
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
+from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.chat_bridge import align
 from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
-from vllm_hetero_spec.text.segmentation import SegmentationStatistics, segmentation_statistics
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import (
     PairMeter,
@@ -58,12 +56,6 @@ def add_parser(commands: Any) -> None:
         help='text like the one to be generated, or JSONL with "prompt" keys (default: a built-in '
         "text of prose, code and several scripts)",
     )
-    parser.add_argument(
-        "--segmentations",
-        action="store_true",
-        help="count the ways to spell each target token with drafter tokens (takes a while)",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what is shared")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run tokenizer code of the repositories"
@@ -75,31 +67,20 @@ def run(arguments: argparse.Namespace) -> None:
     """Inspect and print.
 
     Raises:
-        ConfigError: A tokenizer, the text or the plot's file cannot be used.
+        ConfigError: A tokenizer or the text cannot be used.
     """
-    if arguments.plot is not None:
-        plots.check(arguments.plot)
     documents = _documents(arguments.text)
     with _collector_off(), _progress() as progress:
         target, drafter = (
             _open(progress, arguments, role, name)
             for role, name in (("target", arguments.target), ("drafter", arguments.drafter))
         )
-        found = _inspect(
-            target,
-            drafter,
-            documents,
-            source=str(arguments.text or "built-in"),
-            count_ways=arguments.segmentations,
-            progress=progress,
-        )
-    if arguments.plot is not None:
-        plots.draw(found, arguments.plot)
+        source = str(arguments.text or "built-in")
+        report = _inspect(target, drafter, documents, source, progress)
     if arguments.json:
-        json.dump(found.as_json(), sys.stdout, indent=2)
-        print()
+        print_json(report.as_json())
     else:
-        show(found, Console())
+        show(report, Console())
 
 
 def _documents(file: Path | None) -> list[str]:
@@ -129,11 +110,9 @@ def _inspect(
     target: OpenTokenizer,
     drafter: OpenTokenizer,
     documents: Sequence[str],
-    *,
     source: str,
-    count_ways: bool,
     progress: Progress,
-) -> Inspection:
+) -> PairReport:
     ours, theirs = target.text, drafter.text
     special = SpecialTokens(ours, theirs, target.eos_ids, drafter.eos_ids)
     with _step(progress, "comparing the vocabularies"):
@@ -147,46 +126,45 @@ def _inspect(
             )
         }
         overlap = measure_overlap(ours, theirs, target.strings, drafter.strings)
-        sides = [_side(opened, documents) for opened in (target, drafter)]
     with _step(progress, "comparing the two on the text", len(documents)) as task:
         meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
         for start in range(0, len(documents), _BATCH):
             meter.add(documents[start : start + _BATCH])
             progress.advance(task, _BATCH)
     chat = align(ours, theirs, chat_of(target.backend), chat_of(drafter.backend), special)
-    return Inspection(
-        target=sides[0],
-        drafter=sides[1],
+    pair = meter.statistics()
+    return PairReport(
+        target=_side(
+            target, documents, pair.target_tokens, pair.target_straddle, pair.target_failures
+        ),
+        drafter=_side(
+            drafter, documents, pair.drafter_tokens, pair.drafter_straddle, pair.drafter_failures
+        ),
         overlap=overlap,
         lengths=lengths,
         text=source,
         documents=len(documents),
-        pair=meter.statistics(),
+        pair=pair,
         identity=ours.fingerprint == theirs.fingerprint,
         control=control_tokens(target, special),
         chat_template=chat.reason,
-        segmentations=_ways(target, drafter, progress) if count_ways else None,
     )
 
 
-def _side(opened: OpenTokenizer, documents: Sequence[str]) -> Side:
+def _side(
+    opened: OpenTokenizer, documents: Sequence[str], tokens: int, straddle: float, changed: int
+) -> Side:
+    text = "".join(documents)
     return Side(
         opened=opened,
         counts=count_vocabulary(opened.text),
-        unspelled=unspelled_characters(opened.text, Counter("".join(documents))),
+        tokens=tokens,
+        tokens_per_byte=tokens / len(text.encode()),
+        straddle=straddle,
+        changed_lines=changed,
         changed_documents=sum(opened.round_trip(text) != text for text in documents),
+        unspelled=unspelled_characters(opened.text, Counter(text)),
     )
-
-
-def _ways(
-    target: OpenTokenizer, drafter: OpenTokenizer, progress: Progress
-) -> SegmentationStatistics:
-    with _step(progress, "counting the ways to spell each target token") as task:
-        return segmentation_statistics(
-            target.text,
-            drafter.text,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
 
 
 def _progress() -> Progress:

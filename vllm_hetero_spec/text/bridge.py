@@ -121,14 +121,13 @@ class TextBridge:
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         texts = cast(Sequence[TextContext], contexts)
         kept = [len(context.ids) for context in texts]
-        dropped = self._drafter.dropped_bytes
         for index, ids in enumerate(new_ids):
             kept[index] = self._guarded(texts[index], texts[index].take, ids)
         for index, tail_ids in enumerate(self._encode_tails(texts)):
+            if lost := self._drafter.lost_bytes(texts[index].tail, tail_ids):
+                self.failures["unencodable"] += lost
             settled = self._guarded(texts[index], texts[index].settle, tail_ids)
             kept[index] = min(kept[index], settled)
-        if self._drafter.dropped_bytes > dropped:
-            self.failures["unencodable"] += self._drafter.dropped_bytes - dropped
         return kept
 
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:

@@ -19,9 +19,6 @@ class Context(Protocol):
     def append(self, target_ids: Sequence[int]) -> int:
         """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
 
-    def rollback(self, num_target: int) -> int:
-        """Forget target ids from index num_target on; returns c as append does."""
-
 
 class IdentityContext:
     """A context of two equal tokenizers: the target's ids themselves."""
@@ -40,14 +37,3 @@ class IdentityContext:
         kept = len(self.ids)
         self.ids.extend(target_ids)
         return kept
-
-    def rollback(self, num_target: int) -> int:
-        check_rollback(num_target, len(self.ids))
-        del self.ids[num_target:]
-        return num_target
-
-
-def check_rollback(num_target: int, have: int) -> None:
-    """Raises ValueError where there are not so many target ids."""
-    if not 0 <= num_target <= have:
-        raise ValueError(f"cannot roll back to {num_target} target ids: there are {have}")

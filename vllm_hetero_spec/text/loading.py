@@ -57,23 +57,21 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
 def _check_spelling(built: TextTokenizer) -> None:
     """Encode some text: the bytes must be those of its normalisation, but for what is counted."""
     for text in _PROBES:
-        expected, before = built.normalize(text).encode(), built.dropped_bytes
-        spelled = built.decode_bytes(built.encode(text))
-        dropped = built.dropped_bytes - before
+        expected, ids = built.normalize(text).encode(), built.encode(text)
+        spelled, lost = built.decode_bytes(ids), built.lost_bytes(text, ids)
         rest = iter(expected)
-        exact = len(spelled) + dropped == len(expected) and all(byte in rest for byte in spelled)
+        exact = len(spelled) + lost == len(expected) and all(byte in rest for byte in spelled)
         if not exact or (text == _ORDINARY and _has_marks(expected)):
             raise UnsupportedTokenizer(
                 f"{built.name}: its tokens do not spell the text they encode: {text!r} becomes "
                 f"{spelled.decode('utf-8', 'replace')!r}; use a model whose tokenizer and decoder "
                 "belong together."
             )
-        if text == _ORDINARY and 2 * dropped > len(expected):
+        if text == _ORDINARY and 2 * lost > len(expected):
             raise UnsupportedTokenizer(
-                f"{built.name}: its vocabulary cannot spell ordinary text: {dropped} of the "
+                f"{built.name}: its vocabulary cannot spell ordinary text: {lost} of the "
                 f"{len(expected)} bytes of {text!r} are lost; use a model whose tokenizer can."
             )
-    built.dropped_bytes = 0
 
 
 def _has_marks(normalized: bytes) -> bool:

@@ -9,7 +9,6 @@ the last space of a run to the word after it: joined bytes that end in space are
 """
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,21 +18,25 @@ from vllm_hetero_spec.text.cuts import ANY_WORD
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import Ids, VocabularyMaps, encode_strings
 
-# Entries of the tables of ``of`` kept at most (8 bytes each), and verdicts of ``among`` (some 200).
-TABLE_PAIRS = 1 << 22
+# Remembered at most: verdicts (some 200 bytes each) and the candidates of paths (a few numbers).
 MEMO_PAIRS = 1 << 18
-# Paths whose candidates are remembered: a few numbers each.
 MEMO_RANGES = 1 << 14
 
 
 class Merges:
     """mu of the drafter tokens that are asked about, remembered.
 
-    mu(d, e) is the first id the target gives for the bytes of d and e in a row (and a word, where
-    they end in space), where its bytes
-    begin the joined bytes and end past those of d: inside e or at its end. It is not defined for d
-    outside the intersection, nor for tokens the target cannot spell, EOS and special tokens. Of a
-    path only the first token has to be in the intersection.
+    mu(d, e) is the first id that the target gives for the bytes of d and e in a row (and a word
+    behind them, where they end in space). Its bytes must begin the joined bytes and end past those
+    of d: inside e or at its end. It is not defined for d outside the intersection, nor for control
+    tokens and tokens that the target cannot spell. Of a path only the first token has to be in the
+    intersection.
+
+    Args:
+        target: Its tokenizer.
+        drafter: Its tokenizer.
+        maps: Between their vocabularies, control tokens included.
+        memo_pairs: Verdicts to remember at most.
     """
 
     def __init__(
@@ -42,7 +45,6 @@ class Merges:
         drafter: TextTokenizer,
         maps: VocabularyMaps,
         *,
-        table_pairs: int = TABLE_PAIRS,
         memo_pairs: int = MEMO_PAIRS,
     ) -> None:
         self._target, self._drafter, self._maps = target, drafter, maps
@@ -54,10 +56,8 @@ class Merges:
         self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _order
         self._place[self._order] = np.arange(len(order))
         self._ranges: dict[bytes, NDArray[np.int32]] = {}
-        self._tables: OrderedDict[int, tuple[Ids, Ids]] = OrderedDict()
         self._pairs: dict[tuple[bytes, int], int] = {}
-        self._table_pairs, self._memo_pairs = table_pairs, memo_pairs
-        self._kept = 0  # entries in _tables
+        self._memo_pairs = memo_pairs
 
     def mergeable(self) -> NDArray[np.bool_]:
         """[V_D]: whether some target token spells a drafter token and goes on."""
@@ -72,26 +72,6 @@ class Merges:
         after = bisect_right(self._target_strings, data)
         longer = self._target_strings[after : after + 1]
         return bool(data) and bool(longer) and longer[0].startswith(data)
-
-    def of(self, drafter_id: int) -> tuple[Ids, Ids]:
-        """All e with mu(drafter_id, e) defined, ascending, and for each the target id mu.
-
-        Encodes every candidate the first time: where the token is a space or a bracket that is
-        most of the drafter's vocabulary. ``among`` asks about the few that a row makes probable.
-        """
-        known = self._tables.get(drafter_id)
-        if known is not None:
-            self._tables.move_to_end(drafter_id)
-            return known
-        candidates = self.candidates(drafter_id)
-        merged = self._merged(self._joined((drafter_id,)), candidates)
-        found = candidates[merged >= 0], merged[merged >= 0]
-        self._tables[drafter_id] = found
-        self._kept += len(found[0])
-        while self._kept > self._table_pairs and len(self._tables) > 1:
-            _, (dropped, _) = self._tables.popitem(last=False)
-            self._kept -= len(dropped)
-        return found
 
     def among(self, path: Sequence[int], drafter_ids: Ids) -> Ids:
         """mu(path, e) for each e of ``drafter_ids``, -1 where it is not defined."""
@@ -112,14 +92,6 @@ class Merges:
         self._pairs |= {(data, e): t for e, t in zip(unknown, merged.tolist(), strict=True)}
         result[possible] = [self._pairs[data, e] for e in asked]
         return result
-
-    def candidates(self, drafter_id: int) -> Ids:
-        """All e such that a target token spells drafter_id and goes on with a beginning of e.
-
-        Every e of ``of`` is among them; nothing is encoded to find them.
-        """
-        ranges = self._candidate_ranges(self._joined((drafter_id,))).T.tolist()
-        return np.sort(np.concatenate([self._order[:0], *(self._order[a:b] for a, b in ranges)]))
 
     def _joined(self, path: Sequence[int]) -> bytes:
         """Bytes of a path; none where it has no merges: see the class."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's text as drafter ids: grows and shrinks with the target's ids.
+"""One request's text as drafter ids, growing with the target's.
 
 Only the open tail is encoded again when text arrives. Everything before the cut is frozen, so a
 step costs what its new text costs, whatever the length of the context. The cut moves to a place
@@ -10,25 +10,11 @@ checking that encoding from there gives the same ids.
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vllm_hetero_spec.text import cuts
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
-from vllm_hetero_spec.text.context import check_rollback
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """All state but the ids of the tail, as it was after num_target target ids."""
-
-    num_target: int
-    cut: int
-    tail: str
-    held: bytes
-    strip_space: bool
-    add_space: bool
 
 
 class TextContext:
@@ -51,16 +37,10 @@ class TextContext:
         self.ids: list[int] = [drafter.bos_id] if starts_with_bos else []  # type: ignore[list-item]
         self.target_ids: list[int] = []
         self.broken = False
-        start = _Mark(
-            num_target=0,
-            cut=len(self.ids),
-            tail="",
-            held=b"",
-            strip_space=target.leading_space.applies(first=True),
-            add_space=drafter.leading_space.applies(first=True),
-        )
-        self._marks = [start]
-        self._restore(start)
+        self.held = b""
+        self._cut, self._tail = len(self.ids), ""
+        self._strip_space = target.leading_space.applies(first=True)
+        self._add_space = drafter.leading_space.applies(first=True)
 
     @property
     def num_target(self) -> int:
@@ -81,24 +61,6 @@ class TextContext:
         kept = self.take(target_ids)
         return min(kept, self.settle(self._drafter.encode_batch([self._tail])[0]))
 
-    def rollback(self, num_target: int) -> int:
-        """Forget target ids from index num_target on; costs the text since the mark before it.
-
-        Raises ValueError for an index that is not in [0, num_target].
-        """
-        check_rollback(num_target, len(self.target_ids))
-        if num_target == len(self.target_ids):
-            return len(self.ids)
-        while self._marks[-1].num_target > num_target:
-            self._marks.pop()
-        mark = self._marks[-1]
-        replay = self.target_ids[mark.num_target : num_target]
-        old = self.ids[mark.cut :]
-        del self.target_ids[mark.num_target :], self.ids[mark.cut :]
-        self._restore(mark)
-        self.append(replay)
-        return mark.cut + _common_prefix(old, self.ids[mark.cut :])
-
     def take(self, target_ids: Sequence[int]) -> int:
         """First half of append: the text is in tail, to be encoded and handed to settle()."""
         if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
@@ -108,24 +70,19 @@ class TextContext:
         return self._take_plain(target_ids)
 
     def _take_prompt(self, target_ids: Sequence[int]) -> int:
-        """The first ids of a context: turn markers in them are the drafter's own to the drafter.
-
-        A mark lies at their end, so that no rollback reads what comes later as part of a prompt.
-        """
+        """The first ids of a context: turn markers in them are the drafter's own to the drafter."""
         pieces = self._chat.split(target_ids)
         if pieces is None:
-            kept = self._take_plain(target_ids)
-        else:
-            kept = len(self.ids)
-            for piece in pieces:
-                if isinstance(piece, Marker):
-                    self._take_marker(piece)
-                elif isinstance(piece, bytes):
-                    self._take_bytes(piece)
-                else:
-                    self._take_control(piece)
-            self.target_ids.extend(target_ids)
-        self._marks.append(self._mark())
+            return self._take_plain(target_ids)
+        kept = len(self.ids)
+        for piece in pieces:
+            if isinstance(piece, Marker):
+                self._take_marker(piece)
+            elif isinstance(piece, bytes):
+                self._take_bytes(piece)
+            else:
+                self._take_control(piece)
+        self.target_ids.extend(target_ids)
         return kept
 
     def _take_plain(self, target_ids: Sequence[int]) -> int:
@@ -149,8 +106,6 @@ class TextContext:
         kept = self._replace_tail(tail_ids)
         if len(tail_ids) > cuts.TAIL_TOKENS:
             kept = min(kept, self._advance(tail_ids))
-        if self._cut > self._marks[-1].cut:
-            self._marks.append(self._mark())
         return kept
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
@@ -181,20 +136,6 @@ class TextContext:
             return token_id
         self._failures["unknown_id"] += 1
         return UNKNOWN_ID
-
-    def _mark(self) -> _Mark:
-        return _Mark(
-            num_target=len(self.target_ids),
-            cut=self._cut,
-            tail=self._tail,
-            held=self.held,
-            strip_space=self._strip_space,
-            add_space=self._add_space,
-        )
-
-    def _restore(self, mark: _Mark) -> None:
-        self._cut, self._tail, self.held = mark.cut, mark.tail, mark.held
-        self._strip_space, self._add_space = mark.strip_space, mark.add_space
 
     def _take_bytes(self, data: bytes) -> None:
         if not data:

@@ -50,7 +50,7 @@ class TextTokenizer:
     token stays text. The bytes of its ids are those of ``normalize(text)``, but for what the
     vocabulary cannot spell. Such text is the unknown token where there is one, and gone where there
     is none; lone surrogates U+DC80..U+DCFF stand for undecodable bytes, and those without a token
-    are gone. What is not in the bytes of the ids is counted in ``dropped_bytes``, every time.
+    are gone. `lost_bytes` tells how much the ids of a text lack.
     """
 
     name: str
@@ -70,7 +70,6 @@ class TextTokenizer:
     adds_bos: bool = False
     eos_id: int | None = None
     leading_space: LeadingSpace = LeadingSpace()
-    dropped_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.special_id_of = {text: token_id for token_id, text in self.special_text.items()}
@@ -108,22 +107,24 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; see the class for what raw means."""
-        if _ESCAPED.search(text):
-            return self._encode_escaped(text)
-        ids = self.raw_encode(text)
-        if not self.spells_all:
-            self._count_dropped(text, ids)
-        return ids
+        return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
         if _ESCAPED.search("".join(texts)):
             return [self.encode(text) for text in texts]
-        encoded = self.raw_encode_batch(texts)
-        if not self.spells_all:
-            for text, ids in zip(texts, encoded, strict=True):
-                self._count_dropped(text, ids)
-        return encoded
+        return self.raw_encode_batch(texts)
+
+    def lost_bytes(self, text: str, ids: Sequence[int]) -> int:
+        """How many bytes of a normalised text are not in `ids`, its encoding.
+
+        A surrogate that is no escaped byte is no text in any encoding: one byte of loss.
+        """
+        escaped = _ESCAPED.search(text)
+        if not escaped and (self.spells_all or self.unknown_id not in (None, *ids)):
+            return 0  # without unknown tokens nothing but the length of the bytes tells
+        expected = sum(max(1, len(_bytes_of(char))) for char in self.normalize(text))
+        return expected - len(self.decode_bytes(ids))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes: those of their text, and undecodable bytes as ``spell_word``."""
@@ -196,19 +197,8 @@ class TextTokenizer:
     def _spell(self, escaped: str) -> list[int]:
         data = b"".join(map(_bytes_of, escaped))
         if self.spell_word is not None:
-            ids = self.spell_word(data)
-        else:
-            ids = [self.byte_ids[byte] for byte in data if self.byte_ids[byte] >= 0]
-        # A surrogate that is no escaped byte is no text in any encoding: one byte of loss.
-        strays = sum(not _bytes_of(char) for char in escaped)
-        self.dropped_bytes += len(data) - len(self.decode_bytes(ids)) + strays
-        return ids
-
-    def _count_dropped(self, text: str, ids: Sequence[int]) -> None:
-        """Count what ``ids`` lack; without unknown tokens nothing but their length tells."""
-        if self.unknown_id is None or self.unknown_id in ids:
-            expected = len(self.raw_normalize(text).encode())
-            self.dropped_bytes += expected - len(self.decode_bytes(ids))
+            return self.spell_word(data)
+        return [self.byte_ids[byte] for byte in data if self.byte_ids[byte] >= 0]
 
 
 def _bytes_of(char: str) -> bytes:

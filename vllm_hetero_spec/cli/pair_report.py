@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `inspect` finds out about a pair of tokenizers, for programs; the tables are elsewhere."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.draft.methods import Choice, order
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
-from vllm_hetero_spec.text.segmentation import SegmentationStatistics
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import Overlap, PairStatistics, VocabularyCounts
 
@@ -26,15 +23,46 @@ class Side:
     Attributes:
         opened: The tokenizer.
         counts: Its ids by kind.
-        unspelled: Characters of the text it has no token for, with their counts.
+        tokens: Of the text.
+        tokens_per_byte: The same by the text's bytes.
+        straddle: Share of them that have a boundary of the other's strictly inside.
+        changed_lines: Lines that its tokens do not spell byte by byte.
         changed_documents: Documents that decode(encode(document)) does not give back, with special
             tokens added by one and kept by the other; what adds a BOS changes all of them.
+        unspelled: Characters of the text it has no token for, with their counts.
     """
 
     opened: OpenTokenizer
     counts: VocabularyCounts
-    unspelled: Counter[str]
+    tokens: int
+    tokens_per_byte: float
+    straddle: float
+    changed_lines: int
     changed_documents: int
+    unspelled: Counter[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Every finding under stable names."""
+        opened = self.opened
+        return {
+            "name": opened.name,
+            "vocabulary": {"get_vocab": len(opened.strings), **asdict(self.counts)},
+            "roles": {role: _token(opened, opened.roles.get(role)) for role in ROLES},
+            "eos_ids": opened.eos_ids,
+            "adds_bos": opened.text.adds_bos,
+            "leading_space": opened.text.leading_space.scope,
+            "normalizers": opened.normalizers,
+            "lossy_reason": opened.text.lossy_reason,
+            "tokens": self.tokens,
+            "tokens_per_byte": self.tokens_per_byte,
+            "changed_lines": self.changed_lines,
+            "changed_documents_with_special_tokens": self.changed_documents,
+            "unspelled": {
+                "characters": self.unspelled.total(),
+                "distinct": len(self.unspelled),
+                "examples": [character for character, _ in self.unspelled.most_common(_EXAMPLES)],
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -73,7 +101,7 @@ def control_tokens(target: OpenTokenizer, special: SpecialTokens) -> list[Contro
 
 
 @dataclass(frozen=True)
-class Inspection:
+class PairReport:
     """All findings about a pair.
 
     Attributes:
@@ -88,7 +116,6 @@ class Inspection:
         identity: Both tokenizers are the same, so that ids pass as they are.
         control: The target's control tokens.
         chat_template: Why turn markers are not bridged; "" where they are.
-        segmentations: Ways to spell target tokens with drafter tokens, where asked for.
     """
 
     target: Side
@@ -101,7 +128,6 @@ class Inspection:
     identity: bool
     control: Sequence[ControlToken]
     chat_template: str
-    segmentations: SegmentationStatistics | None = None
 
     def methods(self, temperature: float) -> list[Choice]:
         """Methods for the pair, the most promising first."""
@@ -111,14 +137,14 @@ class Inspection:
         """Every finding under stable names; shares are between 0 and 1."""
         pair = self.pair
         return {
-            "target": self._side(self.target, pair.target_tokens, pair.target_failures),
-            "drafter": self._side(self.drafter, pair.drafter_tokens, pair.drafter_failures),
+            "target": self.target.as_json(),
+            "drafter": self.drafter.as_json(),
             "intersection": {
                 "get_vocab": self.overlap.strings,
                 "space_normalised": self.overlap.space_normalised,
                 "true_bytes": self.overlap.true_bytes,
                 "text_bytes": self.overlap.text_bytes,
-                "lengths": {name: list(counts) for name, counts in self.lengths.items()},
+                "lengths": self.lengths,
             },
             "text": {
                 "source": self.text,
@@ -144,13 +170,9 @@ class Inspection:
                 ],
             },
             "methods": {
-                f"temperature_{temperature:g}": [
-                    {**choice._asdict(), "available": choice.method in METHODS}
-                    for choice in self.methods(temperature)
-                ]
+                f"temperature_{temperature:g}": self.methods(temperature)
                 for temperature in TEMPERATURES
             },
-            "segmentations": _segmentations(self.segmentations),
         }
 
     @property
@@ -159,38 +181,6 @@ class Inspection:
         pair = self.pair
         return pair.drafter_tokens / pair.target_tokens if pair.target_tokens else None
 
-    def _side(self, side: Side, tokens: int, failures: int) -> dict[str, Any]:
-        opened = side.opened
-        return {
-            "name": opened.name,
-            "vocabulary": {"get_vocab": len(opened.strings), **asdict(side.counts)},
-            "roles": {role: _token(opened, opened.roles.get(role)) for role in ROLES},
-            "eos_ids": opened.eos_ids,
-            "adds_bos": opened.text.adds_bos,
-            "leading_space": opened.text.leading_space.scope,
-            "normalizers": list(opened.normalizers),
-            "lossy_reason": opened.text.lossy_reason,
-            "tokens": tokens,
-            "tokens_per_byte": tokens / self.pair.text_bytes,
-            "changed_lines": failures,
-            "changed_documents_with_special_tokens": side.changed_documents,
-            "unspelled": {
-                "characters": side.unspelled.total(),
-                "distinct": len(side.unspelled),
-                "examples": [character for character, _ in side.unspelled.most_common(_EXAMPLES)],
-            },
-        }
-
 
 def _token(opened: OpenTokenizer, token_id: int | None) -> dict[str, Any] | None:
     return None if token_id is None else {"id": token_id, "content": opened.content(token_id)}
-
-
-def _segmentations(found: SegmentationStatistics | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    figures = asdict(found) | {"hardest": found.hardest.decode("utf-8", "replace")}
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
-    }
