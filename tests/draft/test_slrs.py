@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from goodness import follows
+from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
 from vllm_hetero_spec.draft.path import Path
@@ -105,6 +105,26 @@ def drafted(
     return paths, slrs.draft(drafter.rows(range(COPIES)), paths, drafter.feed), drafter
 
 
+def streams(
+    world: World, steps: int, span: int, candidates: int
+) -> dict[tuple[tuple[int | None, tuple[float, ...]], ...], float]:
+    """The law of all that the readable form proposes, rows included."""
+    return law(
+        lambda chance: tuple(
+            (p.token, tuple(p.row))
+            for p in ref.slrs_n(world.pair, world.q_after(()), steps, span, chance, candidates)
+        )
+    )
+
+
+def tokens_of(streams: dict) -> dict[tuple[int | None, ...], float]:
+    """The law of the proposed tokens alone."""
+    tokens: dict[tuple[int | None, ...], float] = defaultdict(float)
+    for stream, probability in streams.items():
+        tokens[tuple(token for token, _ in stream)] += probability
+    return dict(tokens)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) -> None:
@@ -113,17 +133,12 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
     torch.manual_seed(steps)
     paths, draft_probs, _ = drafted(world, steps, span, candidates)
 
-    expected = law(
-        lambda chance: tuple(
-            (p.token, tuple(p.row))
-            for p in ref.slrs_n(world.pair, world.q_after(()), steps, span, chance, candidates)
-        )
-    )
-    tokens: dict[tuple[int | None, ...], float] = defaultdict(float)
-    for stream, probability in expected.items():
-        tokens[tuple(token for token, _ in stream)] += probability
-    found = Counter(tuple(path.proposal) for path in paths)
-    assert follows(found, tokens)
+    expected = streams(world, steps, span, candidates)
+    tokens = tokens_of(expected)
+    assert follows(Counter(tuple(path.proposal) for path in paths), tokens)
+    # Where steps leave room for it, a draft that never merges is caught.
+    plain = tokens_of(streams(world, steps, 1, 1))
+    assert plain == pytest.approx(tokens) or missed(tokens, plain, COPIES) < MISSED
 
     for path in paths[:300]:
         rows = [
@@ -153,8 +168,10 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
     )
     bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
     verdict = token_rule(DraftBatch(tokens, lengths, draft_probs, row_of), p, bonus, Noise(CPU))
-    expected = {t: float(x) for t, x in enumerate(world.p(()))}
+    expected = dict(enumerate(world.p(())))
     assert follows(Counter(verdict.tokens[:, 0].tolist()), expected)
+    # Drafts that pass as they are would be caught.
+    assert missed(expected, dict(enumerate(draft_probs[0].tolist())), COPIES) < MISSED
 
 
 @pytest.mark.parametrize("kind", KINDS)

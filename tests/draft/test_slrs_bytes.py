@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import recipes
 import torch
-from goodness import follows
+from goodness import MISSED, follows, missed
 
 from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
@@ -132,5 +132,9 @@ def test_the_law_is_that_of_what_is_proposed(
     probs = drafts.draft_probs[0]
     assert torch.equal(drafts.draft_probs, probs.expand(copies, -1))
     assert float(probs.sum()) == pytest.approx(1.0, abs=1e-5)
-    assert follows(found, dict(enumerate(probs.tolist())))
+    expected = {t: x for t, x in enumerate(probs.tolist()) if x}
+    assert follows(found, expected)
+    # A law of single bytes is caught.
+    plain = Drafts(target, drafter, [text], 1, 1).draft_probs[0].tolist()
+    assert missed(expected, dict(enumerate(plain)), copies) < MISSED
     assert any(len(target.token_bytes[t]) > 1 for t in found)
