@@ -287,8 +287,8 @@ def test_the_plain_row_behind_a_proposal_is_caught(
 def test_shared_noise_with_the_ratio_test_is_caught() -> None:
     """K and the corrected token from the same clocks: right for a race, wrong for this.
 
-    0 has 3 parts in 4 of the residual. But where 2 or 3 was drafted, the clocks of 0 and 1 are known
-    to be late, that of 1 twice as late: 0 wins 5 times in 6.
+    0 has 3 parts in 4 of the residual. But where 2 or 3 was drafted, the clocks of 0 and 1 are
+    known to be late, that of 1 twice as late: 0 wins 5 times in 6.
     """
     generator = np.random.default_rng(0)
     p, q = np.array([0.4, 0.3, 0.1, 0.2]), np.array([0.1, 0.2, 0.4, 0.3])
