@@ -7,16 +7,14 @@ Without names: the demo models of scripts/quickstart.sh.
 """
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 from vllm import LLM, SamplingParams
 
 from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec.paths import demo_folder
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-DEMO = CACHE / "vllm_hetero_spec" / "demo"
+DEMO = demo_folder()
 PROMPTS = [
     "def read_lines(path):\n    with open(",
     "class Stack:\n    def __init__(self):\n        self.items",
@@ -40,7 +38,7 @@ def main() -> None:
     llm = LLM(
         model=arguments.target,
         speculative_config={
-            "method": "slem",
+            "method": "hetero",
             "model": arguments.drafter,
             "num_speculative_tokens": 4,
         },

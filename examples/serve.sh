@@ -19,4 +19,4 @@ fi
 
 exec vllm serve "$target" --host 127.0.0.1 --port "${PORT:-8000}" ${flags[@]+"${flags[@]}"} "$@" \
     --speculative-config \
-    "{\"method\": \"slem\", \"model\": \"$drafter\", \"num_speculative_tokens\": 4}"
+    "{\"method\": \"hetero\", \"model\": \"$drafter\", \"num_speculative_tokens\": 4}"

@@ -34,6 +34,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from vllm_hetero_spec.config import DEFAULT_METHOD
+from vllm_hetero_spec.paths import demo_folder
+
 TARGET = ModelSpec("byte_bpe", vocab_size=4096, layers=4, heads=4)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=2048, layers=2, heads=2)
 SECONDS = 200.0
@@ -147,12 +150,6 @@ def _recipe(*parts: Any) -> str:
     return hashlib.sha256(described.encode()).hexdigest()
 
 
-def default_out() -> Path:
-    """The demo's place in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "vllm_hetero_spec" / "demo"
-
-
 def _train_with_progress(out: Path, seconds: float, force: bool, console: Console) -> None:
     columns = (
         TextColumn("{task.description:13}"),
@@ -203,7 +200,7 @@ def _describe(out: Path, models: dict[str, Any], console: Console) -> None:
         "files neither model has seen"
     )
     config = json.dumps(
-        {"method": "slem", "model": str(out / "drafter"), "num_speculative_tokens": 4}
+        {"method": DEFAULT_METHOD, "model": str(out / "drafter"), "num_speculative_tokens": 4}
     )
     console.print(
         f"\nvllm serve {out / 'target-wide'} --dtype float32 --max-model-len 2048 "
@@ -215,7 +212,7 @@ def _describe(out: Path, models: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=default_out(), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=demo_folder(), help="default: %(default)s")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="training time in all (%(default)g)"
     )

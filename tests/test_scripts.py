@@ -11,7 +11,7 @@ import pytest
 import yaml
 from repair_vllm_metadata import INSTALLER, repair
 
-from vllm_hetero_spec.config import parse
+from vllm_hetero_spec.config import DEFAULT_METHOD, parse
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -105,4 +105,4 @@ def test_quickstart_wants_both_models(option: str, tmp_path: Path) -> None:
 def test_example_yaml_is_a_configuration() -> None:
     written = yaml.safe_load((REPO / "examples" / "pair.yaml").read_text())
     options, _ = parse(written["speculative-config"])
-    assert options.method == "slem"
+    assert options.method == DEFAULT_METHOD
