@@ -220,6 +220,14 @@ LEDGER = (
         "backends",
     ),
     Seam(
+        "platforms/interface.py:Platform.update_block_size_for_backend",
+        "call",
+        "the drafter's block size, which its attention backends must take",
+        "No common block size for 16, where the worker starts",
+        "never",
+        "vllm_config",
+    ),
+    Seam(
         "forward_context.py:set_forward_context",
         "call",
         "runs the drafter's forwards",

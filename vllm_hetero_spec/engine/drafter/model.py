@@ -19,6 +19,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
@@ -82,6 +83,9 @@ class DrafterModel:
             runner = runner_class(config, device)
             runner.load_model()
             self.model = runner.model
+            # vLLM settles the target's block size once its layers exist, which is after this; the
+            # drafter's is its own, of what its own attention backends take.
+            current_platform.update_block_size_for_backend(config)
             self._allocate_kv(runner, kv_budget)
 
     def _allocate_kv(self, runner: Any, kv_budget: Any) -> None:
