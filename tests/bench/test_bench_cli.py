@@ -185,14 +185,6 @@ def test_vllm_configurations() -> None:
     assert engines.vllm_config(EngineId("big", "alone"), None) is None
 
 
-def test_only_stock_methods_that_sample_are_repaired() -> None:
-    for method in ("vllm_tli", "draft_model"):
-        assert engines.repairs_sampling(method, (0.0, 0.5))
-        assert not engines.repairs_sampling(method, (0.0,))
-    for method in ("alone", "hf_assisted", "hf_alone", *METHODS):
-        assert not engines.repairs_sampling(method, (1.0,))
-
-
 def test_as_many_engines_as_memory_holds(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

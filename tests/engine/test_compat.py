@@ -9,7 +9,7 @@ import pytest
 
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.compat import cpu_expand, module_for, patching
+from vllm_hetero_spec.engine.compat import module_for, patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.seam import cache_salt as salt
@@ -136,26 +136,6 @@ def test_salt_rides_along_and_unsalted_requests_are_untouched() -> None:
     assert salt.salt_of(salted) == "tenant"
     assert salt.salt_of(plain) is None
     assert not vars(plain)
-
-
-def test_cpu_expansion_is_right_and_the_stock_one_is_told_apart() -> None:
-    import torch
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
-
-    if not current_platform.is_cpu():
-        pytest.skip("the fault and its repair are the CPU build's")
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    assert cpu_expand.expands(cpu_expand.expand)
-    ends = torch.tensor([1, 1, 4], dtype=torch.int32)
-    rows = cpu_expand.expand(torch.tensor([5, -1, 7]), ends, 4, -1, 9)
-    assert rows.tolist() == [5, 7, 7, 7]
-    stock = rejection_sampler.expand_batch_to_tokens
-    stock = getattr(stock, "__wrapped__", stock)
-    # The negative oracle: 0.32's own function loses float values. When this fails, the repair is
-    # no longer needed.
-    assert not cpu_expand.expands(stock)
 
 
 def _installed_vllm() -> Path:

@@ -160,12 +160,16 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
 
 @pytest.mark.engine
 @pytest.mark.parametrize("repaired", [True, False])
-def test_the_law_of_vllms_own_method_on_a_cpu(chain_pair: Path, repaired: bool) -> None:
-    """Repaired, vLLM's speculation samples the target's law; the stock one is caught failing."""
+def test_the_law_of_vllms_own_method_on_a_cpu(
+    chain_pair: Path, repaired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside our plugin vLLM's speculation follows the law; the stock one is caught failing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         pytest.skip("the stock fault is of CPUs")
+    if not repaired:
+        monkeypatch.setenv("VLLM_PLUGINS", "")
     count = 1500
     model, start = load_model(chain_pair / "target", PROMPT)
     law = law_of(model, start, Setting(0.8, top_p=0.5))
@@ -181,7 +185,6 @@ def test_the_law_of_vllms_own_method_on_a_cpu(chain_pair: Path, repaired: bool) 
         str(chain_pair / "target"),
         tli(chain_pair / "drafter", lookahead=3),
         max_batch_size=64,
-        repair_cpu_sampling=repaired,
     )
     with VllmEngine(spec) as engine:
         sample = engine.run(load)

@@ -52,7 +52,6 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
             speculative_config=vllm_config(engine, drafter),
             max_batch_size=max(suite.batch_sizes),
             engine=device_share(at_once) | target.engine,
-            repair_cpu_sampling=repairs_sampling(engine.method, suite.temperatures),
         ),
         verbose=verbose,
     )
@@ -70,13 +69,6 @@ def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | N
         "num_speculative_tokens": engine.lookahead,
         **({"use_heterogeneous_vocab": True} if engine.method == "vllm_tli" else {}),
     }
-
-
-def repairs_sampling(method: str, temperatures: tuple[float, ...]) -> bool:
-    """Whether vLLM's own speculation samples, which on a CPU it can only do repaired."""
-    kind = KINDS[method]
-    stock = kind.drafts and not kind.huggingface and method not in METHODS
-    return stock and any(temperatures)
 
 
 def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.bench.engines import repairs_sampling
+from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.tables import LATENCY, SPECULATION, SPEED
+from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.report.tables import as_data, markdown_table, meanings, terminal_table
@@ -66,16 +67,15 @@ def notes(contents: Contents) -> list[str]:
     """What a reader of the figures must know of how they came about."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
-    repaired = dict.fromkeys(
-        cell.engine.method
-        for cell in cells
-        if repairs_sampling(cell.engine.method, (cell.temperature,))
-    )
-    if repaired and not contents.header["gpu"]:
+    sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)
+    stock = [
+        m for m in sampled if m not in METHODS and KINDS[m].drafts and not KINDS[m].huggingface
+    ]
+    if stock and not contents.header["gpu"]:
         found.append(
-            f"{', '.join(repaired)}: on CPUs vLLM expands sampling parameters to draft rows "
-            "wrongly, so that its own speculation cannot sample. Where a test at start-up finds "
-            "this, that one function was repaired for these measurements."
+            f"{', '.join(stock)}: on CPUs vLLM expands sampling parameters to draft rows wrongly, "
+            "so that its own speculation cannot sample. It is measured with this package's repair "
+            "of that one function, which every engine has where the plugin is loaded."
         )
     if contents.header["engines_at_once"] == 1:
         found.append(

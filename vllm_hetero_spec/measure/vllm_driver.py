@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.compat import cpu_sampling
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.measure.child_process import serve
@@ -191,8 +190,6 @@ def build(spec: EngineSpec) -> Callable[[Load], Sample]:
     Raises:
         ConfigError: vLLM or the plugin refused the models or the configuration.
     """
-    if spec.repair_cpu_sampling:
-        os.environ[cpu_sampling.VARIABLE] = "1"  # read where the plugin loads, in every process
     from vllm import LLM
 
     try:

@@ -17,15 +17,12 @@ class EngineSpec:
         speculative_config: As in vLLM, its own methods included; None runs the target alone.
         max_batch_size: Largest `Load.batch_size`.
         engine: Further arguments of `vllm.LLM`, over the defaults chosen in `driver`.
-        repair_cpu_sampling: Repair vLLM's CPU sampling for methods other than ours, which see to
-            it themselves; without it vLLM's own methods sample from a wrong law on CPUs.
     """
 
     model: str
     speculative_config: dict[str, Any] | None = None
     max_batch_size: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
-    repair_cpu_sampling: bool = False
 
 
 class VllmEngine(EngineProcess):

@@ -182,8 +182,8 @@ LEDGER = (
         "the proposer raises; requests go undrafted",
         "never",
         "effective_drafter_max_model_len rejection_sampler sampler input_batch requests "
-        "max_model_len attn_groups _draft_probs _draft_prob_req_ids initialize_kv_cache "
-        "get_kv_cache_spec",
+        "max_model_len attn_groups discard_request_mask _draft_probs _draft_prob_req_ids "
+        "initialize_kv_cache get_kv_cache_spec",
     ),
     Seam(
         "v1/worker/gpu_input_batch.py:InputBatch",
@@ -192,7 +192,7 @@ LEDGER = (
         "the proposer raises; requests go undrafted",
         "never",
         "req_id_to_index num_tokens_no_spec num_prompt_tokens token_ids_cpu is_token_ids "
-        "random_reqs",
+        "random_reqs generators num_reqs",
     ),
     Seam(
         "v1/worker/utils.py:AttentionGroup.build_metadata",
@@ -300,7 +300,7 @@ LEDGER = (
     Seam(
         "v1/sample/rejection_sampler.py:RejectionSampler",
         "subclass",
-        "penalties, bad words and logprobs of draft rows; `bench` repairs other methods here",
+        "penalties, bad words and logprobs of draft rows",
         "every step with a draft raises in the worker",
         "never",
         "apply_logits_processors _get_logprobs_tensors is_processed_logprobs_mode sampler",
@@ -356,10 +356,34 @@ LEDGER = (
     Seam(
         "v1/sample/rejection_sampler.py:expand_batch_to_tokens",
         "replace",
-        "the CPU build loses temperature, top-p and top-k of draft rows: repaired for the peers",
+        "the CPU build loses temperature, top-p and top-k of draft rows",
         "vLLM's own methods sample wrongly on CPU at temperature > 0",
         "the stock function passes our small test on CPU",
         "x cu_num_tokens num_tokens replace_from replace_to",
+    ),
+    Seam(
+        "v1/worker/worker_base.py:WorkerBase.__init__",
+        "wrap",
+        "every worker on a CPU is repaired before it is built",
+        "as for the functions repaired",
+        "nothing is left to repair",
+        "self",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner._sample",
+        "wrap",
+        "CPU generators cannot be set back: draws that vLLM discards are undone here",
+        "RuntimeError: CPU Generator does not use offset, with a seed and chunked prefill",
+        "vLLM or torch can undo a draw of a CPU generator",
+        "self",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py:GPUModelRunner._bookkeeping_sync",
+        "wrap",
+        "and not there",
+        "RuntimeError: CPU Generator does not use offset, with a seed and chunked prefill",
+        "vLLM or torch can undo a draw of a CPU generator",
+        "self",
     ),
     Seam(
         "v1/worker/worker_base.py:WorkerBase",
