@@ -11,7 +11,7 @@ import argparse
 import torch
 from vllm import LLM, SamplingParams
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.paths import demo_folder
 
 DEMO = demo_folder()

@@ -2,7 +2,12 @@
 """Speculative decoding in vLLM with a drafter whose tokenizer differs from the target's."""
 
 import logging
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+__all__ = ["__version__", "read_stats", "register"]
 __version__ = "0.1.0"
 
 
@@ -26,3 +31,18 @@ def register() -> None:
             logging.getLogger("vllm.hetero_spec").log(
                 level, "vllm_hetero_spec cannot be used with this vLLM: %s", error
             )
+
+
+def read_stats(llm: "LLM") -> dict[str, Any]:
+    """What speculation did in an engine's workers since they started, summed over them.
+
+    Args:
+        llm: A `vllm.LLM` (or anything with its `collective_rpc`) running one of our methods.
+
+    Returns:
+        The fields of `engine.metrics.counters.DraftStats`: numbers, and dictionaries of them by
+        reason, length or position. Times are in seconds.
+    """
+    from vllm_hetero_spec.engine.metrics.counters import RPC, summed
+
+    return summed(llm.collective_rpc(RPC))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam to vLLM: version check, patches, and the ledger against real vLLM sources."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,34 +11,34 @@ import pytest
 
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.compat import module_for, patching
+from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
+from vllm_hetero_spec.engine.compat.releases import series_of
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.seam import cache_salt as salt
 from vllm_hetero_spec.engine.seam import frontend, worker_hooks
 
 
 @pytest.mark.parametrize(
-    ("found", "module"),
-    [("0.32.0", "v0_32"), ("0.32.1+cpu", "v0_32"), ("0.33.0", "v0_33"), ("0.33.1rc1", "v0_33")],
+    ("found", "minor"), [("0.32.0", 32), ("0.32.1+cpu", 32), ("0.33.0", 33), ("0.33.1rc1", 33)]
 )
-def test_supported_releases(found: str, module: str) -> None:
-    assert module_for(found) == module
+def test_supported_releases(found: str, minor: int) -> None:
+    assert series_of(found) == (0, minor)
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.34.0", "1.0", "dev"])
 def test_other_releases_are_refused_with_the_way_out(found: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        module_for(found, override="")
+        series_of(found)
     for word in ("0.32", "0.33", found, "HETERO_SPEC_ALLOW_VLLM"):
         assert word in str(refused.value)
 
 
 def test_override_takes_the_nearest_older_release() -> None:
-    assert module_for("0.34.0", override="0.34.0") == "v0_33"
-    assert module_for("0.31.2", override="0.31") == "v0_32"
+    assert series_of("0.34.0", override="0.34.0") == (0, 33)
+    assert series_of("0.31.2", override="0.31") == (0, 32)
     with pytest.raises(ConfigError):
-        module_for("0.35.0", override="0.34.0")
+        series_of("0.35.0", override="0.34.0")
 
 
 class Target:
@@ -112,6 +114,28 @@ def test_installing_twice_wraps_once() -> None:
     assert [f.name for f in fields(SchedulerStats)].count("hetero_spec") == 1
 
 
+def test_a_vllm_that_cannot_be_hooked_still_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    monkeypatch.delattr(EngineArgs, "create_speculative_config")
+    monkeypatch.delattr(WorkerBase, "__init__")
+    vllm_hetero_spec.register()
+    (said,) = caplog.messages
+    assert "EngineArgs.create_speculative_config does not exist" in said
+
+
+def test_importing_the_package_loads_nothing_large() -> None:
+    assert set(vllm_hetero_spec.__all__) == {"__version__", "read_stats", "register"}
+    code = "import sys, vllm_hetero_spec; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "vllm_hetero_spec" in loaded
+    assert not {"numpy", "torch", "vllm"} & set(loaded)
+
+
 def test_runner_hooks_leave_other_drafters_alone() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -166,4 +190,4 @@ def test_ledger_notices_a_changed_vllm(tmp_path: Path) -> None:
     assert ours == ["'per_engine_labelvalues'", "'_counter_cls'", "'_histogram_cls'"]
     assert "forward_context.py:set_forward_context: no 'slot_mapping'" in faults
     assert any("config/model.py:ModelConfig: no file" in fault for fault in faults)
-    assert len({seam.symbol.partition(":")[0] for seam in LEDGER}) > 10
+    assert len({seam.file for seam in LEDGER}) > 10

@@ -13,7 +13,7 @@ import torch
 from harness import engine, metrics_of, proposer_of, slem, warnings
 from scenarios import Outputs, generate, greedy
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from harness import engine, metrics_of, profile, slem
 from target_law import Setting, counted, law_of, load, second_is_one_of, seconds
 from vllm import SamplingParams
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 
 pytestmark = pytest.mark.engine
 

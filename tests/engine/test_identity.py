@@ -13,7 +13,7 @@ from harness import engine, metrics_of, slem
 from scenarios import ROOMY, TIGHT, Outputs
 from tokenizers import Tokenizer
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 

@@ -9,7 +9,7 @@ from harness import engine, metrics_of, slem, warnings
 from scenarios import Outputs, generate, greedy
 from transformers import AutoTokenizer
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 
 pytestmark = pytest.mark.engine
 

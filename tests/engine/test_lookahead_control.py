@@ -12,10 +12,10 @@ from scenarios import Outputs, generate, greedy
 from target_law import Setting, counted, law_of, load
 from vllm import SamplingParams
 
+from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
-from vllm_hetero_spec.engine.metrics.counters import read_stats
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams, params_of
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan

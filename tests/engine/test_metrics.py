@@ -18,15 +18,8 @@ from prometheus_client import REGISTRY
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.metrics import transport as metrics
-from vllm_hetero_spec.engine.metrics.counters import REASONS, DraftStats, Growth
-from vllm_hetero_spec.engine.metrics.sinks import (
-    BY_POSITION,
-    COUNTERS,
-    GAUGES,
-    LABELLED,
-    PREFIX,
-    SECONDS,
-)
+from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS, RPC, DraftStats, Growth
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
 REPO = Path(__file__).resolve().parents[2]
@@ -37,27 +30,30 @@ REPO = Path(__file__).resolve().parents[2]
 
 def test_growth_is_what_came_since_the_last_time() -> None:
     stats, growing = DraftStats(), Growth()
-    assert set(growing.take(stats)) == set(GAUGES)
+    held = {name for name, metric in METRICS.items() if metric.kind == "gauge"}
+    assert set(growing.take(stats)) == held - {"acceptance"}
     for length in (4, 2, 4, 0):
         stats.drafted(length)
     stats.skip("catching_up")
     stats.forward_seconds += 0.5
     stats.kv_blocks, stats.kv_blocks_held = 9, 4
-    held = {"kv_blocks": 9, "kv_blocks_held": 4}
+    moved = {"kv_blocks": 9, "kv_blocks_held": 4}
     first = {"drafts": 3, "draft_tokens": 10, "forward_seconds": 0.5}
     first |= {"lengths": {4: 2, 2: 1}, "skipped": {"catching_up": 1}}
-    assert growing.take(stats) == first | held
+    assert growing.take(stats) == first | moved
     assert growing.take(stats) == {}
     stats.gain = np.float64(1.5)
     stats.drafted(2)
     stats.skip("catching_up")
-    stats.skip("nothing_proposed")
+    stats.skip("not_worth_it")
+    stats.acceptance = {0: 0.5}
     assert growing.take(stats) == {
         "drafts": 1,
         "draft_tokens": 2,
         "lengths": {2: 1},
-        "skipped": {"catching_up": 1, "nothing_proposed": 1},
+        "skipped": {"catching_up": 1, "not_worth_it": 1},
         "gain": 1.5,
+        "acceptance": {0: 0.5},
     }
 
 
@@ -84,10 +80,23 @@ def test_counters_that_were_set_back_count_from_zero() -> None:
     assert grown["skipped"] == {"catching_up": 2, "no_text": 1}
 
 
-def test_everything_counted_is_exported() -> None:
-    """A new field of DraftStats needs a description in `metric_sinks`."""
-    fields = DraftStats().__dataclass_fields__
-    assert set(fields) == {*COUNTERS, *SECONDS, *GAUGES, *LABELLED, BY_POSITION}
+def test_counters_of_workers_are_summed() -> None:
+    first, second = DraftStats(steps=2, verify_seconds=0.5), DraftStats(steps=1)
+    for stats, lengths in ((first, (4, 2)), (second, (4,))):
+        stats.skip("no_text", times=3)
+        for length in lengths:
+            stats.drafted(length)
+    workers = [stats.as_dict() for stats in (first, second, DraftStats())]
+    llm = SimpleNamespace(collective_rpc=lambda method: {RPC: workers}[method])
+    found = vllm_hetero_spec.read_stats(llm)
+    assert set(found) == set(METRICS)
+    assert (found["steps"], found["drafts"], found["verify_seconds"]) == (3, 3, 0.5)
+    assert (found["skipped"], found["lengths"]) == ({"no_text": 6}, {4: 2, 2: 1})
+
+
+def test_every_reason_is_skipped_for_somewhere() -> None:
+    code = "".join(p.read_text() for p in (REPO / "vllm_hetero_spec").rglob("*.py"))
+    assert [reason for reason in REASONS if code.count(f'"{reason}"') < 2] == []
 
 
 # ---- on the way ---------------------------------------------------------------------------------

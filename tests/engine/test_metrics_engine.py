@@ -18,12 +18,14 @@ import pytest
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import generate, greedy
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
-from vllm_hetero_spec.engine.metrics.sinks import COUNTERS, GAUGES, LABELLED, PREFIX, SECONDS
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.metrics.counters import METRICS
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX
 
 pytestmark = pytest.mark.engine
 
-LABELS = {suffix: label for suffix, label, _ in LABELLED.values()}
+LABELS = {metric.shown or name: metric.label for name, metric in METRICS.items() if metric.label}
+GAUGES = [n for n, metric in METRICS.items() if metric.kind == "gauge" and not metric.label]
 
 
 def exported(llm: Any) -> dict[str, Any]:
@@ -65,10 +67,9 @@ def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:
     assert {k: v for k, v in shown["skipped"].items() if v} == {
         k: v for k, v in counted["skipped"].items() if v
     }
-    for name in (*COUNTERS, *GAUGES):
-        assert shown[name] == counted[name], name
-    for name in SECONDS:
-        assert shown[name] == pytest.approx(counted[name], abs=1e-9), name
+    for name, metric in METRICS.items():
+        if not metric.label:
+            assert shown[name] == pytest.approx(counted[name], rel=1e-12, abs=1e-9), name
 
 
 @pytest.fixture(scope="module")

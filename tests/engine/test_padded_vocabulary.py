@@ -12,8 +12,8 @@ from scenarios import Outputs, generate, greedy
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.metrics.counters import read_stats
 
 PADDING = 64
 

@@ -8,7 +8,7 @@ import pytest
 from harness import engine, slem
 from scenarios import generate, greedy
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 
 pytestmark = pytest.mark.engine
 

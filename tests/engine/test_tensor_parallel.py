@@ -12,7 +12,7 @@ from scenarios import Outputs, generate, greedy
 from target_law import Setting, counted, law_of, load
 from vllm import SamplingParams
 
-from vllm_hetero_spec.engine.metrics.counters import read_stats
+from vllm_hetero_spec import read_stats
 
 pytestmark = pytest.mark.engine
 

@@ -80,11 +80,11 @@ def _versions() -> Finding:
 def _release() -> Finding:
     from vllm.version import __version__ as found
 
-    from vllm_hetero_spec.engine.compat import SUPPORTED, module_for
+    from vllm_hetero_spec.engine.compat.releases import SUPPORTED, installed
 
-    supported = " or ".join(f"{major}.{minor}" for major, minor in sorted(SUPPORTED))
+    supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     try:
-        module_for(found)
+        installed()
     except ConfigError as error:
         return Finding("vLLM release", False, str(found), str(error))
     return Finding("vLLM release", True, f"{found} (supported: {supported})")

@@ -158,7 +158,7 @@ class Driver:
     def _worker_counters(self) -> dict[str, Any]:
         if not self._ours:
             return {}
-        from vllm_hetero_spec.engine.metrics.counters import read_stats
+        from vllm_hetero_spec import read_stats
 
         return read_stats(self._llm)
 

@@ -13,7 +13,6 @@ a small test finds it, and nothing is touched on other platforms.
 """
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +34,7 @@ def install() -> None:
     patching.replace(WorkerBase, "__init__", "cpu repair", _repair_first)
 
 
-def _repair_first(original: Callable[..., None]) -> Callable[..., None]:
+def _repair_first(original: patching.Function) -> patching.Function:
     def __init__(self: "WorkerBase", *args: object, **kwargs: object) -> None:
         # Not earlier: until a worker is built, vLLM has no CPU kernels that could be tested.
         try:
@@ -67,7 +66,7 @@ def repair() -> None:
         logger.info("Repaired seeded requests with chunked prefill on CPUs.")
 
 
-def expands(function: Callable[..., torch.Tensor]) -> bool:
+def expands(function: patching.Function) -> bool:
     """Whether `function` expands float parameters as documented."""
     per_request = torch.tensor([0.5, 0.0, 2.0])
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
@@ -99,7 +98,7 @@ def has_offset(generator: torch.Generator) -> bool:
     return True
 
 
-def _undoing(original: "Callable[..., SamplerOutput]") -> "Callable[..., SamplerOutput]":
+def _undoing(original: patching.Function) -> patching.Function:
     def _sample(self: "GPUModelRunner", *args: object, **kwargs: object) -> "SamplerOutput":
         undone = _discarded(self).values()
         states = [generator.get_state() for generator in undone]
@@ -111,7 +110,7 @@ def _undoing(original: "Callable[..., SamplerOutput]") -> "Callable[..., Sampler
     return _sample
 
 
-def _without_offsets(original: Callable[..., tuple]) -> Callable[..., tuple]:
+def _without_offsets(original: patching.Function) -> patching.Function:
     def _bookkeeping_sync(self: "GPUModelRunner", *args: object, **kwargs: object) -> tuple:
         undone = _discarded(self)  # by `_sample` above: nothing is left to be set back
         generators = self.input_batch.generators

@@ -8,16 +8,20 @@ where the same patch stands already, because vLLM runs plugins several times and
 import functools
 from collections.abc import Callable
 from dataclasses import fields
+from types import ModuleType
 from typing import Any
 
 _MARK = "__vllm_hetero_spec_patch__"
+Function = Callable[..., Any]  # of vLLM, or what takes its place
 
 
 class PatchError(RuntimeError):
     """A patch whose target is missing, or that another patch of ours already holds."""
 
 
-def replace(owner: Any, name: str, patch: str, make: Callable[[Any], Any]) -> bool:
+def replace(
+    owner: type | ModuleType, name: str, patch: str, make: Callable[[Function], Function]
+) -> bool:
     """Put `make(original)` in the place of `owner.name`.
 
     Args:
@@ -49,13 +53,13 @@ def replace(owner: Any, name: str, patch: str, make: Callable[[Any], Any]) -> bo
     return True
 
 
-def standing(owner: Any, name: str) -> str | None:
+def standing(owner: type | ModuleType, name: str) -> str | None:
     """The patch of ours that holds `owner.name`, None where there is none."""
     held = vars(owner).get(name)
     return getattr(getattr(held, "__func__", held), _MARK, None)
 
 
-def add(owner: Any, name: str, value: Any) -> None:
+def add(owner: type, name: str, value: object) -> None:
     """Give `owner` an attribute that it must not have yet, other than this very value.
 
     Raises:
@@ -66,7 +70,7 @@ def add(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def add_fields(owner: Any, template: Any) -> None:
+def add_fields(owner: type, template: type) -> None:
     """Give dataclass `owner` the fields of dataclass `template`, each with a plain default.
 
     They are fields to serializers, and attributes with their default on every instance; the
@@ -75,15 +79,16 @@ def add_fields(owner: Any, template: Any) -> None:
     Raises:
         PatchError: `owner` is no dataclass, or has such a field of its own.
     """
-    if "__dataclass_fields__" not in vars(owner):
+    standing_fields = vars(owner).get("__dataclass_fields__")
+    if standing_fields is None:
         raise PatchError(f"{_label(owner)} is no dataclass")
     for added in fields(template):
-        standing = owner.__dataclass_fields__.setdefault(added.name, added)
+        standing = standing_fields.setdefault(added.name, added)
         if standing is not added:
             raise PatchError(f"{_label(owner)} has a field {added.name!r} already")
         owner.__annotations__[added.name] = added.type
         setattr(owner, added.name, added.default)
 
 
-def _label(owner: Any) -> str:
-    return getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
+def _label(owner: type | ModuleType) -> str:
+    return getattr(owner, "__qualname__", owner.__name__)

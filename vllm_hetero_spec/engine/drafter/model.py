@@ -13,18 +13,21 @@ static_forward_contexts, so neither sees the other's.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.compat import release
+from vllm_hetero_spec.engine.compat.releases import plan_kv_cache
+
+# From (bytes of KV for a number of tokens) to the bytes that may be used.
+KVBudget = Callable[[Callable[[int], int]], int]
 
 
 @dataclass
@@ -73,7 +76,11 @@ class DrafterModel:
     """
 
     def __init__(
-        self, config: VllmConfig, runner_class: type, device: torch.device, kv_budget: Callable
+        self,
+        config: VllmConfig,
+        runner_class: type[GPUModelRunner],
+        device: torch.device,
+        kv_budget: KVBudget,
     ) -> None:
         self.config = config
         self.device = device
@@ -88,7 +95,7 @@ class DrafterModel:
             current_platform.update_block_size_for_backend(config)
             self._allocate_kv(runner, kv_budget)
 
-    def _allocate_kv(self, runner: Any, kv_budget: Any) -> None:
+    def _allocate_kv(self, runner: GPUModelRunner, kv_budget: KVBudget) -> None:
         spec = runner.get_kv_cache_spec()
         kinds = {type(layer).__name__ for layer in spec.values()}
         if len(set(spec.values())) != 1:
@@ -119,7 +126,7 @@ class DrafterModel:
         full_length = model.max_model_len
         model.max_model_len = min(full_length, (self.num_blocks - 1) * layer.block_size)
         try:
-            plan = release().plan_kv_cache(self.config, spec, budget)
+            plan = plan_kv_cache(self.config, spec, budget)
         finally:
             model.max_model_len = full_length
         runner.initialize_kv_cache(plan)
@@ -152,7 +159,7 @@ class DrafterModel:
             slot_mapping=batch.slots,
             causal=True,
         )
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, AttentionMetadata] = {}
         for group in self._groups:
             metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(common)))
         with set_forward_context(

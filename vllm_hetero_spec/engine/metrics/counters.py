@@ -3,9 +3,10 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
@@ -23,67 +24,70 @@ REASONS = {
     "nan_logits": "the drafter's logits were not finite",
     "untranslatable": "the text cannot be spelt in the drafter's vocabulary",
     "no_text": "the request has no token ids (prompt embeddings)",
-    "nothing_proposed": "the drafted text gave no whole target token",
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
 # Expected now and then in normal operation: counted, but not worth a warning.
+_QUIET = frozenset({"catching_up", "not_worth_it"})
 _FADE = 0.3  # weight of the newest steps in `off_fraction`
-_QUIET = frozenset({"catching_up", "nothing_proposed", "not_worth_it"})
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a field of `DraftStats` is shown in a front end.
+
+    Attributes:
+        kind: "counter" only grows, "gauge" goes up and down, "seconds" is host time, shown as what
+            each step took.
+        help: What it means.
+        label: What the keys are where the field is a dictionary; empty where it is a number.
+        shown: Its name in a front end where that is not the field's.
+    """
+
+    kind: Literal["counter", "gauge", "seconds"]
+    help: str
+    label: str = ""
+    shown: str = ""
+
+
+_count, _gauge, _seconds = (partial(Metric, kind) for kind in ("counter", "gauge", "seconds"))
 
 
 @dataclass
 class DraftStats:
-    """Counters of one worker since it started. Times are host seconds.
+    """What one worker has counted since it started, and what its controller thinks at present."""
 
-    Attributes:
-        steps: Calls of the proposer.
-        off_steps: Those in which the controller left every request undrafted.
-        drafts: Drafts handed to the target.
-        draft_tokens: Target tokens in those drafts.
-        drafter_tokens: Tokens the drafter generated for them.
-        catch_up_tokens: Context tokens the drafter read.
-        reused_tokens: Context tokens whose KV another request had left.
-        skipped: Requests left undrafted in a step, by reason (`REASONS`).
-        lengths: Drafts by their length in target tokens.
-        translate_seconds: Both directions of translation.
-        forward_seconds: In the drafter's forwards, picking tokens included.
-        propose_seconds: The whole proposer, translation and forwards included.
-        verify_seconds: The rejection sampler.
-        fuzzy_tokens: Emitted tokens that only the fuzzy rule accepted.
-        fuzzy_variation: Sum of total variations at the places where the fuzzy rule applied.
-        kv_blocks: Blocks of the drafter's KV pool; `kv_blocks_held` of them are in use now.
-        lookahead: Target tokens the controller drafts at present, 0 while the target is alone.
-        off_fraction: Share of `off_steps` among recent steps.
-        gain: Tokens per second it foresees, over those of the target alone.
-        tokens_per_second: What it achieves.
-        drafter_step_seconds, target_step_seconds: Its estimates for the present batch.
-        acceptance: By position, the rate at which tokens whose predecessors were accepted are.
-    """
-
-    steps: int = 0
-    off_steps: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    drafter_tokens: int = 0
-    catch_up_tokens: int = 0
-    reused_tokens: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
-    translate_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    propose_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    fuzzy_tokens: int = 0
-    fuzzy_variation: float = 0.0
-    kv_blocks: int = 0
-    kv_blocks_held: int = 0
-    lookahead: int = 0
-    off_fraction: float = 0.0
-    gain: float = 0.0
-    tokens_per_second: float = 0.0
-    drafter_step_seconds: float = 0.0
-    target_step_seconds: float = 0.0
-    acceptance: dict[int, float] = field(default_factory=dict)
+    steps: Annotated[int, _count("Steps in which the drafter was asked for drafts.")] = 0
+    off_steps: Annotated[int, _count("Steps in which the controller left all undrafted.")] = 0
+    drafts: Annotated[int, _count("Drafts proposed to the target.")] = 0
+    draft_tokens: Annotated[int, _count("Target tokens in proposed drafts.")] = 0
+    drafter_tokens: Annotated[int, _count("Tokens the drafter generated for those drafts.")] = 0
+    catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
+    reused_tokens: Annotated[int, _count("Context tokens whose KV another request had left.")] = 0
+    skipped: Annotated[
+        Counter[str], _count("Requests left undrafted in a step.", label="reason")
+    ] = field(default_factory=Counter)
+    lengths: Annotated[
+        Counter[int],
+        _count("Proposed drafts by length in target tokens.", "length", "drafts_by_length"),
+    ] = field(default_factory=Counter)
+    translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
+    forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
+    propose_seconds: Annotated[float, _seconds("The whole proposer, both above included.")] = 0.0
+    verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
+    fuzzy_tokens: Annotated[int, _count("Tokens that only fuzzy verification accepted.")] = 0
+    fuzzy_variation: Annotated[float, _count("Total variation that fuzzy tokens cost.")] = 0.0
+    kv_blocks: Annotated[int, _gauge("Blocks of the drafter's KV pool.")] = 0
+    kv_blocks_held: Annotated[int, _gauge("Blocks of that pool in use after a step.")] = 0
+    lookahead: Annotated[int, _gauge("Target tokens drafted at present; 0 while off.")] = 0
+    off_fraction: Annotated[float, _gauge("Share of recent steps that were off.")] = 0.0
+    gain: Annotated[float, _gauge("Foreseen tokens per second over the target's alone.")] = 0.0
+    tokens_per_second: Annotated[float, _gauge("Achieved, as the controller sees it.")] = 0.0
+    drafter_step_seconds: Annotated[float, _gauge("Estimate for the present batch.")] = 0.0
+    target_step_seconds: Annotated[float, _gauge("Estimate for the present batch.")] = 0.0
+    acceptance: Annotated[
+        dict[int, float],
+        _gauge("Acceptance of a token whose predecessors were.", "position", "acceptance_rate"),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._shown = 0, 0  # steps and off_steps when the gauges were last set
@@ -122,26 +126,21 @@ class DraftStats:
         self.acceptance = {j: float(rate) for j, rate in enumerate(gauges.acceptance)}
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers, and `skipped` as a plain dictionary."""
-        numbers = {name: getattr(self, name) for name in (*_COUNTED, *_HELD)}
-        return numbers | {"skipped": dict(self.skipped)}
+        """All of it as plain numbers and dictionaries, which vLLM's serializer takes."""
+        return {
+            name: plain(value)
+            for (name, plain), value in zip(_PLAIN.items(), _read(self), strict=True)
+        }
 
 
-# What goes up and down.
-_HELD: dict[str, type] = {
-    "kv_blocks": int,
-    "kv_blocks_held": int,
-    "lookahead": int,
-    "off_fraction": float,
-    "gain": float,
-    "tokens_per_second": float,
-    "drafter_step_seconds": float,
-    "target_step_seconds": float,
+METRICS: dict[str, Metric] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(DraftStats, include_extras=True).items()
 }
-_COUNTED = {
-    f.name: f.type for f in fields(DraftStats) if f.type in (int, float) and f.name not in _HELD
+_PLAIN = {
+    n: dict if METRICS[n].label else type(v) for n, v in vars(DraftStats()).items() if n in METRICS
 }
-_read = attrgetter(*_COUNTED)
+_read = attrgetter(*METRICS)
 
 
 class Growth:
@@ -151,61 +150,35 @@ class Growth:
     """
 
     def __init__(self) -> None:
-        self._numbers: tuple[Any, ...] = _read(DraftStats())
-        self._skipped: dict[str, int] = {}
-        self._lengths: dict[int, int] = {}
-        self._acceptance: dict[int, float] = {}
-        self._held: dict[str, Any] = {}
+        zero = DraftStats().as_dict()
+        # A gauge is told once even where it stands at zero.
+        self._last = {n: v for n, v in zero.items() if v == {} or METRICS[n].kind != "gauge"}
 
     def take(self, stats: DraftStats) -> dict[str, Any]:
-        """The fields that grew, `skipped` and `lengths` among them, and gauges that moved.
-
-        Plain numbers in plain dictionaries, which vLLM's serializer takes.
-        """
-        numbers = _read(stats)
-        grown: dict[str, Any] = {
-            name: kind(now - last if now >= last else now)
-            for (name, kind), now, last in zip(
-                _COUNTED.items(), numbers, self._numbers, strict=True
-            )
-            if now != last
+        """The counters that grew, by how much, and the gauges that moved, where to."""
+        now, last = stats.as_dict(), self._last
+        self._last = now
+        return {
+            name: value if METRICS[name].kind == "gauge" else _grown(value, last[name])
+            for name, value in now.items()
+            if value != last.get(name)
         }
-        self._numbers = numbers
-        held = {name: kind(getattr(stats, name)) for name, kind in _HELD.items()}
-        grown |= {name: now for name, now in held.items() if self._held.get(name) != now}
-        self._held = held
-        if stats.skipped != self._skipped:
-            grown["skipped"] = _grown(stats.skipped, self._skipped)
-            self._skipped = dict(stats.skipped)
-        if stats.lengths != self._lengths:
-            grown["lengths"] = _grown(stats.lengths, self._lengths)
-            self._lengths = dict(stats.lengths)
-        if stats.acceptance != self._acceptance:
-            grown["acceptance"] = self._acceptance = stats.acceptance
-        return grown
 
 
-def _grown(now: dict[Any, int], last: dict[Any, int]) -> dict[Any, int]:
-    before = {key: last.get(key, 0) for key in now}
-    return {
-        key: count - before[key] if count >= before[key] else count
-        for key, count in now.items()
-        if count != before[key]
-    }
+def _grown(now: Any, last: Any) -> Any:
+    if isinstance(now, dict):
+        grown = {key: _grown(count, last.get(key, 0)) for key, count in now.items()}
+        return {key: count for key, count in grown.items() if count}
+    return now - last if now >= last else now
 
 
-def read_stats(llm: Any) -> dict[str, Any]:
-    """The counters of an engine's workers, summed.
-
-    Args:
-        llm: A `vllm.LLM` (or anything with its `collective_rpc`) running one of our methods.
-
-    Returns:
-        The fields of `DraftStats`; `skipped` as a plain dictionary.
-    """
-    total = Counter[str]()
-    skipped = Counter[str]()
-    for worker in llm.collective_rpc(RPC):
-        skipped.update(worker.pop("skipped"))
-        total.update(worker)
-    return {**total, "skipped": dict(skipped)}
+def summed(workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counters of several workers, each from `DraftStats.as_dict`, as those of one."""
+    total = DraftStats().as_dict()
+    for worker in workers:
+        for name, value in worker.items():
+            if METRICS[name].label:
+                total[name] = dict(Counter(total[name]) + Counter(value))
+            else:
+                total[name] += value
+    return total

@@ -3,49 +3,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-from vllm_hetero_spec.engine.metrics.counters import REASONS
+from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 PREFIX = "vllm:hetero_spec_"  # vLLM's reader and its clean-up know metrics by "vllm:"
 LABELS = ("model_name", "engine")  # of each of vLLM's own metrics
 
-# What is exported: a field of DraftStats and what it means. Times are those of one step.
-COUNTERS = {
-    "steps": "Steps in which the drafter was asked for drafts.",
-    "off_steps": "Steps for which the controller left every request undrafted.",
-    "drafts": "Drafts proposed to the target.",
-    "draft_tokens": "Target tokens in proposed drafts.",
-    "drafter_tokens": "Tokens the drafter generated for those drafts.",
-    "catch_up_tokens": "Context tokens read by the drafter.",
-    "reused_tokens": "Context tokens whose drafter KV another request had left.",
-    "fuzzy_tokens": "Emitted tokens that only fuzzy (lossy) verification accepted.",
-    "fuzzy_variation": "Total variation spent where fuzzy (lossy) verification applied.",
-}
-LABELLED = {
-    "skipped": ("skipped", "reason", "Requests left undrafted in a step."),
-    "lengths": ("drafts_by_length", "length", "Proposed drafts by length in target tokens."),
-}
-SECONDS = {
-    "translate_seconds": "Time a step spent translating between the tokenizers.",
-    "forward_seconds": "Time a step spent in the drafter's forwards.",
-    "propose_seconds": "Time a step spent proposing, translation and forwards included.",
-    "verify_seconds": "Time a step spent in the rejection sampler.",
-}
-GAUGES = {
-    "kv_blocks": "Blocks of the drafter's KV pool.",
-    "kv_blocks_held": "Blocks of the drafter's KV pool in use after the last step.",
-    "lookahead": "Target tokens the controller drafts at present; 0 while the target is alone.",
-    "off_fraction": "Share of recent steps for which the controller left every request undrafted.",
-    "gain": "Tokens per second foreseen with speculation over those of the target alone.",
-    "tokens_per_second": "Tokens per second achieved, as the controller sees it.",
-    "drafter_step_seconds": "Estimated time of a drafter step at the present batch.",
-    "target_step_seconds": "Estimated time of a plain target step at the present batch.",
-}
-BY_POSITION = "acceptance"
 _BUCKETS = [base / 10**power for power in range(4, -1, -1) for base in (1.0, 2.5, 5.0)]
 
 
@@ -59,50 +25,40 @@ class Exporter:
     """
 
     def __init__(self, stat_logger: Any, lookahead: int) -> None:
-        counter = stat_logger._counter_cls
+        counter, gauge = stat_logger._counter_cls, stat_logger._gauge_cls
         histogram = stat_logger._histogram_cls
-        gauge = stat_logger._gauge_cls
         engines: dict[int, list[Any]] = stat_logger.per_engine_labelvalues
-        # Per field and engine, what takes the number; the labelled ones per label value as well.
-        self._plain: dict[str, dict[int, Callable[[float], None]]] = {}
-        self._labelled: dict[str, dict[int, dict[Any, Callable[[float], None]]]] = {}
-        for name, meaning in COUNTERS.items():
-            metric = counter(PREFIX + name, meaning, LABELS)
-            self._plain[name] = {i: metric.labels(*values).inc for i, values in engines.items()}
-        for name, meaning in SECONDS.items():
-            metric = histogram(PREFIX + name, meaning, LABELS, buckets=_BUCKETS)
-            self._plain[name] = {i: metric.labels(*values).observe for i, values in engines.items()}
-        for name, meaning in GAUGES.items():
-            metric = gauge(PREFIX + name, meaning, LABELS, multiprocess_mode="mostrecent")
-            self._plain[name] = {i: metric.labels(*values).set for i, values in engines.items()}
-        expected = {"skipped": REASONS, "lengths": range(1, lookahead + 1)}
-        for name, (suffix, label, meaning) in LABELLED.items():
-            metric = counter(PREFIX + suffix, meaning, (*LABELS, label))
-            self._labelled[name] = {
-                i: {key: metric.labels(*values, str(key)).inc for key in expected[name]}
-                for i, values in engines.items()
+        keys = {"reason": REASONS, "length": range(1, lookahead + 1), "position": range(lookahead)}
+        # Per field and engine what takes the number, or by label value the numbers.
+        self._takers: dict[str, dict[int, Any]] = {}
+        for field, metric in METRICS.items():
+            labels = (*LABELS, metric.label) if metric.label else LABELS
+            name = PREFIX + (metric.shown or field)
+            if metric.kind == "counter":
+                made, take = counter(name, metric.help, labels), "inc"
+            elif metric.kind == "seconds":
+                made, take = histogram(name, metric.help, labels, buckets=_BUCKETS), "observe"
+            else:
+                made = gauge(name, metric.help, labels, multiprocess_mode="mostrecent")
+                take = "set"
+            self._takers[field] = {
+                engine: {
+                    key: getattr(made.labels(*of, str(key)), take) for key in keys[metric.label]
+                }
+                if metric.label
+                else getattr(made.labels(*of), take)
+                for engine, of in engines.items()
             }
-
-        rates = gauge(
-            PREFIX + "acceptance_rate",
-            "Rate at which a drafted token is accepted where those before it were.",
-            (*LABELS, "position"),
-            multiprocess_mode="mostrecent",
-        )
-        self._labelled[BY_POSITION] = {
-            i: {key: rates.labels(*values, str(key)).set for key in range(lookahead)}
-            for i, values in engines.items()
-        }
 
     def observe(self, growth: dict[str, Any], engine: int) -> None:
         """Add what one step of one engine counted."""
         for name, value in growth.items():
+            take = self._takers[name][engine]
             if isinstance(value, dict):
-                takers = self._labelled[name][engine]
                 for key, count in value.items():
-                    takers[key](count)
+                    take[key](count)
             else:
-                self._plain[name][engine](value)
+                take(value)
 
 
 class Log:
@@ -116,7 +72,9 @@ class Log:
     def observe(self, growth: dict[str, Any], engine: int) -> None:
         """Add what one step of any engine counted."""
         self._skipped.update(growth.get("skipped", {}))
-        self._total.update({name: growth[name] for name in COUNTERS | SECONDS if name in growth})
+        self._total.update(
+            {n: v for n, v in growth.items() if METRICS[n].kind != "gauge" and not METRICS[n].label}
+        )
         held, blocks = self._pools.get(engine, (0, 0))
         self._pools[engine] = (
             growth.get("kv_blocks_held", held),

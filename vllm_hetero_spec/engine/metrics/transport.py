@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hetero_spec.engine.compat import patching, release
+from vllm_hetero_spec.engine.compat import patching, releases
 from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter, Log
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -62,7 +62,7 @@ def install() -> None:
     Raises:
         Exception: This vLLM is not supported or lacks what is hooked; see `require`.
     """
-    release()
+    releases.installed()
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats

@@ -6,9 +6,13 @@ tenants, but vLLM's scheduler keeps it to itself; here it rides along on the New
 salted requests.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_hetero_spec.engine.compat import patching
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.request import Request
 
 _ATTRIBUTE = "hetero_cache_salt"
 
@@ -20,8 +24,10 @@ def install() -> None:
     patching.replace(NewRequestData, "from_request", "cache_salt", _keep_salt)
 
 
-def _keep_salt(original: Any) -> Any:
-    def from_request(cls: type, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _keep_salt(original: patching.Function) -> patching.Function:
+    def from_request(
+        cls: "type[NewRequestData]", request: "Request", *args: object, **kwargs: object
+    ) -> "NewRequestData":
         data = original(cls, request, *args, **kwargs)
         if request.cache_salt is not None:
             setattr(data, _ATTRIBUTE, request.cache_salt)
@@ -30,6 +36,6 @@ def _keep_salt(original: Any) -> Any:
     return from_request
 
 
-def salt_of(new_request: Any) -> str | None:
+def salt_of(new_request: "NewRequestData") -> str | None:
     """The salt of a NewRequestData, None where the request had none."""
     return getattr(new_request, _ATTRIBUTE, None)

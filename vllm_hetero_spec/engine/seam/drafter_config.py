@@ -4,7 +4,7 @@
 import contextlib
 import copy
 import re
-from typing import Any
+from collections.abc import Callable
 
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
@@ -128,7 +128,7 @@ def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool)
     )
 
 
-def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Any) -> int:
+def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Callable[[int], int]) -> int:
     """Bytes for the drafter's KV pool.
 
     Args:

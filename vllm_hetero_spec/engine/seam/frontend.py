@@ -2,16 +2,20 @@
 """Configuration hooks in vLLM's front end: our methods in `--speculative-config`.
 
 `EngineArgs.create_speculative_config` is wrapped. Where the user asks for one of our methods, our
-keys are taken out, the rest is rewritten to vLLM's `custom_class`, and the original builds
-`HeteroSpeculativeConfig` from it; every other configuration goes to the original untouched.
+keys are taken out and a `HeteroSpeculativeConfig` is built, to vLLM a `custom_class` configuration;
+every other configuration goes to the original untouched.
 """
 
 import argparse
 import logging
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_hetero_spec.config import METHODS, ConfigError, HeteroOptions, parse, wants_us
-from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.config import METHODS, ConfigError, parse, wants_us
+from vllm_hetero_spec.engine.compat import patching, releases
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -30,29 +34,21 @@ def install() -> None:
     patching.replace(EngineArgs, "add_cli_args", "command line", _wrap_cli)
 
 
-def _wrap_create(original: Any) -> Any:
+def _wrap_create(original: patching.Function) -> patching.Function:
     def create_speculative_config(
-        self: Any, target_model_config: Any, target_parallel_config: Any
-    ) -> Any:
+        self: "EngineArgs",
+        target_model_config: "ModelConfig",
+        target_parallel_config: "ParallelConfig",
+    ) -> "SpeculativeConfig | None":
         user = _merged(self)
-        if not wants_us(user, _vllm_methods()):
+        if user is None or not wants_us(user, _vllm_methods()):
             return original(self, target_model_config, target_parallel_config)
-        from vllm_hetero_spec.engine.compat import release
-
-        release()  # refuses an unsupported vLLM before anything is built
-        assert user is not None
-        options, vllm_keys = parse(
-            user, target_tensor_parallel=target_parallel_config.tensor_parallel_size
-        )
-        _check_parallel(target_parallel_config)
-        return _build(
-            original, self, target_model_config, target_parallel_config, options, vllm_keys
-        )
+        return _build(user, target_model_config, target_parallel_config)
 
     return create_speculative_config
 
 
-def _wrap_cli(original: Any) -> Any:
+def _wrap_cli(original: patching.Function) -> patching.Function:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
         for action in parser._actions:
@@ -63,7 +59,7 @@ def _wrap_cli(original: Any) -> Any:
     return add_cli_args
 
 
-def _merged(args: Any) -> dict[str, Any] | None:
+def _merged(args: "EngineArgs") -> dict[str, Any] | None:
     """`--speculative-config` with the `--spec-*` flags laid over it, as vLLM merges them."""
     user = dict(args.speculative_config or {})
     for attribute, (flag, key) in _FLAGS.items():
@@ -79,64 +75,46 @@ def _merged(args: Any) -> dict[str, Any] | None:
 def _vllm_methods() -> tuple[str, ...]:
     from vllm.config.speculative import SpeculativeMethod
 
-    def leaves(literal: Any) -> list[str]:
+    def leaves(literal: object) -> list[str]:
         return [x for a in get_args(literal) for x in ([a] if isinstance(a, str) else leaves(a))]
 
     return tuple(leaves(SpeculativeMethod))
 
 
-def _check_parallel(parallel: Any) -> None:
+def _build(
+    user: dict[str, Any], target: "ModelConfig", parallel: "ParallelConfig"
+) -> "SpeculativeConfig":
+    releases.installed()  # refuses an unsupported vLLM before anything is built
+    options, vllm_keys = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported with "
-            f"{_listed_methods()}; use tensor or data parallelism."
+            f"{' / '.join(METHODS)}; use tensor or data parallelism."
         )
-
-
-def _listed_methods() -> str:
-    return " / ".join(METHODS)
-
-
-def _build(
-    original: Any,
-    args: Any,
-    target: Any,
-    parallel: Any,
-    options: HeteroOptions,
-    vllm_keys: dict[str, Any],
-) -> Any:
     from vllm_hetero_spec.engine.metrics import transport as metrics
-    from vllm_hetero_spec.engine.seam import cache_salt as salt
+    from vllm_hetero_spec.engine.seam import cache_salt
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
     from vllm_hetero_spec.engine.seam.spec_config import PROPOSER, HeteroSpeculativeConfig
     from vllm_hetero_spec.engine.seam.tokenizers import check_pair
 
-    # The original rewrites these attributes; a second create_engine_config() must see the user's.
-    saved = {name: getattr(args, name) for name in ("speculative_config", *_FLAGS)}
-    args.spec_method = args.spec_model = args.spec_tokens = None
-    args.speculative_config = {
-        "method": "custom_class",
-        "model": PROPOSER,
-        "num_speculative_tokens": options.num_speculative_tokens,
-        **vllm_keys,
-    }
-    try:
-        plain = original(args, target, parallel)
-        entries = args.speculative_config
-    finally:
-        for name, value in saved.items():
-            setattr(args, name, value)
-    del plain  # built for vLLM's own checks; ours carries the options as well
     config = HeteroSpeculativeConfig(
-        hetero=options, drafter_model_config=drafter_model_config(options, target), **entries
+        hetero=options,
+        drafter_model_config=drafter_model_config(options, target),
+        method="custom_class",
+        model=PROPOSER,
+        num_speculative_tokens=options.num_speculative_tokens,
+        target_model_config=target,
+        target_parallel_config=parallel,
+        **vllm_keys,
     )
     check_pair(target, config.drafter_model_config, options)
-    salt.install()
+    cache_salt.install()
     metrics.require()
     logger.info(
-        "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification exact.",
+        "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",
         options.method,
         options.model,
         options.num_speculative_tokens,
+        "LOSSY (fuzzy)" if options.verification == "fuzzy" else "lossless",
     )
     return config

@@ -8,8 +8,6 @@ through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM'
 the `prompt_lookup_max=0` that `custom_class` sets.
 """
 
-from typing import Any
-
 from pydantic import SkipValidation
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
@@ -32,7 +30,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
     drafter_model_config: SkipValidation[ModelConfig] = None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Unpickled in another process (engine core, worker): install there what it needs."""
         from vllm_hetero_spec.engine.seam.cache_salt import install
 

@@ -9,12 +9,11 @@ all ranks; what sampled ones were drawn from is broadcast (`verifier.draft_probs
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from vllm.distributed import parallel_state
 
 
-def solo_group() -> Any:
+def solo_group() -> parallel_state.GroupCoordinator:
     """A copy of the tensor parallel group in which this rank is alone."""
     group = copy.copy(parallel_state.get_tp_group())
     group.world_size = 1
@@ -26,7 +25,7 @@ def solo_group() -> Any:
 
 
 @contextmanager
-def tensor_parallel(group: Any | None) -> Iterator[None]:
+def tensor_parallel(group: parallel_state.GroupCoordinator | None) -> Iterator[None]:
     """Exchange the tensor parallel group; None leaves it as it is."""
     if group is None:
         yield

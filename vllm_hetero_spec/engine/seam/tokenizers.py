@@ -2,7 +2,7 @@
 """From vLLM's model configurations to the tokenizer bridge."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
@@ -82,7 +82,7 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
 
 def _eos(config: ModelConfig) -> list[int] | None:
     """EOS ids of the generation configuration, the first being the primary one."""
-    found: Any = config.try_get_generation_config().get("eos_token_id")
+    found: int | list[int] | None = config.try_get_generation_config().get("eos_token_id")
     if found is None:
         return None
     return [found] if isinstance(found, int) else list(found)

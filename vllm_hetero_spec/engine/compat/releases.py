@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM releases are supported, and what differs between them."""
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm_hetero_spec.config import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+SUPPORTED = ((0, 32), (0, 33))
+OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"
+
+
+def installed() -> tuple[int, int]:
+    """The supported series that the installed vLLM is, or is to be treated as.
+
+    Raises:
+        ConfigError: The release is not supported and the user did not override the check.
+    """
+    from vllm.version import __version__ as found
+
+    return series_of(found, os.environ.get(OVERRIDE))
+
+
+def series_of(found: str, override: str | None = None) -> tuple[int, int]:
+    """The supported series of vLLM version `found`, such as "0.32.0+cpu".
+
+    Args:
+        found: Version string of a vLLM.
+        override: Version or series to take for the nearest older supported one.
+
+    Raises:
+        ConfigError: It is neither supported nor overridden.
+    """
+    numbers = found.split("+")[0].split(".")[:2]
+    series = (int(numbers[0]), int(numbers[-1])) if all(n.isdecimal() for n in numbers) else (0, 0)
+    if series in SUPPORTED:
+        return series
+    if override and override in (found, ".".join(numbers)):
+        return max((s for s in SUPPORTED if s <= series), default=SUPPORTED[0])
+    supported = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    raise ConfigError(
+        f"vllm_hetero_spec supports vLLM {supported}, found {found}; install a supported release, "
+        f"or set {OVERRIDE}={found} to try this one at your own risk."
+    )
+
+
+def plan_kv_cache(
+    vllm_config: "VllmConfig", kv_cache_spec: "dict[str, KVCacheSpec]", memory: int
+) -> "KVCacheConfig":
+    """The KV tensors of one worker whose layers may use `memory` bytes."""
+    if installed() < (0, 33):
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(vllm_config, [kv_cache_spec], [memory])[0]
+    from vllm.v1.core.kv_cache_planning import (  # type: ignore[import-not-found,unused-ignore]
+        get_global_kv_cache_groups,
+        get_kv_cache_configs,
+    )
+
+    groups = get_global_kv_cache_groups(vllm_config, [kv_cache_spec])
+    return get_kv_cache_configs(vllm_config, [kv_cache_spec], [memory], groups)[0]
