@@ -13,6 +13,7 @@ static_forward_contexts, so neither sees the other's.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
@@ -21,10 +22,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import plan_kv_cache
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 # From (bytes of KV for a number of tokens) to the bytes that may be used.
 KVBudget = Callable[[Callable[[int], int]], int]
@@ -78,7 +81,7 @@ class DrafterModel:
     def __init__(
         self,
         config: VllmConfig,
-        runner_class: type[GPUModelRunner],
+        runner_class: "type[GPUModelRunner]",
         device: torch.device,
         kv_budget: KVBudget,
     ) -> None:
@@ -95,7 +98,7 @@ class DrafterModel:
             current_platform.update_block_size_for_backend(config)
             self._allocate_kv(runner, kv_budget)
 
-    def _allocate_kv(self, runner: GPUModelRunner, kv_budget: KVBudget) -> None:
+    def _allocate_kv(self, runner: "GPUModelRunner", kv_budget: KVBudget) -> None:
         spec = runner.get_kv_cache_spec()
         kinds = {type(layer).__name__ for layer in spec.values()}
         if len(set(spec.values())) != 1:

@@ -13,6 +13,8 @@ from vllm_hetero_spec.lookahead.controllers import Gauges
 logger = logging.getLogger("vllm.hetero_spec")
 
 RPC = "hetero_spec_stats"
+# By field of `DraftStats`, a number or numbers by label.
+Counted = dict[str, Any]
 
 # Why a request went undrafted in a step, and what a user can do about it.
 REASONS = {
@@ -125,7 +127,7 @@ class DraftStats:
         self.target_step_seconds = gauges.target_seconds
         self.acceptance = {j: float(rate) for j, rate in enumerate(gauges.acceptance)}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Counted:
         """All of it as plain numbers and dictionaries, which vLLM's serializer takes."""
         return {
             name: plain(value)
@@ -154,7 +156,7 @@ class Growth:
         # A gauge is told once even where it stands at zero.
         self._last = {n: v for n, v in zero.items() if v == {} or METRICS[n].kind != "gauge"}
 
-    def take(self, stats: DraftStats) -> dict[str, Any]:
+    def take(self, stats: DraftStats) -> Counted:
         """The counters that grew, by how much, and the gauges that moved, where to."""
         now, last = stats.as_dict(), self._last
         self._last = now
@@ -172,7 +174,7 @@ def _grown(now: Any, last: Any) -> Any:
     return now - last if now >= last else now
 
 
-def summed(workers: list[dict[str, Any]]) -> dict[str, Any]:
+def summed(workers: list[Counted]) -> Counted:
     """The counters of several workers, each from `DraftStats.as_dict`, as those of one."""
     total = DraftStats().as_dict()
     for worker in workers:

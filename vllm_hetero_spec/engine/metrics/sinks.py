@@ -3,9 +3,12 @@
 
 import logging
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS
+from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS, Counted
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -24,10 +27,10 @@ class Exporter:
         lookahead: The longest draft.
     """
 
-    def __init__(self, stat_logger: Any, lookahead: int) -> None:
+    def __init__(self, stat_logger: "PrometheusStatLogger", lookahead: int) -> None:
         counter, gauge = stat_logger._counter_cls, stat_logger._gauge_cls
         histogram = stat_logger._histogram_cls
-        engines: dict[int, list[Any]] = stat_logger.per_engine_labelvalues
+        engines: dict[int, list[object]] = stat_logger.per_engine_labelvalues
         keys = {"reason": REASONS, "length": range(1, lookahead + 1), "position": range(lookahead)}
         # Per field and engine what takes the number, or by label value the numbers.
         self._takers: dict[str, dict[int, Any]] = {}
@@ -50,7 +53,7 @@ class Exporter:
                 for engine, of in engines.items()
             }
 
-    def observe(self, growth: dict[str, Any], engine: int) -> None:
+    def observe(self, growth: Counted, engine: int) -> None:
         """Add what one step of one engine counted."""
         for name, value in growth.items():
             take = self._takers[name][engine]
@@ -69,7 +72,7 @@ class Log:
         self._skipped = Counter[str]()
         self._pools: dict[int, tuple[int, int]] = {}  # per engine: blocks held, blocks
 
-    def observe(self, growth: dict[str, Any], engine: int) -> None:
+    def observe(self, growth: Counted, engine: int) -> None:
         """Add what one step of any engine counted."""
         self._skipped.update(growth.get("skipped", {}))
         self._total.update(

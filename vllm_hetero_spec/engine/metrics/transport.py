@@ -12,35 +12,54 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching, releases
+from vllm_hetero_spec.engine.metrics.counters import Counted
 from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter, Log
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger, StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 logger = logging.getLogger("vllm.hetero_spec")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass
 class _Carried:
     """What SchedulerStats is given: the growth of a step's counters, None in most processes."""
 
-    hetero_spec: dict[str, Any] | None = None
+    hetero_spec: Counted | None = None
 
 
 _FIELD = "hetero_spec"
 
 
-def harmless(function: Callable[..., Any]) -> Callable[..., Any]:
+class Reporter(Protocol):
+    """What this module asks of a drafter."""
+
+    def report(self) -> Counted:
+        """What was counted since the last report."""
+
+
+def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
     """`function` until it first fails: that is said once, and from then on it does nothing."""
     failed = False
 
     @functools.wraps(function)
-    def guarded(*args: Any) -> Any:
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         nonlocal failed
         if failed:
             return None
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except Exception as error:
             failed = True
             logger.warning(
@@ -80,7 +99,7 @@ require = harmless(install)
 
 
 @harmless
-def require_in_worker(proposer: type) -> None:
+def require_in_worker(proposer: type[Reporter]) -> None:
     """Install in this worker what sends the counts of drafters of this class."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -89,7 +108,9 @@ def require_in_worker(proposer: type) -> None:
     patching.replace(GPUModelRunner, "sample_tokens", "metrics", hook)
 
 
-def wrap_sample(proposer: type, empty: Any) -> Callable[[Any], Any]:
+def wrap_sample(
+    proposer: type[Reporter], empty: "ModelRunnerOutput"
+) -> Callable[[patching.Function], patching.Function]:
     """`sample_tokens` whose output carries what a drafter of ours counted since the last one.
 
     Args:
@@ -97,8 +118,10 @@ def wrap_sample(proposer: type, empty: Any) -> Callable[[Any], Any]:
         empty: An output that all steps share, which must not carry one step's counts: they wait.
     """
 
-    def wrap(original: Any) -> Any:
-        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap(original: patching.Function) -> patching.Function:
+        def sample_tokens(
+            self: "GPUModelRunner", *args: object, **kwargs: object
+        ) -> "ModelRunnerOutput":
             output = original(self, *args, **kwargs)
             drafter = getattr(self, "drafter", None)
             if isinstance(drafter, proposer) and output is not empty:
@@ -111,12 +134,16 @@ def wrap_sample(proposer: type, empty: Any) -> Callable[[Any], Any]:
 
 
 @harmless
-def _carry(output: Any, drafter: Any) -> None:
+def _carry(output: "ModelRunnerOutput", drafter: Reporter) -> None:
     setattr(output, _FIELD, drafter.report())
 
 
-def _wrap_update(original: Any) -> Any:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+def _wrap_update(original: patching.Function) -> patching.Function:
+    def update_from_output(
+        self: "Scheduler",
+        scheduler_output: "SchedulerOutput",
+        model_runner_output: "ModelRunnerOutput",
+    ) -> "dict[int, EngineCoreOutputs]":
         outputs = original(self, scheduler_output, model_runner_output)
         growth = getattr(model_runner_output, _FIELD, None)
         if growth is not None:
@@ -127,7 +154,7 @@ def _wrap_update(original: Any) -> Any:
 
 
 @harmless
-def _hand_on(outputs: dict[int, Any], growth: dict[str, Any]) -> None:
+def _hand_on(outputs: "dict[int, EngineCoreOutputs]", growth: Counted) -> None:
     """In the engine core: to the one front end that gets the step's statistics, if any does."""
     for output in outputs.values():
         if output.scheduler_stats is not None:
@@ -135,9 +162,11 @@ def _hand_on(outputs: dict[int, Any], growth: dict[str, Any]) -> None:
             return
 
 
-def _wrap_init(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+def _wrap_init(
+    build: "Callable[[StatLoggerBase], Exporter | Log | None]",
+) -> Callable[[patching.Function], patching.Function]:
+    def wrap(original: patching.Function) -> patching.Function:
+        def __init__(self: "StatLoggerBase", *args: object, **kwargs: object) -> None:
             original(self, *args, **kwargs)
             setattr(self, _FIELD, build(self))
 
@@ -146,12 +175,12 @@ def _wrap_init(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return wrap
 
 
-def _wrap_record(original: Any) -> Any:
+def _wrap_record(original: patching.Function) -> patching.Function:
     def record(
-        self: Any,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
+        self: "StatLoggerBase",
+        scheduler_stats: "SchedulerStats | None",
+        iteration_stats: "IterationStats | None",
+        mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
         original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
@@ -162,8 +191,8 @@ def _wrap_record(original: Any) -> Any:
     return record
 
 
-def _wrap_log(original: Any) -> Any:
-    def log(self: Any) -> None:
+def _wrap_log(original: patching.Function) -> patching.Function:
+    def log(self: "LoggingStatLogger") -> None:
         original(self)
         sink = getattr(self, _FIELD, None)
         if sink is not None:
@@ -173,7 +202,7 @@ def _wrap_log(original: Any) -> Any:
 
 
 @harmless
-def _observe(sink: Exporter | Log | None, growth: dict[str, Any], engine: int) -> None:
+def _observe(sink: Exporter | Log | None, growth: Counted, engine: int) -> None:
     if sink is not None:
         sink.observe(growth, engine)
 
@@ -183,18 +212,18 @@ def _say(sink: Log, level: int) -> None:
     sink.say(level)
 
 
-def _lookahead(stat_logger: Any) -> int | None:
+def _lookahead(stat_logger: "PrometheusStatLogger | LoggingStatLogger") -> int | None:
     """The configured lookahead, None where the drafter is not one of ours."""
     spec = stat_logger.vllm_config.speculative_config
     return spec.num_speculative_tokens if hasattr(spec, "hetero") else None
 
 
 @harmless
-def _exporter(stat_logger: Any) -> Exporter | None:
+def _exporter(stat_logger: "PrometheusStatLogger") -> Exporter | None:
     lookahead = _lookahead(stat_logger)
     return None if lookahead is None else Exporter(stat_logger, lookahead)
 
 
 @harmless
-def _log(stat_logger: Any) -> Log | None:
+def _log(stat_logger: "LoggingStatLogger") -> Log | None:
     return None if _lookahead(stat_logger) is None else Log()
