@@ -3,6 +3,7 @@
 
 import copy
 import json
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_flags(args_class: Any, demo_pair: Path) -> None:
     args.speculative_config = {"method": "slem"}
     with pytest.raises(ConfigError, match="--spec-method"):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("verification", "said"),
+    [({}, "lossless"), ({"verification": "fuzzy", "threshold": 0.1}, "LOSSY (fuzzy)")],
+)
+def test_the_log_says_whether_output_is_the_targets(
+    make, demo_pair: Path, caplog: pytest.LogCaptureFixture, verification: dict, said: str
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.hetero_spec")
+    make(slem(demo_pair / "drafter", method="hetero", **verification)).create_engine_config()
+    (line,) = [m for m in caplog.messages if m.startswith("Speculative decoding by hetero")]
+    assert line.endswith(f"verification {said}.")
 
 
 def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
