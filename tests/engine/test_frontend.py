@@ -118,6 +118,17 @@ def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
         make({"method": "eagel", "model": "x", "num_speculative_tokens": 2}).create_engine_config()
 
 
+def test_they_do_not_on_a_changed_vllm_either(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import speculative
+
+    monkeypatch.delattr(speculative, "SpeculativeMethod")
+    monkeypatch.setattr("vllm.version.__version__", "0.40.0")
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert make(ngram).create_engine_config().speculative_config.method == "ngram"
+    with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
+        make(slem(Path("drafter"))).create_engine_config()
+
+
 def _bert(folder: Path, tokenizer: Path) -> Path:
     folder.mkdir()
     config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64}

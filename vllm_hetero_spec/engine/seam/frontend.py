@@ -63,7 +63,7 @@ def _merged(args: "EngineArgs") -> dict[str, Any] | None:
     """`--speculative-config` with the `--spec-*` flags laid over it, as vLLM merges them."""
     user = dict(args.speculative_config or {})
     for attribute, (flag, key) in _FLAGS.items():
-        value = getattr(args, attribute)
+        value = getattr(args, attribute, None)
         if value is None:
             continue
         if key in user:
@@ -73,12 +73,12 @@ def _merged(args: "EngineArgs") -> dict[str, Any] | None:
 
 
 def _vllm_methods() -> tuple[str, ...]:
-    from vllm.config.speculative import SpeculativeMethod
+    from vllm.config import speculative
 
     def leaves(literal: object) -> list[str]:
         return [x for a in get_args(literal) for x in ([a] if isinstance(a, str) else leaves(a))]
 
-    return tuple(leaves(SpeculativeMethod))
+    return tuple(leaves(getattr(speculative, "SpeculativeMethod", None)))
 
 
 def _build(
