@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ def train_byte_level(vocab_size: int, *, nfc: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def train_sentencepiece(vocab_size: int) -> Tokenizer:
+def train_sentencepiece(vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer:
     """Llama 2's layout: a prepended space, no pre-tokenizer, byte fallback, BOS by template."""
     learner = Tokenizer(models.BPE(unk_token="<unk>"))
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<unk>"], limit_alphabet=120, show_progress=False
     )
-    learner.train_from_iterator(corpus(), trainer)
+    learner.train_from_iterator(texts or corpus(), trainer)
     learned: dict[str, Any] = json.loads(learner.to_str())["model"]
     pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)[1:]
     vocabulary = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", *BYTE_PIECES, *pieces])}
@@ -87,12 +88,12 @@ def train_sentencepiece(vocab_size: int) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def train_unigram(vocab_size: int) -> Tokenizer:
+def train_unigram(vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer:
     """A Unigram model behind Metaspace, which puts a space before the first text only."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    alphabet = sorted(set("".join(corpus()).replace(" ", "▁")))
+    alphabet = sorted(set("".join(texts or corpus()).replace(" ", "▁")))
     trainer = trainers.UnigramTrainer(
         vocab_size=vocab_size,
         special_tokens=["<unk>", "</s>"],
@@ -100,8 +101,8 @@ def train_unigram(vocab_size: int) -> Tokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    words = random.Random(0).sample(corpus()[:20], 8)
-    tokenizer.train_from_iterator([*words, *MULTILINGUAL], trainer)
+    some = texts or [*random.Random(0).sample(corpus()[:20], 8), *MULTILINGUAL]
+    tokenizer.train_from_iterator(some, trainer)
     return tokenizer
 
 

@@ -65,10 +65,17 @@ class DraftTranslator:
     def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
         """The first of the drafter's candidates for its next token that the target may mean.
 
-        A target that has ended a token will not go on with text that belongs to it: after "imp" it
+        A target that has ended a token does not go on with text that belongs to it: after "imp" it
         does not write "ort", or it would have written "import". And the bytes of a character that
-        the target has begun are given. Where no candidate will do, the drafter's own first choice.
-        A drafter with the target's own tokenizer sees where its tokens end and needs no advice.
+        the target has begun are given. A drafter with the target's own tokenizer sees where its
+        tokens end and needs no advice.
+
+        Args:
+            context: The request's text.
+            candidates: Drafter ids, the likeliest first.
+
+        Returns:
+            One of them; the first where none will do.
         """
         if self._same:
             return candidates[0]
@@ -96,9 +103,15 @@ class DraftTranslator:
         return known
 
     def _splits(self, last: int, data: bytes) -> bool:
-        """Whether the target ends a token between the bytes of `last` and `data`.
+        """Whether the target, given the bytes of `last` and `data` alone, parts them.
 
-        Two tokens suffice: a sequence of BPE tokens is canonical if all its pairs are.
+        If not, then no text of the target goes on with tokens that spell `data` after `last`. For a
+        stretch of tokens of a longer text is what the target makes of the stretch alone: BPE would
+        merge the same neighbours in the whole, and a segmentation of the stretch that a Unigram
+        model scores higher would raise the score of the whole. The reverse does not hold: with more
+        text before or behind, a token may span a place where these two are parted. Nor does `data`
+        need to end with a token, and some pre-tokenizers look further. So this is advice, with
+        which a draft begins; what is proposed is verified whatever it says.
         """
         left = len(self._target.token_bytes[last])
         text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)

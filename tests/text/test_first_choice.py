@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first drafted token is one that a target may write after the token it has ended."""
+
+import random
+from pathlib import Path
+
+import pytest
+import recipes
+
+from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+BOOKS = ("books_children_fairytales_en.txt", "tinystories_small.txt")
+PIECE = 60  # characters
+
+
+def texts_of(source: str, shared: Path | None) -> list[str]:
+    """Books, where they are at hand, or the standard library's sources."""
+    if source == "sources":
+        return [text[:60_000] for text in recipes.corpus()[:8]]
+    folder = shared / "data" / "corpora" if shared else Path("nowhere")
+    if not all((folder / name).is_file() for name in BOOKS):
+        pytest.skip("needs the corpora of the shared folder")
+    return [(folder / name).read_text(encoding="utf-8")[:150_000] for name in BOOKS]
+
+
+@pytest.mark.parametrize("source", ["sources", "books"])
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_what_is_turned_down_is_what_the_target_joins(
+    family: dict[str, TextTokenizer], shared_or_none: Path | None, source: str, kind: str
+) -> None:
+    """The target, given the whole text, has no token ending where a candidate was turned down.
+
+    Of Unigram and BPE without a pre-tokenizer that looks further than a space.
+    """
+    texts = texts_of(source, shared_or_none)
+    train = {"unigram": recipes.train_unigram, "bpe": recipes.train_sentencepiece}[kind]
+    target = load_tokenizer(train(1200, [text[:100_000] for text in texts]), kind)
+    drafter = family["byte-level"]
+    bridge = make_bridge(target, drafter)
+    assert isinstance(bridge, TextBridge)
+    rng = random.Random(0)
+    safe = drafter.encode("\n\n")[0]
+    turned_down = 0
+    for text in texts:
+        for start in range(0, 12_000, 8 * PIECE):
+            ids = target.encode(text[start : start + PIECE])
+            for place in range(1, len(ids)):
+                context = bridge.open()
+                context.append(ids[:place])
+                known, rest = (target.decode_bytes(part) for part in (ids[:place], ids[place:]))
+                likely = [rng.randrange(3, drafter.vocab_size) for _ in range(3)]
+                for candidate in [*drafter.encode_bytes(rest)[:1], *likely]:
+                    data = known + drafter.token_bytes[candidate]
+                    whole = target.encode_bytes(data)
+                    if target.decode_bytes(whole) != data:
+                        continue  # no text, or not all of it has tokens
+                    ends = {len(target.decode_bytes(whole[:n])) for n in range(len(whole))}
+                    turned = bridge.first_choice(context, [candidate, safe]) != candidate
+                    assert not (turned and len(known) in ends), (known, data)
+                    turned_down += turned
+    assert turned_down > 20
+
+
+def test_first_choice_is_not_what_the_target_would_have_joined(
+    family: dict[str, TextTokenizer],
+) -> None:
+    """A target that ended a token after half a word does not go on with the other half."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    left, half = next(
+        (left, half[0])
+        for data in target.token_bytes
+        if data.isalpha() and data.isascii() and len(data) > 3
+        for left in [target.encode(data[:-2].decode())]
+        for half in [drafter.encode(data[-2:].decode())]
+        if len(left) == len(half) == len(target.encode(data.decode())) == 1
+    )
+    other = drafter.encode("(")[0]
+    context = bridge.open()
+    context.append([*target.encode("x = "), *left])
+    assert bridge.first_choice(context, [half, other]) == other
+    assert bridge.first_choice(context, [half]) == half  # its own first choice where none will do
+
+
+def test_first_choice_spells_the_character_that_was_begun(
+    family: dict[str, TextTokenizer],
+) -> None:
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    context = bridge.open()
+    context.append([target.byte_ids[byte] for byte in "é".encode()[:1]])
+    assert context.held == "é".encode()[:1]
+    right, wrong = drafter.byte_ids[0xC3], drafter.byte_ids[0x61]
+    assert bridge.first_choice(context, [wrong, right]) == right
+
+
+def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
+    family: dict[str, TextTokenizer],
+) -> None:
+    tokenizer = family["byte-level"]
+    for mode in ("text", "identity"):
+        bridge = make_bridge(tokenizer, tokenizer, mode=mode)
+        context = bridge.open()
+        context.append(tokenizer.encode("x = ret"))
+        half = tokenizer.encode("urn")[0]
+        assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]) == half
