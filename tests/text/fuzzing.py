@@ -27,8 +27,8 @@ from fuzz_model import (
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from vllm_hetero_spec.text import cuts
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID
-from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 # Cases of one hypothesis run: it remembers all it has tried and tends to try the same pairs again,

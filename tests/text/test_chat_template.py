@@ -18,7 +18,7 @@ from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
 from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.text_context import TextContext
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 Messages = list[dict[str, str]]

@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from vllm_hetero_spec.text.drafts import DraftTranslator
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.text_context import TextContext
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 LONG = int(os.environ.get("HETERO_SPEC_FUZZ", "0"))

@@ -113,25 +113,25 @@ def _inspect(
     source: str,
     progress: Progress,
 ) -> PairReport:
-    ours, theirs = target.text, drafter.text
-    special = SpecialTokens(ours, theirs, target.eos_ids, drafter.eos_ids)
+    theirs, ours = target.text, drafter.text
+    special = SpecialTokens(theirs, ours, target.eos_ids, drafter.eos_ids)
     with _step(progress, "comparing the vocabularies"):
-        shared = shared_text(ours, theirs)
+        shared = shared_text(theirs, ours)
         lengths = {
             name: length_histogram(spelled, _LONGEST)
             for name, spelled in (
-                ("target", set(ours.token_bytes)),
-                ("drafter", set(theirs.token_bytes)),
+                ("target", set(theirs.token_bytes)),
+                ("drafter", set(ours.token_bytes)),
                 ("shared", shared),
             )
         }
-        overlap = measure_overlap(ours, theirs, target.strings, drafter.strings)
+        overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
     with _step(progress, "comparing the two on the text", len(documents)) as task:
-        meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
+        meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
         for start in range(0, len(documents), _BATCH):
             meter.add(documents[start : start + _BATCH])
             progress.advance(task, _BATCH)
-    chat = align(ours, theirs, chat_of(target.backend), chat_of(drafter.backend), special)
+    chat = align(theirs, ours, chat_of(target.backend), chat_of(drafter.backend), special)
     pair = meter.statistics()
     return PairReport(
         target=_side(
@@ -145,7 +145,7 @@ def _inspect(
         text=source,
         documents=len(documents),
         pair=pair,
-        identity=ours.fingerprint == theirs.fingerprint,
+        identity=theirs.fingerprint == ours.fingerprint,
         control=control_tokens(target, special),
         chat_template=chat.reason,
     )

@@ -268,6 +268,6 @@ def _eos_ids(locate: Callable[[str], Path | None]) -> list[int] | None:
     for file in ("generation_config.json", "config.json"):
         path = locate(file)
         if path is not None and path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            return [found] if isinstance(found, int) else found
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            return [ids] if isinstance(ids, int) else ids
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiktoken, SentencePiece and mistral_common tokenizers as a ``TextTokenizer``.
+"""tiktoken, SentencePiece and mistral_common tokenizers as a `TextTokenizer`.
 
 All are recognised by their methods, so that none of these libraries has to be installed.
 """
@@ -38,7 +38,7 @@ def is_slow_wrapper(tokenizer: object) -> bool:
 
 
 def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
-    """A ``tiktoken.Encoding``; EOS is ``<|endoftext|>`` where it exists."""
+    """A `tiktoken.Encoding`; EOS is `<|endoftext|>` where it exists."""
     special = {encoding.encode_single_token(text): text for text in encoding.special_tokens_set}
     table = [b""] * encoding.n_vocab
     for token_id in range(encoding.n_vocab):
@@ -60,7 +60,7 @@ def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
 
 
 def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
-    """A ``sentencepiece.SentencePieceProcessor``; a copy without dummy prefix encodes."""
+    """A `sentencepiece.SentencePieceProcessor`; a copy without dummy prefix encodes."""
     proto: bytes = model.serialized_model_proto()
     raw = type(model)()
     raw.LoadFromSerializedProto(proto + NO_DUMMY_PREFIX)
@@ -225,7 +225,7 @@ def _has(tokenizer: object, *names: str) -> bool:
 
 
 def _mistral_core(tokenizer: Any) -> Any:
-    """The object whose ``_model`` encodes, found through the (at most three) wrappers around it."""
+    """The object whose `_model` encodes, found through the (at most three) wrappers around it."""
     for _ in range(3):
         if _has(tokenizer, *_MISTRAL_CORE):
             break

@@ -10,8 +10,8 @@ from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
 from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext
 from vllm_hetero_spec.text.drafts import DraftTranslator
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
-from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -20,22 +20,34 @@ MODES = ("auto", "text", "identity")
 
 
 class Bridge(Protocol):
-    """Translation for all requests of one pair of tokenizers."""
+    """Translation for all requests of one pair of tokenizers.
 
-    identity: bool  # both tokenizers are the same: ids pass through unchanged
+    Attributes:
+        identity: Both tokenizers are the same, so that ids pass through unchanged.
+        special: Their control tokens.
+        drafter_eos: Drafter ids on which drafting stops.
+        banned: Drafter ids that are never drafted.
+        failures: Why something could not be translated -> how often.
+        chat: What becomes of turn markers in prompts.
+    """
+
+    identity: bool
     special: SpecialTokens
-    drafter_eos: frozenset[int]  # ids on which drafting stops
-    banned: frozenset[int]  # drafter ids that are never drafted
-    failures: Counter[str]  # why something could not be translated -> how often
-    chat: ChatTemplateBridge  # what becomes of turn markers in prompts
+    drafter_eos: frozenset[int]
+    banned: frozenset[int]
+    failures: Counter[str]
+    chat: ChatTemplateBridge
 
     def open(self) -> Context:
         """The context of a new request."""
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
-        """Append to many contexts at once; for each, c such that its ids[:c] are unchanged.
+        """Append to many contexts at once.
 
         Never raises for one request: a context that fails is marked broken and counted.
+
+        Returns:
+            For each context c such that its ids[:c] are unchanged.
         """
 
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
@@ -47,9 +59,15 @@ class Bridge(Protocol):
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
     ) -> list[list[int]]:
-        """Drafted drafter ids as target ids that continue each context, at most limits[i] ids.
+        """Drafted drafter ids as target ids that continue each context.
 
-        A draft that cannot be translated gives [] and is counted.
+        Args:
+            contexts: Of the requests.
+            drafts: Drafter ids of each.
+            limits: Target ids to give at most.
+
+        Returns:
+            Target ids of each; none, and a failure is counted, where they cannot be told.
         """
 
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
@@ -206,12 +224,19 @@ def make_bridge(
 ) -> Bridge:
     """The bridge of a pair.
 
-    ``mode``: "auto" passes ids through where the two tokenizers are equal, "text" always
-    translates, "identity" insists on equal tokenizers. The EOS lists are all ids that end a
-    generation, the preferred one first; None takes the tokenizer's own. ``chats``: the chat
-    templates of target and drafter (None where one has none), None to leave turn markers alone.
+    Args:
+        target: Its tokenizer.
+        drafter: Its tokenizer.
+        mode: "auto" passes ids through where the two tokenizers are equal, "text" always
+            translates, "identity" insists on equal tokenizers.
+        target_eos: All ids that end a generation, the preferred one first; None takes the
+            tokenizer's own.
+        drafter_eos: The same of the drafter.
+        chats: Chat templates of target and drafter (None where one has none); None to leave turn
+            markers alone.
 
-    Raises ValueError for an unknown mode, and for "identity" with different tokenizers.
+    Raises:
+        ValueError: The mode is unknown, or "identity" with different tokenizers.
     """
     if mode not in MODES:
         raise ValueError(f"unknown bridge mode {mode!r}: choose one of {', '.join(MODES)}")

@@ -38,9 +38,10 @@ _FOLDED = b"\n\n"
 class Marker(NamedTuple):
     """What the drafter sees in place of a turn marker.
 
-    atoms: its special tokens as ids, text as bytes.
-    drafter_space: a space of the drafter's comes with the text that follows, not before.
-    target_space: the same of the target's.
+    Attributes:
+        atoms: Its special tokens as ids, text as bytes.
+        drafter_space: A space of the drafter's comes with the text that follows, not before.
+        target_space: The same of the target's.
     """
 
     atoms: tuple[int | bytes, ...]
@@ -55,9 +56,10 @@ Piece = int | bytes | Marker  # a control token of the target, text, a turn mark
 class ChatTemplateBridge:
     """Recognises the target's turns in a prompt and says what the drafter sees in their place.
 
-    reason: why nothing is bridged, a clause; "" where something is.
-    roles: whose turns are.
-    counts: prompts bridged and marker bytes replaced ("prompts", "bytes"), so far.
+    Attributes:
+        reason: Why nothing is bridged, a clause; "" where something is.
+        roles: Whose turns are.
+        counts: Prompts bridged and marker bytes replaced ("prompts", "bytes"), so far.
     """
 
     reason: str = ""
@@ -75,9 +77,13 @@ class ChatTemplateBridge:
         return f"turn markers are not bridged: {self.reason}"
 
     def split(self, ids: Sequence[int]) -> list[Piece] | None:
-        """A prompt in pieces, in order; None where it does not begin as a conversation does.
+        """A prompt in pieces, in order; costs one scan of it.
 
-        ``ids`` are target ids or -1. Costs one scan of the prompt.
+        Args:
+            ids: Target ids, or -1 for an unknown one.
+
+        Returns:
+            The pieces; None where the prompt does not begin as a conversation does.
         """
         rules = self._alignment
         read = None if rules is None else rules.stream(ids)
@@ -92,14 +98,14 @@ class ChatTemplateBridge:
         bare = False  # the last piece ended in a control token
         self.counts["prompts"] += 1
         while match:
-            found = match[0]
-            move = rules.moves[found].get(state)
+            literal = match[0]
+            move = rules.moves[literal].get(state)
             if move:
                 pieces += rules.plain(body[position : match.start()], bare)
                 marker, state = move
                 pieces.append(marker)
-                position, bare = match.end(), _is_bare(found)
-                self.counts["bytes"] += len(rules.stream.literal(found))
+                position, bare = match.end(), _is_bare(literal)
+                self.counts["bytes"] += len(rules.stream.literal(literal))
             match = rules.marker.search(body, match.end())
         return [*pieces, *rules.plain(body[position:], bare)]
 
@@ -151,14 +157,14 @@ class _Alignment:
     def _read_starts(self) -> re.Pattern[bytes]:
         system = self._theirs.open.get(SYSTEM, b"")
         first, user = self._theirs.steps["", USER], self._theirs.open[USER]
-        found = {system: SYSTEM} if system.strip() else {}
-        if not found or not first.startswith(system):  # else a default system prompt: a turn
-            found[first] = USER
+        starts = {system: SYSTEM} if system.strip() else {}
+        if not starts or not first.startswith(system):  # else a default system prompt: a turn
+            starts[first] = USER
         if ESCAPE in user:
-            found.setdefault(user, USER)
-        for literal, role in found.items():
+            starts.setdefault(user, USER)
+        for literal, role in starts.items():
             self._add(_START, literal, self._between("", role), ("in", role))
-        return _any_of(found)
+        return _any_of(starts)
 
     def _read_step(self, before: str, after: str) -> None:
         """A turn's end and the next one's beginning, which also ends turns of other roles."""

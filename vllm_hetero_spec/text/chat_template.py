@@ -103,7 +103,13 @@ class Stream:
 class Template:
     """What one side's template writes before, between and behind turns, as streams.
 
-    Raises Unaligned where a conversation cannot be found again in its rendering.
+    Args:
+        side: "target" or "drafter", for the message.
+        chat: The template.
+        stream: Of its tokenizer.
+
+    Raises:
+        Unaligned: A conversation cannot be found again in its rendering.
     """
 
     def __init__(self, side: str, chat: Chat | None, stream: Stream) -> None:
@@ -180,8 +186,8 @@ class Template:
         self.bos = () if bos is None else (bos,) * min(count, 1)
         parts: list[bytes] = []
         for text in map(str.encode, texts):
-            part, found, body = body.partition(text)
-            if not found or text in body:
+            part, marker, body = body.partition(text)
+            if not marker or text in body:
                 raise Unaligned(
                     f"the {self._side}'s chat template does not keep the texts of a conversation"
                 )

@@ -6,11 +6,17 @@ from typing import Protocol
 
 
 class Context(Protocol):
-    """One request: the target ids taken in so far, seen as drafter ids."""
+    """One request: the target ids taken in so far, seen as drafter ids.
 
-    ids: list[int]  # drafter ids of the text so far; read-only for callers
-    held: bytes  # incomplete UTF-8 character at the end, not yet in ids
-    broken: bool  # translation failed: do not draft for this request
+    Attributes:
+        ids: Drafter ids of the text so far; read-only for callers.
+        held: Incomplete UTF-8 character at the end, not yet in `ids`.
+        broken: Translation failed: do not draft for this request.
+    """
+
+    ids: list[int]
+    held: bytes
+    broken: bool
 
     @property
     def num_target(self) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
-from vllm_hetero_spec.text.text_context import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 ANCHOR_TOKENS = 8
@@ -222,10 +222,10 @@ class DraftTranslator:
         starts = [self._boundary(*pair) for pair in zip(encoded, stretches, strict=True)]
         alone = [place for place, start in enumerate(starts) if start is None]
         texts = [stretches[place].data.decode("utf-8", "surrogateescape") for place in alone]
-        found = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
+        ids_of = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
         for place, ids in zip(alone, self._target.encode_batch(texts), strict=True):
-            found[place] = ids
-        return found
+            ids_of[place] = ids
+        return ids_of
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
         """The last target ids, back to the start of a word, a control token or ANCHOR_TOKENS."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tokenizers.Tokenizer`` and transformers' fast tokenizers as a ``TextTokenizer``."""
+"""`tokenizers.Tokenizer` and transformers' fast tokenizers as a `TextTokenizer`."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ def from_transformers(tokenizer: Any, name: str) -> TextTokenizer:
 
 
 def from_tokenizers(tokenizer: Tokenizer, name: str) -> TextTokenizer:
-    """A bare ``tokenizers.Tokenizer``: BOS and EOS are what its post-processor adds."""
+    """A bare `tokenizers.Tokenizer`: BOS and EOS are what its post-processor adds."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)

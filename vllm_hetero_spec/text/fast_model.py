@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of ``tokenizers`` can spell, and what it does with text that it cannot."""
+"""What a model of `tokenizers` can spell, and what it does with text that it cannot."""
 
 import json
 from codecs import charmap_decode
@@ -24,7 +24,7 @@ class FastModel:
     """A model and the rule by which its pieces are decoded.
 
     Args:
-        model: BPE, Unigram, WordPiece or WordLevel of ``tokenizers``.
+        model: BPE, Unigram, WordPiece or WordLevel of `tokenizers`.
         rule: The decoder's.
     """
 
@@ -103,7 +103,7 @@ class FastModel:
         return spell
 
     def without(self, hidden: Mapping[int, str]) -> "FastModel":
-        """A copy in which text never has the ``hidden`` pieces, and the same text the same ids."""
+        """A copy in which text never has the `hidden` pieces, and the same text the same ids."""
         state = json.loads(self.serialized)
         names = {piece: _HIDDEN.format(token_id) for token_id, piece in hidden.items()}
         if self.kind == "Unigram":

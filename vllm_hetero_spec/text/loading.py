@@ -20,12 +20,13 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
     """The bridge's view of a tokenizer object.
 
     Accepts a transformers fast tokenizer (or vLLM's cached subclass of one), a
-    ``tokenizers.Tokenizer``, mistral_common's Tekken and SentencePiece tokenizers (bare, or in
-    vLLM's or transformers' wrapper), a ``tiktoken.Encoding``, a
-    ``sentencepiece.SentencePieceProcessor``, and slow transformers tokenizers holding one of the
-    last two in ``.tokenizer`` or ``.sp_model``.
+    `tokenizers.Tokenizer`, mistral_common's Tekken and SentencePiece tokenizers (bare, or in
+    vLLM's or transformers' wrapper), a `tiktoken.Encoding`, a
+    `sentencepiece.SentencePieceProcessor`, and slow transformers tokenizers holding one of the
+    last two in `.tokenizer` or `.sp_model`.
 
-    Raises UnsupportedTokenizer where the exact bytes of its tokens cannot be known.
+    Raises:
+        UnsupportedTokenizer: The exact bytes of its tokens cannot be known.
     """
     label = name or str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     for accepts, build in (

@@ -61,10 +61,10 @@ class Merges:
 
     def mergeable(self) -> NDArray[np.bool_]:
         """[V_D]: whether some target token spells a drafter token and goes on."""
-        found = np.zeros(self._drafter.vocab_size, bool)
+        able = np.zeros(self._drafter.vocab_size, bool)
         for d in self._order.tolist():
-            found[d] = self.goes_on((d,))
-        return found
+            able[d] = self.goes_on((d,))
+        return able
 
     def goes_on(self, path: Sequence[int]) -> bool:
         """Whether some target token spells the tokens of a path and goes on."""
@@ -74,7 +74,7 @@ class Merges:
         return bool(data) and bool(longer) and longer[0].startswith(data)
 
     def among(self, path: Sequence[int], drafter_ids: Ids) -> Ids:
-        """mu(path, e) for each e of ``drafter_ids``, -1 where it is not defined."""
+        """mu(path, e) for each e of `drafter_ids`, -1 where it is not defined."""
         result = np.full(len(drafter_ids), -1, np.int32)
         data = self._joined(path)
         ranges = self._candidate_ranges(data)
@@ -100,30 +100,30 @@ class Merges:
         return b"".join([self._drafter.token_bytes[d] for d in path])
 
     def _candidate_ranges(self, data: bytes) -> NDArray[np.int32]:
-        """[2, n]: ascending begins and ends of stretches of ``_order``."""
+        """[2, n]: ascending begins and ends of stretches of `_order`."""
         known = self._ranges.get(data)
         if known is None:
             if len(self._ranges) >= MEMO_RANGES:
                 self._ranges.clear()
-            found = self._find_ranges(data)
-            known = self._ranges[data] = np.array(found, np.int32).reshape(-1, 2).T.copy()
+            ranges = self._find_ranges(data)
+            known = self._ranges[data] = np.array(ranges, np.int32).reshape(-1, 2).T.copy()
         return known
 
     def _find_ranges(self, data: bytes) -> list[tuple[int, int]]:
         if not data:
             return []
         strings = self._target_strings
-        found = []
+        ranges = []
         index = bisect_right(strings, data)
         while index < len(strings) and strings[index].startswith(data):
             rest = strings[index][len(data) :]
             begin = bisect_left(self._strings, rest)
             end = _end_of_range(self._strings, rest, begin)
             if begin < end:
-                found.append((begin, end))
+                ranges.append((begin, end))
             # Target tokens that go on from this one allow no further e.
             index = _end_of_range(strings, strings[index], index)
-        return found
+        return ranges
 
     def _merged(self, data: bytes, drafter_ids: Ids) -> Ids:
         joined = [data + self._drafter.token_bytes[e] for e in drafter_ids.tolist()]
@@ -144,7 +144,7 @@ class Merges:
 
 
 def _end_of_range(strings: Sequence[bytes], prefix: bytes, begin: int) -> int:
-    """Where, in sorted strings, those that start with ``prefix`` and come from ``begin`` on end."""
+    """Where, in sorted strings, those that start with `prefix` and come from `begin` on end."""
     stem = prefix.rstrip(b"\xff")
     if not stem:
         return len(strings)

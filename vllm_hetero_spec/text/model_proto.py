@@ -21,13 +21,13 @@ def lossy_reason(proto: bytes) -> str:
     for number, value in _fields(proto):
         if number == 3 and isinstance(value, bytes):
             spec |= dict(_fields(value))
-    found = []
+    losses = []
     if spec.get(2):
         name = spec.get(1, b"")
-        found.append(f"applies {name.decode() if isinstance(name, bytes) and name else 'a map'}")
+        losses.append(f"applies {name.decode() if isinstance(name, bytes) and name else 'a map'}")
     if spec[4]:
-        found.append("removes white space but for single spaces inside a text")
-    return ", ".join(found)
+        losses.append("removes white space but for single spaces inside a text")
+    return ", ".join(losses)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``tokenizers`` pipeline makes of text before its model sees it.
+"""What a `tokenizers` pipeline makes of text before its model sees it.
 
 The bytes of encode(s) cannot be those of s where a tokenizer lowercases, composes characters or
 keeps no white space. They are those of the words it hands to its model, written by the rule of its
@@ -50,10 +50,10 @@ def lossy_reason(normalizer: dict[str, Any] | None, raw: Tokenizer, rule: PieceR
         raw: The pipeline at work.
         rule: How its decoder writes words.
     """
-    found = [loss for part in components(normalizer) for loss in _losses(part, rule)]
+    losses = [loss for part in components(normalizer) for loss in _losses(part, rule)]
     if loses_separators(raw, rule):
-        found.append("keeps at most a space of what separates words")
-    return ", ".join(dict.fromkeys(found))
+        losses.append("keeps at most a space of what separates words")
+    return ", ".join(dict.fromkeys(losses))
 
 
 def _losses(part: dict[str, Any], rule: PieceRule) -> Iterable[str]:

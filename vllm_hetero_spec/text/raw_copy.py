@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a ``tokenizers.Tokenizer`` that spells text and nothing else.
+"""A copy of a `tokenizers.Tokenizer` that spells text and nothing else.
 
 No templates, no leading space, special tokens inert, and text that looks like one of the model's
 own marks stays text. The model itself, which is nearly all of a tokenizer, is shared.

@@ -27,9 +27,13 @@ _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)(?=\S)")
 class VocabularyCounts:
     """Ids of one tokenizer by kind.
 
-    ids: largest id + 1; text: ids that stand for bytes; special: special tokens; holes: ids without
-    a token; duplicates: text ids that share their bytes with another; not_utf8: text ids whose
-    bytes alone are not valid UTF-8.
+    Attributes:
+        ids: Largest id + 1.
+        text: Ids that stand for bytes.
+        special: Special tokens.
+        holes: Ids without a token.
+        duplicates: Text ids that share their bytes with another.
+        not_utf8: Text ids whose bytes alone are not valid UTF-8.
     """
 
     ids: int
@@ -59,13 +63,14 @@ def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
 class Overlap:
     """How much two vocabularies have in common, by three readings of "the same token".
 
-    strings: keys of both ``get_vocab()``, as they stand.
-    space_normalised: the same keys with every LEADING space mark of either alphabet read as a
-        space. (vLLM's own map reads the first mark of a token only and so misses the tokens that
-        start with several spaces.)
-    true_bytes: byte strings of both; a special token stands for the UTF-8 of its content, as it
-        does in the two readings before. Each byte string counts once, however many ids have it.
-    text_bytes: byte strings that are ordinary text in both: what drafts can be made of.
+    Attributes:
+        strings: Keys of both `get_vocab()`, as they stand.
+        space_normalised: The same keys with every leading space mark of either alphabet read as a
+            space. (vLLM's own map reads the first mark of a token only and so misses the tokens
+            that start with several spaces.)
+        true_bytes: Byte strings of both, each counted once; a special token stands for the UTF-8 of
+            its content, as it does in the two readings before.
+        text_bytes: Byte strings that are ordinary text in both: what drafts can be made of.
     """
 
     strings: int
@@ -80,7 +85,7 @@ def measure_overlap(
     target_strings: Iterable[str],
     drafter_strings: Iterable[str],
 ) -> Overlap:
-    """The intersection by each reading; the strings are the keys of ``get_vocab()``."""
+    """The intersection by each reading; the strings are the keys of `get_vocab()`."""
     theirs, ours = set(target_strings), set(drafter_strings)
     return Overlap(
         strings=len(theirs & ours),
@@ -134,7 +139,7 @@ class PairStatistics:
 
 
 class PairMeter:
-    """Gathers ``PairStatistics`` over the documents of a text, a few at a time.
+    """Gathers `PairStatistics` over the documents of a text, a few at a time.
 
     Token counts and omega are those of whole documents. Boundaries can only be compared where both
     tokenizers spell the same bytes: a document that one of them rewrites is halved at its lines
@@ -238,7 +243,7 @@ def unspelled_characters(tokenizer: TextTokenizer, characters: Counter[str]) -> 
 
 
 def length_histogram(byte_strings: Iterable[bytes], longest: int) -> list[int]:
-    """How many byte strings have 1, 2, ... bytes; the last entry holds those of ``longest`` up."""
+    """How many byte strings have 1, 2, ... bytes; the last entry holds those of `longest` up."""
     counts = [0] * longest
     for length, count in Counter(map(len, byte_strings)).items():
         if length:

@@ -2,7 +2,7 @@
 """The exact byte string of every token, by the rule of the tokenizer's own decoder.
 
 A vocabulary stores its tokens in a display alphabet: byte-level BPE maps each byte to a printable
-character, SentencePiece writes a space as U+2581 and a raw byte as ``<0x0A>``, WordPiece marks the
+character, SentencePiece writes a space as U+2581 and a raw byte as `<0x0A>`, WordPiece marks the
 pieces that do not start a word. What applies is decided by the decoder section of the tokenizer's
 JSON, because that is what turns the target's ids into the text a user reads.
 """
@@ -58,11 +58,12 @@ def components(section: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 class PieceRule:
     """How a decoder writes a piece of its vocabulary that is not the first of a text.
 
-    byte_level: characters are bytes, in the alphabet of byte-level BPE.
-    byte_fallback: ``<0xNN>`` is one byte.
-    replaced: strings that are written as others, in order.
-    continuing: WordPiece: the mark of pieces that go on with a word; all others follow a space.
-    cleanup: WordPiece: no space before ``. ? ! ,``.
+    Attributes:
+        byte_level: Characters are bytes, in the alphabet of byte-level BPE.
+        byte_fallback: `<0xNN>` is one byte.
+        replaced: Strings that are written as others, in order.
+        continuing: WordPiece's mark of pieces that go on with a word; all others follow a space.
+        cleanup: WordPiece has no space before `. ? ! ,`.
     """
 
     byte_level: bool = False
@@ -92,7 +93,7 @@ class PieceRule:
         return word.encode()
 
     def keeps(self, old: str, new: str) -> bool:
-        """Whether decoding undoes a normaliser's replacement of ``old`` by ``new``."""
+        """Whether decoding undoes a normaliser's replacement of `old` by `new`."""
         return self.word(new) == old.encode()
 
 
@@ -101,7 +102,10 @@ def decoder_rule(
 ) -> PieceRule:
     """The rule of a tokenizer, from these sections of its JSON.
 
-    A byte-level pre-tokenizer without a decoder counts as byte-level. Raises UnknownDecoder.
+    A byte-level pre-tokenizer without a decoder counts as byte-level.
+
+    Raises:
+        UnknownDecoder: The bytes of a token cannot be told from the decoder.
     """
     parts = components(decoder)
     if decoder is None and "ByteLevel" in component_types(pre_tokenizer):
@@ -158,14 +162,14 @@ def byte_level_piece(piece: str) -> bytes:
 
 
 def sentencepiece_piece(piece: str, *, byte_fallback: bool) -> bytes:
-    """Bytes of a SentencePiece piece; ``<0xNN>`` is one byte only where it is of that type."""
+    """Bytes of a SentencePiece piece; `<0xNN>` is one byte only where it is of that type."""
     if byte_fallback and (byte := fallback_byte(piece)) is not None:
         return bytes([byte])
     return piece.replace(SPACE_MARK, " ").encode()
 
 
 def fallback_byte(piece: str) -> int | None:
-    """The byte a ``<0xNN>`` piece spells, or None for any other piece."""
+    """The byte a `<0xNN>` piece spells, or None for any other piece."""
     return int(piece[3:5], 16) if _FALLBACK.fullmatch(piece) else None
 
 

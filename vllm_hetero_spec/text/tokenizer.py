@@ -26,8 +26,10 @@ class UnsupportedTokenizer(ValueError):
 class LeadingSpace:
     """When a tokenizer itself puts a space before text.
 
-    ``scope``: never, before the first text of a sequence only, or before every stretch of text
-    between special tokens. ``unless_present``: not where the text already starts with a space.
+    Attributes:
+        scope: Never, before the first text of a sequence only, or before every stretch of text
+            between special tokens.
+        unless_present: Not where the text already starts with a space.
     """
 
     scope: SpaceScope = "none"
@@ -46,26 +48,45 @@ def unchanged(text: str) -> str:
 class TextTokenizer:
     """Token ids and exact bytes of one tokenizer, with an encoder that adds nothing of its own.
 
-    ``encode`` is raw: no BOS or EOS, no dummy prefix, and text that merely looks like a special
-    token stays text. The bytes of its ids are those of ``normalize(text)``, but for what the
-    vocabulary cannot spell. Such text is the unknown token where there is one, and gone where there
-    is none; lone surrogates U+DC80..U+DCFF stand for undecodable bytes, and those without a token
-    are gone. `lost_bytes` tells how much the ids of a text lack.
+    `encode` is raw: no BOS or EOS, no dummy prefix, and text that merely looks like a special token
+    stays text. The bytes of its ids are those of `normalize(text)`, but for what the vocabulary
+    cannot spell. Such text is the unknown token or, where there is none, gone. Lone surrogates
+    U+DC80..U+DCFF stand for undecodable bytes; those without a token are gone. `lost_bytes` tells
+    how much the ids of a text lack.
+
+    Attributes:
+        name: For messages.
+        token_bytes: Bytes of each id, b"" for special tokens and holes.
+        special_text: Content of each special token.
+        special_ids: Special tokens, and holes: ids without a token.
+        byte_ids: For each byte the id that spells it alone, -1 where there is none.
+        fingerprint: Equal for tokenizers that give every text the same ids of the same bytes.
+        raw_encode: Ids of a text without surrogates.
+        raw_encode_batch: The same of many.
+        raw_normalize: What is encoded in the place of a text without surrogates.
+        lossy_reason: What normalisation takes from text, empty where nothing.
+        spell_word: Ids of any bytes, taken as one word; None where bytes are spelled one by one.
+        spells_all: No text has unknown or missing tokens.
+        unknown_id: Stands for what cannot be spelled; a special token.
+        bos_id: The token that begins a sequence.
+        adds_bos: Whether the tokenizer itself puts that there.
+        eos_id: The token that ends a sequence.
+        leading_space: When the tokenizer itself puts a space before text.
     """
 
     name: str
-    token_bytes: list[bytes]  # one entry per id; b"" for special tokens and holes
-    special_text: Mapping[int, str]  # content of each special token
-    special_ids: frozenset[int]  # special tokens and holes
-    byte_ids: tuple[int, ...]  # 256 ids, -1 where no token spells that byte alone
+    token_bytes: list[bytes]
+    special_text: Mapping[int, str]
+    special_ids: frozenset[int]
+    byte_ids: tuple[int, ...]
     fingerprint: str
     raw_encode: Callable[[str], list[int]]
     raw_encode_batch: Callable[[Sequence[str]], list[list[int]]]
     raw_normalize: Callable[[str], str] = unchanged
-    lossy_reason: str = ""  # what normalisation takes from text; empty where nothing
-    spell_word: Callable[[bytes], list[int]] | None = None  # ids of any bytes, taken as one word
-    spells_all: bool = True  # no text has unknown or missing tokens
-    unknown_id: int | None = None  # stands for what cannot be spelled; special
+    lossy_reason: str = ""
+    spell_word: Callable[[bytes], list[int]] | None = None
+    spells_all: bool = True
+    unknown_id: int | None = None
     bos_id: int | None = None
     adds_bos: bool = False
     eos_id: int | None = None
@@ -98,7 +119,7 @@ class TextTokenizer:
         return not self.lossy_reason
 
     def normalize(self, text: str) -> str:
-        """Text as the tokenizer writes it: what the bytes of ``encode(text)`` are."""
+        """Text as the tokenizer writes it: what the bytes of `encode(text)` are."""
         normalized, position = "", 0
         for match in _ESCAPED.finditer(text):
             normalized += self.raw_normalize(text[position : match.start()]) + match.group()
@@ -106,7 +127,7 @@ class TextTokenizer:
         return normalized + self.raw_normalize(text[position:])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; see the class for what raw means."""
+        """Token ids of `text`; see the class for what raw means."""
         return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -127,18 +148,21 @@ class TextTokenizer:
         return expected - len(self.decode_bytes(ids))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of any bytes: those of their text, and undecodable bytes as ``spell_word``."""
+        """Token ids of any bytes: those of their text, and undecodable bytes as `spell_word`."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Concatenated bytes of ``ids``; special tokens contribute nothing."""
+        """Concatenated bytes of `ids`; special tokens contribute nothing."""
         return b"".join([self.token_bytes[token_id] for token_id in ids])
 
     def limited_to(self, rows: int) -> "TextTokenizer":
-        """This tokenizer without the ids that a model with ``rows`` embedding rows does not have.
+        """This tokenizer without the ids that a model with `rows` embedding rows does not have.
 
         Models often lack the rows of special tokens that were added to the tokenizer later: those
-        tokens are gone. Raises UnsupportedTokenizer where a token that text may have has no row.
+        tokens are gone.
+
+        Raises:
+            UnsupportedTokenizer: A token that text may have has no row.
         """
         if self.vocab_size <= rows:
             return self

@@ -3,14 +3,15 @@
 
 Two maps, both by bytes and with the target's real tokenizer:
 
-* ``d2t``: the target id with the same bytes, for the drafter ids of the intersection;
-* ``kappa``: the target ids that spell the token, for every drafter id whose bytes the target has.
+* `d2t`: the target id with the same bytes, for the drafter ids of the intersection;
+* `kappa`: the target ids that spell the token, for every drafter id whose bytes the target has.
 
 On the intersection kappa is that one id, also where the target's encoder would split the string:
 part of a character, which it spells byte by byte when it stands alone, or a token that its
 normaliser or pre-tokenizer makes unreachable. The intersection is defined by bytes, and with kappa
 the identity on it a row pushed through kappa covers at least what a row restricted to the
-intersection covers. Any map is lossless; a token the target never writes is merely never accepted.
+intersection covers. Correctness does not depend on the map: a token that the target never writes is
+merely never accepted.
 """
 
 import hashlib
@@ -41,12 +42,14 @@ BATCH = 4096
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMaps:
-    """Drafter ids as target ids. Special tokens and holes of the drafter are in neither map.
+    """Drafter ids as target ids; `with_control` adds control tokens, which are in neither map.
 
-    d2t: [V_D] target id with the same bytes, -1 outside the intersection.
-    kappa_ptr, kappa_ids: [V_D + 1] and [n], the target ids of drafter id d are
-        ``kappa_ids[kappa_ptr[d]:kappa_ptr[d + 1]]``; none where the target cannot spell its bytes.
-    target_size, drafter_size: ids in each vocabulary; padding of a model's rows is not counted.
+    Attributes:
+        d2t: [V_D] target id with the same bytes, -1 outside the intersection.
+        kappa_ptr: [V_D + 1] where in `kappa_ids` the target ids of each drafter id begin; none
+            where the target cannot spell its bytes.
+        kappa_ids: [n] target ids.
+        target_size: Ids in the target's vocabulary; padding of a model's rows is not counted.
     """
 
     d2t: Ids
@@ -112,8 +115,11 @@ def build_maps(
     target's encoder makes of its bytes; where those would be rewritten (a normaliser) or are not
     text, it is spelled byte by byte, so that the bytes agree in every row.
 
-    ``cache``: folder, see ``default_cache``, that is looked in first and written to; it need not
-    exist, and maps that cannot be read from or written to it are built. None keeps nothing.
+    Args:
+        target: Its tokenizer.
+        drafter: Its tokenizer.
+        cache: Folder that is looked in first and written to (`default_cache`); it need not exist,
+            and maps that cannot be read from it are built. None keeps nothing.
     """
     key = hashlib.sha256(
         f"{FORMAT} {target.fingerprint} {drafter.fingerprint}".encode()
@@ -128,7 +134,7 @@ def build_maps(
 
 
 def encode_strings(tokenizer: TextTokenizer, strings: Sequence[bytes]) -> list[list[int]]:
-    """``tokenizer.encode_bytes`` of each string, in batches where they are text."""
+    """`tokenizer.encode_bytes` of each string, in batches where they are text."""
     encoded: list[list[int]] = [[] for _ in strings]
     for start in range(0, len(strings), BATCH):
         texts = {}
@@ -207,7 +213,7 @@ def _load(path: Path, key: str, target_size: int, drafter_size: int) -> Vocabula
 
 
 def _save(maps: VocabularyMaps, path: Path, key: str) -> None:
-    """Written beside ``path`` and renamed, so that no reader sees half a file."""
+    """Written beside `path` and renamed, so that no reader sees half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.cuts import TAIL_TOKENS
-from vllm_hetero_spec.text.text_context import TextContext
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 PAIRS = [
