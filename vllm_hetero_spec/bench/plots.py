@@ -4,13 +4,13 @@
 One file per target and picture, with a panel per dataset and temperature.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.methods import ALONE
 from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.rows import Row
 
 _PANEL = (5.0, 3.6)  # inches
@@ -31,10 +31,11 @@ def write_plots(folder: Path, rows: Sequence[Row]) -> list[Path]:
     written = []
     for target in dict.fromkeys(row.cell.engine.target for row in rows):
         own = [row for row in rows if row.cell.engine.target == target]
+        file_name = re.sub(r"[^\w.-]", "_", target)
         for name, keep, draw in _PICTURES:
             kept = [row for row in own if keep(row)]
             if kept:
-                path = folder / f"{name}-{_file_name(target)}.png"
+                path = folder / f"{name}-{file_name}.png"
                 _picture(figure, kept, draw, f"{target}: {name.replace('-', ' ')}").savefig(
                     path, dpi=120
                 )
@@ -64,76 +65,60 @@ def _picture(
     return figure
 
 
-def _by_engine(rows: Sequence[Row]) -> dict[EngineId, list[Row]]:
-    found: dict[EngineId, list[Row]] = {}
+def _lines(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """Each engine's label and rows, by batch size."""
+    lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.cell.batch_size):
-        found.setdefault(row.cell.engine, []).append(row)
-    return found
+        _, method, drafter, lookahead = row.cell.engine
+        label = f"{method}, {drafter}, K={lookahead}" if drafter else method
+        lines.setdefault(label, []).append(row)
+    return lines.items()
 
 
 def _speedup(panel: Any, rows: list[Row]) -> None:
-    for engine, line in _by_engine(rows).items():
-        spreads = [row.speedup for row in line if row.speedup]
-        medians = [spread.median for spread in spreads]
-        below = [spread.median - spread.low for spread in spreads]
-        above = [spread.high - spread.median for spread in spreads]
-        batches = [row.cell.batch_size for row in line]
-        panel.errorbar(
-            batches, medians, yerr=[below, above], marker="o", capsize=3, label=_label(engine)
-        )
+    for label, line in _lines(rows):
+        points = [(row.cell.batch_size, row.speedup) for row in line if row.speedup]
+        sizes = [size for size, _ in points]
+        medians = [speedup.median for _, speedup in points]
+        below = [speedup.median - speedup.low for _, speedup in points]
+        above = [speedup.high - speedup.median for _, speedup in points]
+        panel.errorbar(sizes, medians, yerr=[below, above], marker="o", capsize=3, label=label)
     panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
     panel.set_xscale("log", base=2)
     batches = sorted({row.cell.batch_size for row in rows})
     panel.set_xticks(batches, [str(batch) for batch in batches])
-    panel.set_xlabel("requests in flight")
-    panel.set_ylabel("speedup over the target alone")
+    panel.set(xlabel="requests in flight", ylabel="speedup over the target alone")
 
 
 def _acceptance(panel: Any, rows: list[Row]) -> None:
+    longest = 0
     # Acceptance hardly depends on the batch; the smallest stands for all.
-    for engine, (row, *_) in _by_engine(rows).items():
+    for label, (row, *_) in _lines(rows):
         shares = row.figures.acceptance_per_position
-        panel.plot(range(1, len(shares) + 1), shares, marker="o", label=_label(engine))
-    longest = max((len(row.figures.acceptance_per_position) for row in rows), default=0)
+        panel.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+        longest = max(longest, len(shares))
     panel.set_xticks(range(1, longest + 1))
-    panel.set_ylim(0, 1)
-    panel.set_xlabel("position in the draft")
-    panel.set_ylabel("drafts accepted up to here")
+    panel.set(ylim=(0, 1), xlabel="position in the draft", ylabel="drafts accepted up to here")
 
 
 def _pareto(panel: Any, rows: list[Row]) -> None:
-    for engine, line in _by_engine(rows).items():
+    for label, line in _lines(rows):
         per_user = [1 / row.figures.tpot.median for row in line if row.figures.tpot]
         total = [row.figures.tokens_per_second.median for row in line if row.figures.tpot]
-        panel.plot(per_user, total, marker="o", label=_label(engine))
-        for row, x, y in zip(line, per_user, total, strict=False):
-            panel.annotate(
-                str(row.cell.batch_size), (x, y), (3, 3), textcoords="offset points", fontsize=7
-            )
-    panel.set_xlabel("tokens/s of one user (1 / TPOT)")
-    panel.set_ylabel("tokens/s of all users")
+        panel.plot(per_user, total, marker="o", label=label)
+        for row, *point in zip(line, per_user, total, strict=False):
+            size = str(row.cell.batch_size)
+            panel.annotate(size, point, (3, 3), textcoords="offset points", fontsize=7)
+    panel.set(xlabel="tokens/s of one user (1 / TPOT)", ylabel="tokens/s of all users")
 
 
-def _label(engine: EngineId) -> str:
-    if engine.drafter is None:
-        return engine.method
-    return f"{engine.method}, {engine.drafter}, K={engine.lookahead}"
+def _has_speedup(row: Row) -> bool:
+    return row.speedup is not None and row.cell.engine.method != ALONE
 
 
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
-
-
-_PICTURES: tuple[tuple[str, Callable[[Row], bool], Callable[[Any, list[Row]], None]], ...] = (
-    (
-        "speedup-by-batch",
-        lambda row: row.speedup is not None and row.cell.engine.method != ALONE,
-        _speedup,
-    ),
-    (
-        "acceptance-by-position",
-        lambda row: bool(row.figures.acceptance_per_position),
-        _acceptance,
-    ),
+_Draw = Callable[[Any, list[Row]], None]
+_PICTURES: tuple[tuple[str, Callable[[Row], bool], _Draw], ...] = (
+    ("speedup-by-batch", _has_speedup, _speedup),
+    ("acceptance-by-position", lambda row: bool(row.figures.acceptance_per_position), _acceptance),
     ("users-and-throughput", lambda row: row.figures.tpot is not None, _pareto),
 )
