@@ -21,7 +21,8 @@ def batch(races: bool, steps: int = 3) -> DrawBatch:
         )
         for index in range(REQUESTS)
     ]
-    method = SampledMethod(TokenMap(FIRST, 4), torch.tensor([1, 2, 1, 3, 1]))
+    lengths = torch.tensor([1, 2, 1, 3, 1])
+    method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
     generator = torch.Generator().manual_seed(3)
     return DrawBatch(draws, [steps] * REQUESTS, method, generator)
 

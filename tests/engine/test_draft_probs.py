@@ -22,14 +22,14 @@ WIDTH = 5
 def drafted(steps: list[int]) -> list[Draft]:
     """One round of sampled drafts over a drafter of three ids, the longest first."""
     tokens = TokenMap(torch.tensor([4, 0, 2]), WIDTH)
-    method = SampledMethod(tokens, torch.ones(3, dtype=torch.int64))
+    lengths = torch.ones(3, dtype=torch.int64)
+    method = SampledMethod(tokens, lengths, lambda d: (int(tokens.first[d]),))
     nothing = torch.zeros(0, dtype=torch.int64)
     rules = PickRules(
         vocab_size=3,
         banned=nothing,
         ends=frozenset(),
         sampling=method,
-        spell=lambda d: (int(tokens.first[d]),),
         generator=torch.Generator().manual_seed(1),
     )
     rows = []

@@ -5,7 +5,7 @@ It is computed from the very row that is drawn from. The randomness is the draft
 shares no stream with verification, which would bias the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +45,14 @@ class SampledMethod:
     Attributes:
         tokens: What a drafter token proposes first.
         lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
+        spell: All target tokens that a drafter token proposes.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
         merge_span: Of SLRS-n.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
+    spell: Callable[[int], Sequence[int]]
     merging: PairMerges | None = None
     merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
 

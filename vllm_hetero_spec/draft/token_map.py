@@ -62,11 +62,7 @@ class TokenMap:
             # A null proposal becomes the likeliest real one: samplers of whole rows know no null,
             # and with any token fixed before the draw the row is still what is drawn from.
             nothing = table[:, -1:].clone()
-            table.scatter_add_(1, self.substitute(table)[:, None], nothing)
-
-    def substitute(self, table: torch.Tensor) -> torch.Tensor:
-        """int64 [B], what is proposed in the place of nothing, of rows of a `table`."""
-        return table[:, :-1].argmax(-1)
+            table.scatter_add_(1, table[:, :-1].argmax(-1, keepdim=True), nothing)
 
 
 def probabilities(

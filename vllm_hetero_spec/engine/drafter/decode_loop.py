@@ -28,7 +28,6 @@ class Drafter:
         banned: Ids that are never drafted.
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
         sampling: What sampled drafts propose; None where all are greedy.
-        spell: Target tokens that a drafter token proposes, where drafts are sampled.
         seed: Of the drafter's own random stream.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
@@ -43,7 +42,6 @@ class Drafter:
         banned: Collection[int],
         vocab_size: int,
         sampling: SampledMethod | None = None,
-        spell: Callable[[int], Sequence[int]] | None = None,
         seed: int = 0,
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
@@ -56,7 +54,6 @@ class Drafter:
             banned=torch.tensor(sorted(banned), dtype=torch.long, device=model.device),
             ends=ends,
             sampling=sampling,
-            spell=spell,
             generator=torch.Generator(model.device).manual_seed(seed),
             confidences=confidences,
         )

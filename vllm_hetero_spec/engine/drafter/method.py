@@ -1,39 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled drafting for a pair of models: what drafter tokens propose, and who is drawn for."""
+"""The method of a deployment: its row in the table of methods, made ready for its pair of models.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+Requests at temperature 0 and under a grammar are drafted greedily whatever the method is, request
+by request; the method is about the others.
+"""
+
+import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import SampledMethod
-from vllm_hetero_spec.draft.methods import span
+from vllm_hetero_spec.draft.methods import HETERO, METHODS, SLEM, Choice, order, span, spell_same
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter.method_choice import choose
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
+from vllm_hetero_spec.text.statistics import PairMeter, documents_of
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
 
+logger = logging.getLogger("vllm.hetero_spec")
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampled drafting of one pair.
-
-    Attributes:
-        method: What the drafter's tokens propose first.
-        spell: All target tokens that a drafter token proposes.
-    """
-
-    method: SampledMethod
-    spell: Callable[[int], Sequence[int]]
+# The order of methods for sampled requests is the same at all temperatures above nearly greedy.
+_TEMPERATURE = 1.0
 
 
 def sampling_of(
     options: HeteroOptions, pair: Pair, width: int, device: torch.device, ranks: int
-) -> Sampling | None:
+) -> SampledMethod | None:
     """How drafts are sampled; None for a method that is always greedy.
 
     Args:
@@ -41,59 +38,52 @@ def sampling_of(
         pair: The tokenizers and the bridge between them.
         width: Columns of the target's logits.
         device: Where the drafter runs.
-        ranks: That verify together.
+        ranks: That draft together.
     """
-    if options.method == "slem":
-        return None
-    maps = None if pair.bridge.identity else _maps(pair)
-    method = options.method
-    if method == "hetero":
-        races = options.verification == "race"
-        method = choose(pair, maps, reproducible=races, rows_available=ranks == 1).method
-        if method == "slem":
-            return None
-    if maps is None:
-        first = np.arange(pair.drafter.vocab_size)
-        first[first >= width] = -1
-        return _sampling(first, np.ones_like(first), width, device, lambda d: (d,))
-    if method in ("push_forward", "slrs"):
-        lengths = np.diff(maps.kappa_ptr)
-        found = _sampling(
-            maps.kappa_first, lengths, width, device, lambda d: maps.target_tokens(d).tolist()
+    maps, size = None, pair.drafter.vocab_size
+    if options.method != SLEM and not pair.bridge.identity:
+        maps = build_maps(pair.target, pair.drafter, cache=default_cache())
+        maps = maps.with_control(pair.bridge.special)
+    name = options.method
+    if name == HETERO:
+        choice = _choose(pair, maps, races=options.verification == "race", ranks=ranks)
+        logger.info(
+            "Method for random requests: %s (%s); greedy and structured ones: slem.", *choice
         )
-        if method == "push_forward" or not options.merge_candidates:
-            return found
-        merging = PairMerges(pair.target, pair.drafter, maps, device)
-        merge_span = MergeSpan(span(pair.drafter.vocab_size), options.merge_candidates)
-        return replace(found, method=replace(found.method, merging=merging, merge_span=merge_span))
-    twins = maps.d2t.tolist()
-    return _sampling(
-        maps.d2t,
-        np.ones_like(maps.d2t),
-        width,
-        device,
-        lambda d: twins[d : d + 1] if twins[d] >= 0 else (),
-        renormalise=method != "union",
+        name = choice.method
+    method = METHODS[name]
+    if method.spelling is None:
+        return None
+    spelling = spell_same(size, width) if maps is None else method.spelling(maps)
+    first, lengths = (
+        torch.from_numpy(array.astype(np.int64)).to(device)
+        for array in (spelling.first, spelling.lengths)
+    )
+    # Where both tokenizers are the same, all methods are: the drafter's rows as they are.
+    tokens = TokenMap(first, width, maps is None or method.renormalise)
+    sampled = SampledMethod(tokens, lengths, spelling.tokens)
+    if maps is None or not method.merges or not options.merge_candidates:
+        return sampled
+    merging = PairMerges(pair.target, pair.drafter, maps, device)
+    return replace(
+        sampled, merging=merging, merge_span=MergeSpan(span(size), options.merge_candidates)
     )
 
 
-def _maps(pair: Pair) -> VocabularyMaps:
-    maps = build_maps(pair.target, pair.drafter, cache=default_cache())
-    return maps.with_control(pair.bridge.special)
+def _choose(pair: Pair, maps: VocabularyMaps | None, *, races: bool, ranks: int) -> Choice:
+    """The first method in the order for a pair that a deployment can run.
 
-
-def _sampling(
-    first: np.ndarray,
-    lengths: np.ndarray,
-    width: int,
-    device: torch.device,
-    spell: Callable[[int], Sequence[int]],
-    *,
-    renormalise: bool = True,
-) -> Sampling:
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
-
-    return Sampling(
-        SampledMethod(TokenMap(tensor(first), width, renormalise), tensor(lengths)), spell
-    )
+    Args:
+        pair: The tokenizers and the bridge between them.
+        maps: Between their vocabularies; None where both are the same.
+        races: Verification is by races, which take the row of one drafter token at a time.
+        ranks: That draft together; where they are several, all would have to draw the same.
+    """
+    if ranks > 1:
+        return Choice(SLEM, "a drafter that is split over ranks drafts greedily")
+    if maps is None:
+        return Choice("tli", "both tokenizers are the same: the drafter's rows as they are")
+    meter = PairMeter(pair.target, pair.drafter, maps)
+    meter.add(documents_of(CALIBRATION_TEXT))
+    choices = order(meter.statistics(), temperature=_TEMPERATURE)
+    return next(choice for choice in choices if not (races and METHODS[choice.method].merges))

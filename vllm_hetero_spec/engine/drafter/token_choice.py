@@ -4,7 +4,7 @@
 All state is on the device until `collect`, which reads what was drafted once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,6 @@ class PickRules:
         banned: int64 ids that are never picked.
         ends: Ids after which a draft ends.
         sampling: What sampled drafts propose; None where all are greedy.
-        spell: Target tokens that a drafter token proposes, where drafts are sampled.
         generator: The drafter's own random stream.
         confidences: Whether they are asked for.
     """
@@ -37,7 +36,6 @@ class PickRules:
     banned: torch.Tensor
     ends: frozenset[int]
     sampling: SampledMethod | None
-    spell: Callable[[int], Sequence[int]] | None
     generator: torch.Generator
     confidences: bool = False
 
@@ -181,15 +179,15 @@ class Picker:
 
         The draft ends by count or with a draw that says so itself, never by how likely it was.
         """
-        assert self._rules.sampling is not None
-        assert self._rules.spell is not None
+        sampling = self._rules.sampling
+        assert sampling is not None
         proposal: list[int] = []
         row_of: list[int] = []
         peaks: list[float] = []
         for place, (drawn, line) in enumerate(zip(drafted, rows, strict=False)):
-            tokens = self._rules.spell(drawn)
+            tokens = sampling.spell(drawn)
             ended = not len(tokens) or drawn in self._rules.ends
-            if not len(tokens) and not self._rules.sampling.tokens.renormalise:
+            if not len(tokens) and not sampling.tokens.renormalise:
                 tokens = [int(probs[line].argmax())]  # what stands in for nothing
             proposal += tokens
             row_of += [line, *[-1] * (len(tokens) - 1)][: len(tokens)]

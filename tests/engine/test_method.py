@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployment's method: its row of the table for its pair, or what the alias stands for."""
+
+import pytest
+import recipes
+import torch
+
+from vllm_hetero_spec.config import METHODS, HeteroOptions
+from vllm_hetero_spec.draft import methods
+from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.engine.drafter.method import sampling_of
+from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.loading import load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    """A drafter of single bytes: target tokens take many of its tokens."""
+    target = load_tokenizer(recipes.train_byte_level(400), "target")
+    drafter = load_tokenizer(recipes.build_bytes(), "drafter")
+    return Pair(target, drafter, make_bridge(target, drafter))
+
+
+def sampled(pair: Pair, method: str, ranks: int = 1, **options: object) -> SampledMethod | None:
+    width = pair.target.vocab_size + 8  # a padded vocabulary
+    given = HeteroOptions(method, "drafter", 4, **options)
+    return sampling_of(given, pair, width, CPU, ranks)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != methods.HETERO])
+def test_a_method_is_its_row_of_the_table(pair: Pair, method: str) -> None:
+    row, found = methods.METHODS[method], sampled(pair, method)
+    assert (found is not None) is row.needs_probs
+    if found is not None:
+        assert found.tokens.renormalise is row.renormalise
+        assert found.tokens.width == pair.target.vocab_size + 8
+        assert (found.merging is not None) is row.merges
+        for d, first in enumerate(found.tokens.first.tolist()):
+            assert [*found.spell(d), -1][0] == first
+            assert first < 0 or len(found.spell(d)) == found.lengths[d]
+
+
+def test_spans_of_merges_are_those_of_the_drafter(pair: Pair) -> None:
+    found = sampled(pair, "slrs", merge_candidates=3)
+    assert found is not None
+    assert found.merge_span == (methods.LONG_SPAN, 3)
+    plain = sampled(pair, "slrs", merge_candidates=0)
+    assert plain is not None
+    assert plain.merging is None
+
+
+def test_the_alias_is_what_fits(pair: Pair) -> None:
+    """Races take the row of one token at a time, ranks that draft together have to draw alike."""
+    best, raced = sampled(pair, "hetero"), sampled(pair, "hetero", verification="race")
+    assert best is not None
+    assert raced is not None
+    assert best.merging is not None
+    assert raced.merging is None
+    assert sampled(pair, "hetero", ranks=2) is None
+
+
+@pytest.mark.parametrize("method", ["hetero", "union", "slrs"])
+def test_with_one_tokenizer_ids_are_as_they_are(pair: Pair, method: str) -> None:
+    same = Pair(pair.target, pair.target, make_bridge(pair.target, pair.target))
+    found = sampled(same, method)
+    assert found is not None
+    assert found.tokens.first.tolist() == list(range(pair.target.vocab_size))
+    assert found.tokens.renormalise
+    assert found.merging is None
