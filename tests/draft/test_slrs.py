@@ -20,7 +20,7 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.rules import token_rule
 
-COPIES = 6_000
+COPIES = 3_000
 CPU = torch.device("cpu")
 PIECES, BY_LETTER = worlds(3), worlds(3, target=WORDS, drafter=LETTERS)
 # Drafters of whole pieces and of single letters, drafter tokens that a proposal may take, and how

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_pair import PROMPT
 from harness import engine, metrics_of, slem
 from vllm import SamplingParams
 
@@ -20,29 +21,25 @@ VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def outputs(
-    demo_pair: Path, prompts: list[str], drafter: str, batch: int, **changes: Any
-) -> tuple[list[list[int]], float]:
+def outputs(pair: Path, drafter: str, batch: int, **changes: Any) -> tuple[list[list[int]], float]:
     """What seeded requests generate, and accepted tokens per draft."""
-    spec = slem(demo_pair / drafter, verification="race", **changes)
-    with engine(demo_pair / "target", spec, max_num_seqs=batch) as llm:
+    spec = slem(pair / drafter, verification="race", **changes)
+    with engine(pair / "target", spec, max_num_seqs=batch) as llm:
         params = [
             SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=24, ignore_eos=True)
             for s in range(REQUESTS)
         ]
-        texts = [prompts[s % len(prompts)][:300] for s in range(REQUESTS)]
+        texts = [PROMPT[s % 20 :] for s in range(REQUESTS)]
         found = [list(o.outputs[0].token_ids) for o in llm.generate(texts, params, use_tqdm=False)]
         gained = metrics_of(llm)
     return found, gained["num_accepted_tokens"] / max(1, gained["num_drafts"])
 
 
-def test_drafters_change_nothing(demo_pair: Path, code_prompts: list[str]) -> None:
+def test_drafters_change_nothing(chain_pair: Path) -> None:
     """The first variant drafts nothing at all: a drafter whose pool holds no request."""
-    nothing, _ = outputs(
-        demo_pair, code_prompts, "drafter", 16, method="slem", max_model_len=2, lookahead=1
-    )
+    nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", max_model_len=2, lookahead=1)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
     for drafter, batch, changes in VARIANTS:
-        found, accepted = outputs(demo_pair, code_prompts, drafter, batch, **changes)
+        found, accepted = outputs(chain_pair, drafter, batch, **changes)
         assert found == nothing, (drafter, changes)
         assert accepted > (2.5 if drafter == "target" else 0.1)

@@ -125,9 +125,7 @@ def test_an_engine_ends_when_its_parent_is_killed() -> None:
         session = int(parent.stdout.readline())
         assert len(list(processes(session))) == 2
         parent.kill()
-    deadline = time.monotonic() + 30  # it looks for its parent now and then
-    while list(processes(session)):
-        assert time.monotonic() < deadline
+    while list(processes(session)):  # it looks for its parent now and then, or the test times out
         time.sleep(0.1)
 
 
