@@ -28,7 +28,7 @@ class Setting:
         rows = (logits.double() / self.temperature).softmax(-1)
         ordered, ids = rows.sort(-1, descending=True)
         if self.top_k:
-            assert (ordered[:, self.top_k - 1] > 1.001 * ordered[:, self.top_k]).all(), "a tie"
+            assert (ordered[:, self.top_k - 1] > 1.00001 * ordered[:, self.top_k]).all(), "a tie"
             ordered[:, self.top_k :] = 0
         # A token is out once those before it have top_p among them.
         shares = ordered / ordered.sum(-1, keepdim=True)
