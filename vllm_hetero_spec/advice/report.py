@@ -184,9 +184,8 @@ def _none_is_faster(measured: Measured) -> str:
     ]
     if partly:
         return (
-            f"No drafter makes the target faster over all of these loads. "
-            f"{'. '.join(partly)}: name "
-            "these with --batch-sizes and --temperatures for a configuration."
+            f"No drafter makes the target faster over all of these loads. {'. '.join(partly)}: "
+            "name these with --batch-sizes and --temperatures for a configuration."
         )
     if all(candidate.slower for candidate in measured.ranking):
         return "The target alone is faster than with any drafter under these loads."

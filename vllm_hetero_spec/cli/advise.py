@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,10 +17,9 @@ from vllm_hetero_spec.advice.memory import missing_weights
 from vllm_hetero_spec.advice.report import as_json, show
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
-from vllm_hetero_spec.inputs.model_folder import check_model
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.report.tables import print_json
@@ -123,10 +121,8 @@ def _suite(arguments: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: It could only fail later.
     """
-    sizes, temperatures = sorted(set(arguments.batch_sizes)), sorted(set(arguments.temperatures))
+    sizes = sorted(set(arguments.batch_sizes))
     prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
-    if temperatures[0] < 0:
-        raise ConfigError(f"a temperature is {temperatures[0]}; it must not be negative.")
     if sizes[-1] > len(prompts):
         raise ConfigError(
             f"batch size {sizes[-1]} needs as many prompts, and "
@@ -134,13 +130,12 @@ def _suite(arguments: argparse.Namespace) -> Suite:
             "with --prompts, or smaller --batch-sizes."
         )
     trust = {"trust_remote_code": True} if arguments.trust_remote_code else {}
-    name = Path(arguments.target).name
     target = Target(
-        name,
-        check_model(arguments.target, "target"),
-        tuple(_drafters(arguments)),
-        (DATASET,),
-        trust | arguments.engine_args,
+        name=short_name(arguments.target),
+        model=arguments.target,
+        drafters=tuple(_drafters(arguments)),
+        datasets=(DATASET,),
+        engine=trust | arguments.engine_args,
     )
     for drafter in target.drafters:
         for method in arguments.methods:
@@ -152,9 +147,9 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         name="advise",
         targets=(target,),
         methods=tuple(dict.fromkeys(arguments.methods)),
-        prompts={name: {DATASET: tuple(prompts)}},
+        prompts={target.name: {DATASET: tuple(prompts)}},
         batch_sizes=tuple(sizes),
-        temperatures=tuple(temperatures),
+        temperatures=tuple(sorted(set(arguments.temperatures))),
         num_speculative_tokens=(arguments.num_speculative_tokens,),
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
@@ -164,13 +159,13 @@ def _suite(arguments: argparse.Namespace) -> Suite:
 def _drafters(arguments: argparse.Namespace) -> Iterator[Drafter]:
     """Each drafter once, under the last part of its name where no other has the same."""
     names = dict.fromkeys(arguments.drafters)
-    shared = Counter(Path(name).name for name in names)
+    shared = Counter(map(short_name, names))
     for name in names:
-        last = Path(name).name
+        short = short_name(name)
         yield Drafter(
-            last if shared[last] == 1 else name,
-            check_model(name, "drafter"),
-            arguments.speculative_config,
+            name=short if shared[short] == 1 else name,
+            model=name,
+            speculative=arguments.speculative_config,
         )
 
 
