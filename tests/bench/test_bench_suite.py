@@ -152,6 +152,10 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("[org/small]", "[]", 3, "targets[0].drafters is []"),
         ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),
         ("[org/small]", "[{name: x}]", 3, "targets[0].drafters[0] has no model"),
+        ("[org/small]", "[{speculative: {}}]", 3, "targets[0].drafters[0] has no model"),
+        ("[org/small]", "['']", 3, "targets[0].drafters[0].model is ''; it must be a text"),
+        ("org/big", "3", 2, "targets[0].model is 3; it must be a text"),
+        ("org/big", "org/big\n    name: 3", 3, "targets[0].name is 3; it must be a text"),
         (
             "[org/small]",
             "\n      - org/tiny\n      - {model: org/small, speculative: {translatoin: text}}",

@@ -56,9 +56,10 @@ class Named(Part):
     @model_validator(mode="before")
     @classmethod
     def _name(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(given.get("model"), str):
-            return {"name": short_name(given["model"]), **given}
-        return given
+        if not isinstance(given, dict):
+            return given
+        # Any name where there is no model, of which there is more to say.
+        return {"name": short_name(str(given.get("model")).strip()) or "-", **given}
 
 
 @dataclass(frozen=True, config=strict)

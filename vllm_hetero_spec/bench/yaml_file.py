@@ -151,11 +151,10 @@ def refusal(error: ValidationError) -> ConfigError:
 def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:
     """Keys that their mapping has already."""
     if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, value in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+        keys = [key.value for key, _ in node.value]
+        for index, (key, value) in enumerate(node.value):
+            if key.value in keys[:index]:
                 yield key
-            seen.add(str(key.value))
             yield from _repeated(value)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
