@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.token_bytes import SPACE_MARK, components
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
@@ -109,7 +110,7 @@ def _one_sentence(where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     sentence = text.split(". ")[0].rstrip(".")[:_LONGEST_REASON] or type(error).__name__
     return f"{type(error).__name__}: {sentence}" if isinstance(error, KeyError) else sentence
 

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.text import adapters, fast_adapter
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
@@ -46,7 +47,7 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
                 raise
             except Exception as error:  # the libraries raise bare ones about their files
                 raise UnsupportedTokenizer(
-                    f"{label}: reading its tokens failed ({' '.join(str(error).split())[:200]}); "
+                    f"{label}: reading its tokens failed ({one_line(error)[:200]}); "
                     "check that its tokenizer files are whole and belong to this model."
                 ) from error
     raise UnsupportedTokenizer(

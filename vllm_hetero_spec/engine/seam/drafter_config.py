@@ -11,6 +11,7 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.errors import one_line
 
 # Room above the measured ratio of drafter to target tokens: texts differ, a context that does not
 # fit is merely left undrafted.
@@ -67,7 +68,7 @@ def _check_generates(config: ModelConfig) -> None:
 
 def first_sentence(error: Exception) -> str:
     """What an error of vLLM, pydantic or transformers says, without the frame around it."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
     return re.split(r"[.;] (?=[A-Z])|: \(1\)| \[type=|\.$", text, maxsplit=1)[0][:300]
 
