@@ -100,6 +100,8 @@ class RunnerV1:
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
+        # Ours wait for the verifier by request; the runner is to hand on none of its own.
+        self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._handed_out = time.perf_counter()
 
     def batch(self) -> BatchView:

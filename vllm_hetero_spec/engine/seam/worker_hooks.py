@@ -6,7 +6,7 @@ hands our proposer the scheduler's output instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
+
+_Class = TypeVar("_Class")
+_Original = Callable[..., object]  # a method of vLLM's
 
 
 class Proposer(Protocol):
@@ -59,56 +62,60 @@ def install_worker_hooks(proposer: type[Proposer]) -> None:
     transport.require_in_worker(proposer)
 
 
-def _family(base: Any) -> Iterator[Any]:
+def _family(base: type[_Class]) -> Iterator[type[_Class]]:
     yield base
     for derived in base.__subclasses__():
         yield from _family(derived)
 
 
-def wrap_load(proposer: type[Proposer]) -> Callable[[Any], Any]:
+def wrap_load(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
     """`load_model` that first binds a drafter of ours to its runner."""
 
-    def wrap(original: Any) -> Any:
-        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            drafter = getattr(self, "drafter", None)
+    def wrap(original: _Original) -> _Original:
+        def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
+            drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer):
-                drafter.bind(self)
-            return original(self, *args, **kwargs)
+                drafter.bind(runner)
+            return original(runner, *args, **kwargs)
 
         return load_model
 
     return wrap
 
 
-def wrap_warm(proposer: type[Proposer]) -> Callable[[Any], Any]:
+def wrap_warm(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
     """`compile_or_warm_up_model` that then lets a drafter of ours calibrate."""
 
-    def wrap(original: Any) -> Any:
-        def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(self, *args, **kwargs)
-            drafter = getattr(self.model_runner, "drafter", None)
+    def wrap(original: _Original) -> _Original:
+        def compile_or_warm_up_model(
+            worker: "WorkerBase", *args: object, **kwargs: object
+        ) -> object:
+            answer = original(worker, *args, **kwargs)
+            drafter = getattr(worker.model_runner, "drafter", None)
             if isinstance(drafter, proposer):
                 drafter.calibrate()
-            return found
+            return answer
 
         return compile_or_warm_up_model
 
     return wrap
 
 
-def wrap_propose(proposer: type[Proposer]) -> Callable[[Any], Any]:
+def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
     """`propose_draft_token_ids` that hands over to a drafter of ours."""
 
-    def wrap(original: Any) -> Any:
+    def wrap(original: _Original) -> _Original:
         def propose_draft_token_ids(
-            self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            drafter = getattr(self, "drafter", None)
-            if not isinstance(drafter, proposer):
-                return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-            self._draft_probs = None
-            self._draft_prob_req_ids = None
-            return drafter.after_step(scheduler_output, sampled_token_ids)
+            runner: "GPUModelRunner",
+            scheduler_output: "SchedulerOutput",
+            sampled_token_ids: list[list[int]],
+            *args: object,
+            **kwargs: object,
+        ) -> object:
+            drafter = getattr(runner, "drafter", None)
+            if isinstance(drafter, proposer):
+                return drafter.after_step(scheduler_output, sampled_token_ids)
+            return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
 
         return propose_draft_token_ids
 
