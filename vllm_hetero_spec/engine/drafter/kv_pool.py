@@ -60,18 +60,22 @@ class KVPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything; every BlockTable handed out before is void."""
-        self._free = list(range(self.num_blocks - 1, 0, -1))
-        self._refs = [0] * self.num_blocks
+        self.reused_tokens = 0
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._refs = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # count 0 but findable, oldest first
         self._by_name: dict[_Name, int] = {}
         self._name_of: dict[int, _Name] = {}
         self._uid_of: dict[int, int] = {}
         self._next_uid = 0
+
+    def reset(self) -> None:
+        """Forget everything; every BlockTable handed out before is void."""
         self.reused_tokens = 0
+        self._free = list(range(self.num_blocks - 1, 0, -1))
+        self._refs = [0] * self.num_blocks
+        for known in (self._cached, self._by_name, self._name_of, self._uid_of):
+            known.clear()
 
     @property
     def capacity(self) -> int:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting sees of a step of Model Runner V1, read from a runner of plain values."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+
+
+def request_of(prompt: int, output: list[int], **params: Any) -> SimpleNamespace:
+    from vllm import SamplingParams
+
+    return SimpleNamespace(
+        num_prompt_tokens=prompt,
+        output_token_ids=output,
+        prompt_embeds=None,
+        sampling_params=SamplingParams(**params),
+    )
+
+
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    """Two requests, of which b reads its prompt, and one that waits."""
+    return SimpleNamespace(
+        requests={
+            "a": request_of(3, [8, 9], temperature=0.5, seed=3),
+            "b": request_of(6, []),
+            "waits": request_of(2, [4]),
+        },
+        input_batch=SimpleNamespace(
+            req_ids=["a", "b"],
+            num_tokens_no_spec=np.array([5, 4]),
+            token_ids_cpu=np.arange(20).reshape(2, 10),
+        ),
+        max_model_len=100,
+        model_config=SimpleNamespace(seed=0),
+    )
+
+
+def output_of(drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=req_id) for req_id in new],
+        scheduled_spec_decode_tokens=drafted,
+        total_num_scheduled_tokens=6,
+        num_spec_tokens_to_schedule=4,
+    )
+
+
+def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
+    seam = RunnerV1(runner, num_speculative_tokens=4)
+    assert runner.effective_drafter_max_model_len == 105
+    step = seam.view(output_of({"a": [7, 8]}, new=("b",)), [[8, 9], []])
+    a, b = step.requests
+    assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens, a.num_drafted) == ("a", 3, 2, 2)
+    assert a.token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert (a.params.temperature, a.params.seed, a.params.random) == (0.5, 3, True)
+    assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (4, [], 0)
+    assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, 4)
+    assert step.started == {"b": None}
+    assert set(step.live) == {"a", "b", "waits"}
+    assert not step.decodes_only
+    assert step.in_order([Draft.chain("a", [5, 6])]) == [[5, 6], []]
+
+
+def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> None:
+    seam = RunnerV1(runner, num_speculative_tokens=4)
+    first = seam.view(output_of({}), [[8], [9]])
+    assert first.target_seconds is first.step_seconds is None
+    runner._draft_probs = "theirs"
+    seam.handed_out()
+    assert runner._draft_probs is None
+    second = seam.view(output_of({"a": [1, 2, 3, 4]}), [[8], [9]])
+    assert 0 <= second.target_seconds <= second.step_seconds
+    assert second.decodes_only  # two requests and four draft tokens are all that was computed
+
+
+def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNamespace) -> None:
+    seam = RunnerV1(runner, num_speculative_tokens=4)
+
+    def params() -> Any:
+        return seam.view(output_of({}), [[8], [9]]).requests[0].params
+
+    first = params()
+    assert params() is first
+    runner.requests["a"] = request_of(3, [], temperature=0.9)
+    assert params().temperature == 0.9
+    del runner.requests["waits"], runner.requests["b"]
+    runner.input_batch.req_ids.remove("b")
+    seam.view(output_of({}), [[8]])
+    assert list(seam._params) == ["a"]
+
+
+def test_the_batch_that_tokens_are_chosen_for(runner: SimpleNamespace) -> None:
+    seam = RunnerV1(runner, num_speculative_tokens=4)
+    batch = seam.batch()
+    assert (list(batch.req_ids), list(batch.num_output_tokens)) == (["a", "b"], [2, 0])
+    assert batch.race_seeds[0] == 7
+    runner.input_batch.req_ids.clear()  # vLLM profiles with requests that do not exist
+    assert not seam.batch().req_ids

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is promised of the structure: where vLLM's batch is read, where attributes are born."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vllm_hetero_spec
+
+PACKAGE = Path(vllm_hetero_spec.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Attributes of vLLM's runner, its batch, its requests and its scheduler's output.
+BATCH = {
+    "input_batch",
+    "num_tokens_no_spec",
+    "token_ids_cpu",
+    "output_token_ids",
+    "prompt_embeds",
+    "scheduled_new_reqs",
+    "scheduled_spec_decode_tokens",
+    "num_spec_tokens_to_schedule",
+    "total_num_scheduled_tokens",
+    "rejection_sampler",
+    "topk_topp_sampler",
+    "_dummy_run",
+}
+
+
+def named(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for file in FILES:
+        yield named(file), ast.parse(file.read_text(encoding="utf-8"))
+
+
+def test_one_file_reads_the_runner_and_its_batch() -> None:
+    readers = {
+        name
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in BATCH
+    }
+    assert readers == {"engine/seam/runner_v1.py"}
+
+
+@pytest.mark.parametrize("name", [named(file) for file in FILES if "engine" in file.parts])
+def test_attributes_are_born_in_init(name: str) -> None:
+    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        declared = {
+            target.id
+            for node in owner.body
+            for target in ast.walk(node)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name)
+        }
+        declared |= {node.name for node in owner.body if isinstance(node, ast.FunctionDef)}
+        methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+        born = {m.name: set(_assigned(m)) for m in methods}
+        late = set().union(*(names for m, names in born.items() if m != "__init__"), set())
+        assert late <= declared | born.get("__init__", set()), owner.name
+
+
+def _assigned(method: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(method):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            yield node.attr
+
+
+def test_imports_run_one_way() -> None:
+    """No module is imported, while it is loaded, by what it imports itself."""
+    imports = {}
+    for name, tree in trees():
+        module = "vllm_hetero_spec." + name.removesuffix(".py").replace("/", ".")
+        imports[module.removesuffix(".__init__")] = set(_loaded(tree))
+    known = set(imports)
+    waiting = {module: deps & known for module, deps in imports.items()}
+    while ready := [module for module, deps in waiting.items() if not deps]:
+        for module in ready:
+            del waiting[module]
+        for deps in waiting.values():
+            deps.difference_update(ready)
+    assert not waiting, f"circles among {sorted(waiting)}"
+
+
+def _loaded(tree: ast.Module) -> Iterator[str]:
+    """Modules imported at the top level; those named in functions load later."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_file_is_long() -> None:
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    assert {named(file) for file, count in lines.items() if count > 350} <= {"verify/reference.py"}
