@@ -27,6 +27,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import plan_kv_cache
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 # From (bytes of KV for a number of tokens) to the bytes that may be used.
@@ -96,9 +97,15 @@ class DrafterModel:
             # vLLM settles the target's block size once its layers exist, which is after this; the
             # drafter's is its own, of what its own attention backends take.
             current_platform.update_block_size_for_backend(config)
-            self._allocate_kv(runner, kv_budget)
+            plan = self._planned_kv(runner, kv_budget)
+            runner.initialize_kv_cache(plan)
+        group = plan.kv_cache_groups[0]
+        self.num_blocks: int = plan.num_blocks
+        self.block_size: int = group.kv_cache_spec.block_size
+        self._groups = runner.attn_groups[0]
+        self._layers = list(group.layer_names)
 
-    def _allocate_kv(self, runner: "GPUModelRunner", kv_budget: KVBudget) -> None:
+    def _planned_kv(self, runner: "GPUModelRunner", kv_budget: KVBudget) -> "KVCacheConfig":
         spec = runner.get_kv_cache_spec()
         kinds = {type(layer).__name__ for layer in spec.values()}
         if len(set(spec.values())) != 1:
@@ -111,8 +118,8 @@ class DrafterModel:
         budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // layer.block_size) + 1))
         # One block for padding and one to work with. vLLM's own check asks for a sequence of full
         # length, which the pool need not hold: what does not fit goes undrafted.
-        self.num_blocks = budget // block_bytes
-        if self.num_blocks < 2:
+        num_blocks = budget // block_bytes
+        if num_blocks < 2:
             raise ConfigError(
                 f"kv_cache_memory_bytes={budget} is less than two KV blocks of the drafter "
                 f"({block_bytes} bytes each); give it at least {2 * block_bytes}."
@@ -124,19 +131,14 @@ class DrafterModel:
                 {layer.get_attn_backend() for layer in layers.values()}
             )
             cache.kv_cache_layout = layouts[0].name
-        cache.num_gpu_blocks_override = self.num_blocks
+        cache.num_gpu_blocks_override = num_blocks
         model = self.config.model_config
         full_length = model.max_model_len
-        model.max_model_len = min(full_length, (self.num_blocks - 1) * layer.block_size)
+        model.max_model_len = min(full_length, (num_blocks - 1) * layer.block_size)
         try:
-            plan = plan_kv_cache(self.config, spec, budget)
+            return plan_kv_cache(self.config, spec, budget)
         finally:
             model.max_model_len = full_length
-        runner.initialize_kv_cache(plan)
-        group = plan.kv_cache_groups[0]
-        self.block_size: int = group.kv_cache_spec.block_size
-        self._groups = runner.attn_groups[0]
-        self._layers = list(group.layer_names)
 
     def forward(self, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """One ragged forward; writes the KV of all its tokens.
