@@ -67,9 +67,10 @@ class HeteroOptions:
             lossy.
         divergence: Of "fuzzy": "js" or "kl" in nats, or "tv".
         threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
-        merge_candidates: Of "slrs": drafter tokens that are looked behind at each step; the drafter
-            reads all but one of them beside the draft, or that one alone where its KV pool or the
-            round's tokens leave no room. 0 is "push_forward".
+        merge_candidates: Of "slrs": the drafter is run one token past so many of the likeliest
+            tokens at each step; past all but the first of them in KV blocks of their own, or past
+            the first alone where its KV pool or the round's tokens leave no room. 0 is
+            "push_forward".
         chat_template: "auto" shows the drafter its own turn markers where a prompt has the
             target's, if the two chat templates can be aligned; "off" shows it the target's.
         controller: Who decides how far to draft, up to num_speculative_tokens: "goodput" as far as

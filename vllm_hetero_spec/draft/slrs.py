@@ -42,7 +42,7 @@ class MergeSpan(NamedTuple):
 
     Attributes:
         tokens: Drafter tokens that a proposed target token may take, n.
-        candidates: Drafter tokens that are looked behind at each step, m.
+        candidates: The drafter is run one token past so many of the likeliest tokens, m.
     """
 
     tokens: int = 2

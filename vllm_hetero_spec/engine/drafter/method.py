@@ -44,14 +44,12 @@ def sampling_of(
     if options.method != SLEM and not pair.bridge.identity:
         maps = build_maps(pair.target, pair.drafter, cache=default_cache())
         maps = maps.with_control(pair.bridge.special)
-    name = options.method
-    if name == HETERO:
+    if options.method == HETERO:
         choice = _choose(pair, maps, races=options.verification == "race", ranks=ranks)
-        logger.info(
-            "Method for random requests: %s (%s); greedy and structured ones: slem.", *choice
-        )
-        name = choice.method
-    method = METHODS[name]
+    else:
+        choice = Choice(options.method, METHODS[options.method].summary)
+    logger.info("Method for random requests: %s (%s); greedy and structured ones: slem.", *choice)
+    method = METHODS[choice.method]
     if method.spelling is None:
         return None
     spelling = spell_same(size, width) if maps is None else method.spelling(maps)
