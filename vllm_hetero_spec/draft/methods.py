@@ -38,17 +38,14 @@ LONG_SPAN, SHORT_SPAN = 4, 2
 NEARLY_GREEDY = 0.3
 
 
+# How promising a method is for a pair: its place, 0 for the first, and why.
+Promise = tuple[int, str]
+
+
 class Choice(NamedTuple):
     """A method and, in one clause, why it stands where it stands."""
 
     method: str
-    reason: str
-
-
-class Promise(NamedTuple):
-    """How promising a method is for a pair: its place, 0 for the first, and why."""
-
-    place: int
     reason: str
 
 
@@ -112,7 +109,7 @@ class Method:
 
 
 def _promise_of_slem(pair: "PairStatistics") -> Promise | None:
-    return Promise(3, "works for every pair: greedy drafts, matched as strings")
+    return 3, "works for every pair: greedy drafts, matched as strings"
 
 
 def _promise_of_slrs(pair: "PairStatistics") -> Promise | None:
@@ -120,11 +117,11 @@ def _promise_of_slrs(pair: "PairStatistics") -> Promise | None:
         return None
     if pair.drafter_vocabulary <= FEW_TOKENS:
         few = f"{pair.drafter_vocabulary:,} drafter tokens"
-        return Promise(0, f"{few}: target tokens take many of them")
+        return 0, f"{few}: target tokens take many of them"
     spans = f"{pair.target_straddle:.1%} of target tokens span several drafter tokens"
     if pair.target_straddle >= STRADDLES:
-        return Promise(0, spans)
-    return Promise(1 if pair.drafter_straddle >= STRADDLES else 2, f"only {spans}")
+        return 0, spans
+    return (1 if pair.drafter_straddle >= STRADDLES else 2), f"only {spans}"
 
 
 def _promise_of_push_forward(pair: "PairStatistics") -> Promise | None:
@@ -133,20 +130,20 @@ def _promise_of_push_forward(pair: "PairStatistics") -> Promise | None:
     few = pair.drafter_vocabulary <= FEW_TOKENS
     if not few and pair.target_straddle < STRADDLES <= pair.drafter_straddle:
         share = f"{pair.drafter_straddle:.1%}"
-        return Promise(0, f"{share} of drafter tokens span several target tokens")
+        return 0, f"{share} of drafter tokens span several target tokens"
     begun = f"{pair.omega_k:.1%} of the target's"
-    return Promise(1, f"drafter tokens begin {begun}, at no cost in forwards")
+    return 1, f"drafter tokens begin {begun}, at no cost in forwards"
 
 
 def _promise_of_tli(pair: "PairStatistics") -> Promise | None:
     shared = f"{pair.omega_t:.1%} of the target's tokens are the drafter's too"
     if _rewritten(pair):
         changed = f"{pair.failure_share:.1%} of lines come back changed"
-        return Promise(0, f"{changed}, but {shared}") if pair.omega_t >= ENOUGH_SHARED else None
+        return (0, f"{changed}, but {shared}") if pair.omega_t >= ENOUGH_SHARED else None
     if pair.drafter_vocabulary <= FEW_TOKENS or not pair.omega_t:
         return None
     straddles = max(pair.target_straddle, pair.drafter_straddle) >= STRADDLES
-    return Promise(2 if straddles else 0, shared)
+    return (2 if straddles else 0), shared
 
 
 def _rewritten(pair: "PairStatistics") -> bool:
@@ -188,7 +185,7 @@ def order(statistics: "PairStatistics", *, temperature: float) -> list[Choice]:
         return [Choice(SLEM, reason)]
     promises = {name: method.promise(statistics) for name, method in METHODS.items()}
     promising = sorted((promise, name) for name, promise in promises.items() if promise)
-    choices = [Choice(name, promise.reason) for promise, name in promising]
+    choices = [Choice(name, reason) for (_, reason), name in promising]
     if temperature <= NEARLY_GREEDY and len(choices) > 1:
         reason = f"temperature {temperature:g}: a greedy guess may beat a drawn one, measure both"
         choices.insert(1, Choice(SLEM, reason))
