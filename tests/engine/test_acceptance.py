@@ -79,6 +79,7 @@ def test_trained_code_pairs(shared: Path, drafter: str, least: float) -> None:
     prompts = [json.loads(line)["prompt"] for line in lines[:8]]
     models = shared / "models"
     found = acceptance_length(models / "code-target-13M", models / drafter, prompts)
+    print(f"{drafter}: {found:.3f}")
     assert found >= least, f"{found:.3f}"
 
 
