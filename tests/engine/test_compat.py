@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam to vLLM: version check, patches, and the ledger against real vLLM sources."""
 
+import ast
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -172,6 +173,36 @@ def test_ledger_matches_the_installed_vllm() -> None:
     from vllm.version import __version__
 
     assert missing(_installed_vllm(), ".".join(__version__.split(".")[:2])) == []
+
+
+def test_ledger_names_all_that_is_imported() -> None:
+    listed = {(seam.file, seam.name.partition(".")[0]) for seam in LEDGER}
+    absent = set()
+    for file in (Path(vllm_hetero_spec.__file__).parent / "engine").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for_checkers = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
+        skipped = {id(part) for node in for_checkers for part in ast.walk(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or id(node) in skipped:
+                continue
+            package, *folders = (node.module or "").split(".")
+            if package == "vllm":
+                absent |= {
+                    a.name for a in node.names if not _listed("/".join(folders), a.name, listed)
+                }
+    # How to find the platform, and how to know the release, has its own check.
+    assert absent == {"current_platform", "__version__"}
+
+
+def _listed(module: str, name: str, listed: set[tuple[str, str]]) -> bool:
+    return any(
+        file == f"{module}/{name}.py" or (known == name and file.startswith(module))
+        for file, known in listed
+    )
 
 
 def test_ledger_notices_a_changed_vllm(tmp_path: Path) -> None:

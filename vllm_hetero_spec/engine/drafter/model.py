@@ -20,13 +20,14 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vll
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import plan_kv_cache
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
