@@ -2,7 +2,6 @@
 """The prompts of a suite: from a JSONL file, from Hugging Face, or the few that come along."""
 
 import itertools
-import json
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import field
@@ -18,7 +17,7 @@ from vllm_hetero_spec.bench.values import Positive, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line, nearest
-from vllm_hetero_spec.inputs.prompts import BUILT_IN
+from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")
@@ -142,26 +141,9 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     if dataset.builtin:
         yield from ({"prompt": text} for text in BUILT_IN_SETS[dataset.builtin])
     elif dataset.file:
-        yield from _file_rows(Path(dataset.file))
+        yield from (row for _, row in json_lines(Path(dataset.file)))
     else:
         yield from _hf_rows(dataset)
-
-
-def _file_rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompts in {file}: {error}.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}, line {number} is no JSON object.")
-        yield row
 
 
 def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:

@@ -135,15 +135,11 @@ def device_share(at_once: int) -> dict[str, Any]:
 
 def _engine_bytes(target: Target) -> int | None:
     """Memory of an engine on a CPU, with the largest drafter; None where it cannot be known."""
-    weights = [_float32_bytes(model) for model in (target.model, *_models(target))]
-    if None in weights:
+    own = _float32_bytes(target.model)
+    drafters = [_float32_bytes(drafter.model) for drafter in target.drafters]
+    if own is None or None in drafters:
         return None
-    own, *drafters = (size for size in weights if size is not None)
-    return own + max(drafters) + _OVERHEAD_BYTES
-
-
-def _models(target: Target) -> list[str]:
-    return [drafter.model for drafter in target.drafters]
+    return own + max(size for size in drafters if size is not None) + _OVERHEAD_BYTES
 
 
 def _float32_bytes(model: str) -> int | None:

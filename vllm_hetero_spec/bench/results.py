@@ -69,10 +69,10 @@ class Results:
             header: "suite", "digest", "provenance" and what else is to be remembered.
             fresh: Begin anew and keep what is there as a .bak file.
         """
-        header = header or {}
         self._file: TextIO | None = None
+        header = {"kind": "suite", "format": _FORMAT, **(header or {})}
+        self.contents = Contents(header)
         if folder is None:
-            self.contents = Contents(header)
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
@@ -87,9 +87,7 @@ class Results:
                 self._go_on(path, header)
             else:
                 os.truncate(path, 0)
-                first = {"kind": "suite", "format": _FORMAT, **header}
-                self.contents = Contents(first)
-                self._append(first)
+                self._append(header)
         except BaseException:
             self.close()
             raise

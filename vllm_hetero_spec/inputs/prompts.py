@@ -2,7 +2,9 @@
 """Prompts to measure with: a JSONL file's, or a few texts and programs that come along."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 
@@ -29,25 +31,32 @@ def load_prompts(file: Path | None, count: int) -> list[str]:
     """
     if file is None:
         return list(BUILT_IN[:count])
+    rows = list(json_lines(file))
+    for number, row in rows:
+        if not isinstance(row.get("prompt"), str):
+            raise ConfigError(f'{file}, line {number} has no text under "prompt".')
+    if not rows:
+        raise ConfigError(f"{file} holds no prompts.")
+    return [row["prompt"] for _, row in rows[:count]]
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file, each with the number of its line; empty lines are left out.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is no JSON object.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {file}: {error}.") from error
-    prompts = [
-        _prompt(line, f"{file}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise ConfigError(f"{file} holds no prompts.")
-    return prompts[:count]
-
-
-def _prompt(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{where} is no JSON object with a text under "prompt".')
-    return prompt
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}, line {number} is no JSON object.")
+        yield number, row

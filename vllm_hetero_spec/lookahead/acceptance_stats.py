@@ -58,10 +58,7 @@ class AcceptanceStats:
         self._observations[random].append(draft)
 
     def learn(self, keep: float = 1.0) -> bool:
-        """Learn from what was noted.
-
-        Args:
-            keep: What is known of a kind of request with new drafts weighs this many times as much.
+        """Learn from what was noted; what was known weighs `keep` times as much.
 
         Returns:
             Whether there was anything to learn from.
@@ -82,12 +79,7 @@ class AcceptanceStats:
     def survival_of(
         self, confidences: Sequence[Sequence[float]], random: Sequence[bool]
     ) -> list[list[float]]:
-        """P[accepted up to each token] of drafts under way, of the shape of `confidences`.
-
-        Args:
-            confidences: Of the tokens of each draft.
-            random: Which drafts are of random requests.
-        """
+        """P[accepted up to each token] of drafts under way, by the confidences of each."""
         drafts = zip(confidences, random, strict=True)
         return [self._kinds[kind].survival_of(draft) for draft, kind in drafts]
 

@@ -8,11 +8,10 @@ token itself was drawn, never on which token it became.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class LookaheadPlan:
+class LookaheadPlan(NamedTuple):
     """What to draft in this step.
 
     Attributes:
@@ -25,8 +24,7 @@ class LookaheadPlan:
     probe: bool = False
 
 
-@dataclass(frozen=True)
-class Gauges:
+class Gauges(NamedTuple):
     """A controller's view of the present, for metrics. Seconds and rates are estimates.
 
     Attributes:
@@ -74,10 +72,8 @@ class Controller(ABC):
 
         Args:
             batch: Requests in the target's next step.
-            limits: Most target tokens worth drafting for each request; 0 for one that is not to
-                be drafted for.
-            pending: Context tokens that the drafter has yet to read for each request; None where
-                there are none.
+            limits: Most target tokens worth drafting for each request; 0 to leave it alone.
+            pending: Context tokens that the drafter has yet to read for each; None for none.
             random: Which requests are random, not greedy; None where none is.
         """
 
@@ -140,8 +136,7 @@ class Controller(ABC):
             verified: Tokens of it that the target verified.
             accepted: Leading tokens that it accepted.
             confidences: Of all tokens proposed, those that were trimmed included.
-            wanted: Tokens that were asked for; leave it out where `continue_drafting` ended the
-                draft.
+            wanted: Tokens that were asked for; left out where `continue_drafting` ended the draft.
             random: The request is random, not greedy.
         """
 
@@ -195,9 +190,11 @@ class ConfidenceStop(Fixed):
         self._threshold = threshold
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Requests without a low confidence so far; see `Controller`."""
         return [all(not c < self._threshold for c in request) for request in confidences]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        """Up to the first low confidence; see `Controller`."""
         return [
             next((j + 1 for j, c in enumerate(request) if c < self._threshold), len(request))
             for request in confidences

@@ -7,7 +7,7 @@ decides whether to speculate, so neither may be mistaken for the other.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_hetero_spec.lookahead.curve import CostCurve, Points
@@ -27,8 +27,7 @@ class CostModel:
     Args:
         target: Calibrated (rows, seconds) of target steps that only verify and decode.
         drafter: Calibrated (batch, seconds) of single drafter steps.
-        verify: As `target` for steps with more rows than requests, where those were calibrated
-            apart; else `target` stands for both.
+        verify: As `target` for steps with more rows than requests; `target` where empty.
         overhead: Calibrated (batch, seconds) of what a round of drafting costs beside its forwards.
         catch_up: Seconds per context token that the drafter reads; 0 and learnt where None.
 
@@ -114,14 +113,11 @@ class CostModel:
         self._drafter.loosen(spread)
 
     def observe_target(self, batch: int, rows: int, seconds: float) -> None:
-        """One target step without prefill.
-
-        The first step of so many rows may have made kernels: where it took long, it tells nothing
-        of the next ones.
-        """
+        """One target step without prefill."""
         rows = max(rows, batch)
         first = rows not in self._met
         self._met.add(rows)
+        # It may have made kernels: where it took long, it tells nothing of the next ones.
         if first and self.knows_target and seconds > _COLD * self.target(batch, rows):
             return
         self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
@@ -170,18 +166,13 @@ class CostModel:
             ValueError: It is not such a description.
         """
         try:
-            curves = {name: _points(saved[name]) for name in _CURVES}
-            catch_up = saved["catch_up"]
-            catch_up = None if catch_up is None else float(catch_up)
+            curves = {
+                name: [(float(size), float(seconds)) for size, seconds in saved[name]]
+                for name in ("target", "verify", "drafter", "overhead")
+            }
+            catch_up = None if saved["catch_up"] is None else float(saved["catch_up"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not saved costs: {error!r}") from error
         if catch_up is not None and not 0 <= catch_up < math.inf:
             raise ValueError(f"not saved costs: catch_up is {catch_up}")
         return cls(**curves, catch_up=catch_up)
-
-
-_CURVES = ("target", "verify", "drafter", "overhead")
-
-
-def _points(saved: Sequence[Sequence[float]]) -> Points:
-    return [(float(size), float(seconds)) for size, seconds in saved]

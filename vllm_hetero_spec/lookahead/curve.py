@@ -66,7 +66,7 @@ class CostCurve:
         together = np.kron(across, shape**2 * near + growth**2 * np.outer(_OCTAVES, _OCTAVES))
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
-        self._surprises = 0  # in a row: positive above, negative below
+        self._surprises = 0.0  # in a row: positive above, negative below
         # Results kept until the next measurement; hulls by kind, first and last knot.
         self._monotone: dict[int, list[float]] = {}
         self._slopes: dict[int, list[float]] = {}
@@ -127,13 +127,14 @@ class CostCurve:
         column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
         spread = float(low * column[at] + high * column[at + 1]) + _NOISE**2
         bound = _SURPRISE * math.sqrt(spread)
-        self._surprises = self._count(off, bound)
+        side = math.copysign(1.0, off) if abs(off) > bound else 0.0
+        self._surprises = side + (self._surprises if self._surprises * side > 0 else 0.0)
         if abs(self._surprises) >= _LASTING:
             self._covariance += _JUMP**2
             column += _JUMP**2
             spread += _JUMP**2
             bound = math.inf
-            self._surprises = 0
+            self._surprises = 0.0
         self._log += column * (max(-bound, min(bound, off)) / spread)
         self._covariance -= column[:, None] * (column / spread)
         self._seen[at + (high > low)] = True
@@ -145,17 +146,8 @@ class CostCurve:
         seen = self._seen.reshape(self._kinds, -1).any(0)
         return [(float(size), self.seconds(size, kind)) for size in _KNOTS[seen]]
 
-    def _count(self, off: float, bound: float) -> int:
-        """Surprises in a row: positive above, negative below, 0 after none."""
-        if abs(off) <= bound:
-            return 0
-        side = 1 if off > 0 else -1
-        return self._surprises + side if self._surprises * side > 0 else side
-
     def _expect(self, size: float, kind: int) -> tuple[int, float, float, float]:
-        """Where a size lies: the value below, its logarithm's derivatives by that one and the next,
-        and its seconds.
-        """
+        """The knot below, the log-seconds' derivatives by that knot and the next, the seconds."""
         below, share = _place(size)
         share = min(max(share, 0.0), 1.0)
         at = kind * len(_KNOTS) + below

@@ -16,12 +16,11 @@ import numpy as np
 from vllm_hetero_spec.lookahead.step_policy import Estimates
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
-_NEGLIGIBLE = (
-    0.002  # share of the tokens: where a depth brings less, deeper ones make no difference
-)
+_NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
 _OPTIMISM = 1.5  # standard deviations by which unknown costs count for less, so that they are tried
 _MOST_OPTIMISM = 0.15  # of the logarithm of a cost: more would cost more to try than it may bring
 _KEEP = 0.5 ** (1 / 256)  # weight of a step against the next: half after 256, some seconds
+_NEW_LOAD = (0.0, 0.0, 0.0)  # steps, tokens, seconds
 _FORECAST_WEIGHT = 8.0  # steps of measurement that weigh as much as what was foreseen
 
 
@@ -34,16 +33,12 @@ class Throughput:
     def add(self, load: Hashable, tokens: int, seconds: float) -> None:
         """One step of this load."""
         if seconds > 0:
-            old = self._sums.get(load, (0.0, 0.0, 0.0))
-            self._sums[load] = (
-                old[0] * _KEEP + 1.0,
-                old[1] * _KEEP + tokens,
-                old[2] * _KEEP + seconds,
-            )
+            steps, sum_tokens, sum_seconds = (_KEEP * x for x in self._sums.get(load, _NEW_LOAD))
+            self._sums[load] = steps + 1.0, sum_tokens + tokens, sum_seconds + seconds
 
     def rate(self, load: Hashable, foreseen: float) -> float:
         """Tokens per second; near `foreseen` while little has been measured."""
-        steps, tokens, seconds = self._sums.get(load, (0.0, 0.0, 0.0))
+        steps, tokens, seconds = self._sums.get(load, _NEW_LOAD)
         if not steps:
             return foreseen
         prior_seconds = _FORECAST_WEIGHT * seconds / steps
@@ -108,7 +103,8 @@ def forecast(
             worth_a_step = _worth_a_step(expected * still_drafted, drafting, step_price)
             still_drafted &= worth_a_step & (expected >= row_price)
         still_verified &= still_drafted & (survival[:, depth] >= row_price)
-        depth_drafted += _share_of_groups(still_drafted, drafting) if can_stop_early else 1.0
+        # Without early stops all drafts go on: a share of 1.
+        depth_drafted += float(_groups(still_drafted, drafting).any(1).mean())
         weight = asking[depth + 1] / len(survival)
         accepted = weight * float(survival[:, depth] @ still_verified)
         tokens += accepted
@@ -134,12 +130,6 @@ def _worth_a_step(expected: np.ndarray, drafting: int, step_price: float) -> np.
     groups = _groups(expected, drafting)
     enough = groups.sum(1) * (drafting / groups.shape[1]) >= step_price
     return np.resize(np.repeat(enough, groups.shape[1]), len(expected))
-
-
-def _share_of_groups(still_drafted: np.ndarray, drafting: int) -> float:
-    """Share of the groups in which any draft goes on."""
-    groups = _groups(still_drafted, drafting)
-    return int(np.count_nonzero(groups.any(1))) / len(groups)
 
 
 def _groups(values: np.ndarray, size: int) -> np.ndarray:

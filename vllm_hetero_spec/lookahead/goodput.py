@@ -20,20 +20,18 @@ from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import Estimates, StepPolicy
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
-_UNCERTAIN = (
-    0.45  # share of a cost: lookaheads and batches less certain are approached step by step
-)
+_UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
 _RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
 # While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
 _WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
 _WARM_UP_SECONDS = 0.1  # lost at most before a useless drafter is given up
-# Forecasts are made anew after probes, for another load, and
-_SETTLED = 0.06  # while the cost of the lookahead in use is less certain than one measurement;
-_FORECAST_EVERY = 8  # after so many steps, as a forecast takes a share of a millisecond,
-_FORECASTS_AT_ONCE = 4  # and every step for the first few, which change most
+# Forecasts are made anew after probes, for another load, and else
+_SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
+_FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
+_FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later ones less and less
 # Probes.
 _PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
-_FIRST_PROBE = 2  # tokens of each before anything is known: two points of a line
+_FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
 _LONGEST_PROBE = 4  # tokens of each at most: deeper positions follow from these
 _NEWS = 0.02  # a probe that raises the gain by this much, or
 _NEAR = 0.92  # to so near to worthwhile, is followed by others
@@ -85,8 +83,6 @@ class Goodput(Controller):
         self._forecast: Forecast | None = None
         self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
 
-    # ------------------------------------------------------------------------------- decisions
-
     def plan(
         self,
         batch: int,
@@ -121,11 +117,10 @@ class Goodput(Controller):
         self._lookahead = self._choose(found)
         share = max(found.gain - 1.0, _LEAST_GAIN)
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
-        plan = _plan_for(chosen[: self._familiar()], self._lookahead, limits)
-        self._policy = StepPolicy(
-            self._known, self._tokens_per_second, batch, batch + sum(plan.lookahead), self._random
-        )
-        return plan
+        lookahead = _lookahead_of(chosen[: self._familiar()], self._lookahead, limits)
+        most = batch + sum(lookahead)
+        self._policy = StepPolicy(self._known, self._tokens_per_second, batch, most, self._random)
+        return LookaheadPlan(lookahead)
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
@@ -135,8 +130,6 @@ class Goodput(Controller):
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many proposed tokens to verify; see `Controller`."""
         return self._policy.trim(confidences) if self._policy else super().trim(confidences)
-
-    # ------------------------------------------------------------------------------- observations
 
     def observe_step(self, batch: int, rows: int, seconds: float) -> None:
         """A target step took so long; see `Controller`."""
@@ -191,8 +184,6 @@ class Goodput(Controller):
             acceptance=tuple(self._acceptance.rates(2 * sum(self._random) > len(self._random))),
         )
 
-    # ------------------------------------------------------------------------------- forecasts
-
     def _foresee(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
         """The present load's forecast, a new one where that is due: after a probe always."""
         target_rate = foreseen = 1.0 / self._target_seconds_per_token()
@@ -206,12 +197,14 @@ class Goodput(Controller):
         else:
             self._num_forecasts = min(self._num_forecasts + 1, _FORECASTS_AT_ONCE)
         self._forecast_load, self._forecast_age = self._load, 0
-        idle = now - self._learnt_at
-        if self._acceptance.learn(0.5 ** (idle / _MEMORY) if self.off else 1.0):
+        keep = 0.5 ** ((now - self._learnt_at) / _MEMORY) if self.off else 1.0
+        if self._acceptance.learn(keep):
             self._learnt_at = now
         self._tokens_per_second = max(target_rate, self._throughput.rate(self._load, foreseen))
         random = [kind for kind, limit in zip(self._random, limits, strict=True) if limit]
-        self._forecast = self._forecast_with(self._known, limits, random)
+        self._forecast = forecast(
+            self._known, self._batch, limits, random, self._tokens_per_second, self._can_stop_early
+        )
         if probed:
             news = self._forecast.gain > min(gain_before + _NEWS, _NEAR)
             self._budget.settle(now, news=news)
@@ -224,12 +217,6 @@ class Goodput(Controller):
             return 1.0
         return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
 
-    def _forecast_with(
-        self, known: Estimates, limits: Sequence[int], random: Sequence[bool]
-    ) -> Forecast:
-        rate, early = self._tokens_per_second, self._can_stop_early
-        return forecast(known, self._batch, limits, random, rate, early)
-
     def _warming_up(self) -> bool:
         drafts, lost = self._acceptance.drafts, self._warm_up_lost
         return drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_SECONDS
@@ -239,7 +226,9 @@ class Goodput(Controller):
         if not self._warming_up():
             return 0.0
         good = self._known._replace(acceptance=AcceptanceStats(self._positions))
-        found = self._forecast_with(good, limits, [False])
+        found = forecast(
+            good, self._batch, limits, [False], self._tokens_per_second, self._can_stop_early
+        )
         return max(found.hopeful) / found.alone
 
     def _choose(self, found: Forecast) -> int:
@@ -262,8 +251,6 @@ class Goodput(Controller):
         apart = _PLAIN_EARLY if stddev > _UNKNOWN else _PLAIN_EVERY
         return self._since_plain >= apart and 2.0 * stddev > math.log(gain)
 
-    # ------------------------------------------------------------------------------- requests
-
     def _catch_up_pays(self, share: float, pending: int) -> bool:
         """Whether a request's catch-up is worth it at this gain over the target alone."""
         horizon = max(_HORIZON / self._batch, pending * self._target_seconds_per_token())
@@ -285,26 +272,24 @@ class Goodput(Controller):
         """
         if self._budget.early(now):
             return None
-        length = (
-            min(self._choose(self._forecast), _LONGEST_PROBE) if self._forecast else _FIRST_PROBE
-        )
+        found = self._forecast
+        length = min(self._choose(found), _LONGEST_PROBE) if found else _FIRST_PROBE
         sizes = {1, min(_PROBED, len(able))}
         if not self._warming_up():
             sizes.add(min(self._familiar(), len(able)))
         losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
         for count in (min(sizes, key=lambda n: losses[n] / n), 1):
             if self._budget.affords(losses[count]):
-                idle = now - self._learnt_at
-                self._costs.loosen_drafter(_LOOSE * min(1.0, idle / _MEMORY))
+                self._costs.loosen_drafter(_LOOSE * min(1.0, (now - self._learnt_at) / _MEMORY))
                 self._budget.begin()
-                return _plan_for(able[:count], length, limits, probe=True)
+                return LookaheadPlan(_lookahead_of(able[:count], length, limits), probe=True)
         self._budget.defer(now, losses[1])
         return None
 
     def _expected_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
         """Seconds that a probe of these requests costs beyond what it is expected to earn."""
-        batch, count = self._batch, len(chosen)
-        cost = self._costs.more_rows(batch, count * length)
+        count = len(chosen)
+        cost = self._costs.more_rows(self._batch, count * length)
         cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
         if self._costs.knows_drafter:
             cost += self._costs.drafting(count, self._known.steps.expected(length))
@@ -319,11 +304,9 @@ class Goodput(Controller):
         return self._costs.target(self._batch, self._batch) / self._batch
 
 
-def _plan_for(
-    chosen: Sequence[int], length: int, limits: Sequence[int], *, probe: bool = False
-) -> LookaheadPlan:
-    """A plan that drafts `length` tokens for the chosen requests, within their limits."""
+def _lookahead_of(chosen: Sequence[int], length: int, limits: Sequence[int]) -> tuple[int, ...]:
+    """So many tokens for the chosen requests, within their limits, and none for the others."""
     lookahead = [0] * len(limits)
     for i in chosen:
         lookahead[i] = min(length, limits[i])
-    return LookaheadPlan(tuple(lookahead), probe)
+    return tuple(lookahead)

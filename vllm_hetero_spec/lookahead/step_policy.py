@@ -46,9 +46,9 @@ class StepPolicy(NamedTuple):
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        drafts = zip(self._survival(confidences), self.random, strict=True)
+        survival = self.known.acceptance.survival_of(confidences, self.random)
         price = self._row_price(self.batch + sum(map(len, confidences)))
-        expected = [self._next(survival, random) for survival, random in drafts]
+        expected = list(map(self._next, survival, self.random))
         expected = [tokens if tokens >= price else 0.0 for tokens in expected]
         active = sum(tokens > 0 for tokens in expected)
         step = self.known.costs.drafter(max(active, 1)) * self.known.steps.each
@@ -61,7 +61,7 @@ class StepPolicy(NamedTuple):
         Depth by depth over the whole batch, the most promising requests first, so that whether a
         token is in does not depend on what was drawn after it.
         """
-        survival = self._survival(confidences)
+        survival = self.known.acceptance.survival_of(confidences, self.random)
         kept = [0] * len(survival)
         rows = self.batch
         alive = [i for i, request in enumerate(survival) if request]
@@ -77,9 +77,6 @@ class StepPolicy(NamedTuple):
                     still_alive.append(i)
             alive = still_alive
         return kept
-
-    def _survival(self, confidences: Sequence[Sequence[float]]) -> list[list[float]]:
-        return self.known.acceptance.survival_of(confidences, self.random)
 
     def _row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""

@@ -16,7 +16,7 @@ class EngineSpec:
         model: The target: a Hugging Face name or a folder.
         speculative_config: As in vLLM, its own methods included; None runs the target alone.
         max_batch_size: Largest `Load.batch_size`.
-        engine: Further arguments of `vllm.LLM`, over the defaults chosen in `driver`.
+        engine: Further arguments of `vllm.LLM`, over the defaults of `vllm_driver`.
     """
 
     model: str
