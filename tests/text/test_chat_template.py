@@ -345,6 +345,7 @@ def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -
     for target, drafter in PAIRS:
         theirs, ours = sides[target], sides[drafter]
         bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
+        unbridged.special = bridge.special  # where turns end is known all the same
         for text in ("def f(x):\n    return", "", "x", "".join(theirs.render(conversation(1))[9:])):
             ids = theirs.wrapper.encode(text)
             assert opened(bridge, ids).ids == opened(unbridged, ids).ids
@@ -356,6 +357,7 @@ def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None
     ids = theirs.ids(conversation(1))
     ids.insert(len(ids) // 2, theirs.text.byte_ids[0xFF])
     bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
+    unbridged.special = bridge.special  # where turns end is known all the same
     assert opened(bridge, ids).ids == opened(unbridged, ids).ids
     assert not bridge.chat.counts
 
@@ -389,6 +391,39 @@ def test_steps_equal_one_append(sides: dict[str, Side], data: st.DataObject) -> 
     for token_id in generated:
         stepwise.append([token_id])
     assert stepwise.ids == context.ids
+
+
+# What ends an assistant's turn.
+TURN_ENDS = {
+    "llama-3": "<|eot_id|>",
+    "chatml": "<|im_end|>",
+    "phi-3": "<|end|>",
+    "mistral": "</s>",
+    "llama-2": "</s>",
+    "gemma": "<end_of_turn>",
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_end_of_a_turn_is_the_others(sides: dict[str, Side], pair: tuple[str, str]) -> None:
+    """In what is generated and in what is drafted, whether or not it is an EOS."""
+    theirs, ours = (sides[name] for name in pair)
+    bridge = bridged(theirs, ours)
+    if not {*pair} <= TURN_ENDS.keys():
+        assert bridge.chat.turn_end is None
+        return
+    ends = tuple(
+        side.text.special_id_of[TURN_ENDS[name]]
+        for side, name in zip((theirs, ours), pair, strict=True)
+    )
+    assert bridge.chat.turn_end == ends
+    assert ends[1] not in bridge.banned
+    context = opened(bridge, theirs.ids(conversation(1)))
+    (proposal,) = bridge.to_target([context], [[*ours.text.encode("in"), ends[1]]], [99])
+    assert proposal[-1] == ends[0]
+    assert theirs.text.decode_bytes(proposal).endswith(b"in")
+    context.append([*theirs.text.encode("in"), ends[0]])
+    assert context.ids[-1] == ends[1]
 
 
 @quick

@@ -19,10 +19,9 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.report.tables import print_json
-from vllm_hetero_spec.text.chat_bridge import align
+from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
-from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import (
     PairMeter,
     count_vocabulary,
@@ -114,7 +113,6 @@ def _inspect(
     progress: Progress,
 ) -> PairReport:
     theirs, ours = target.text, drafter.text
-    special = SpecialTokens(theirs, ours, target.eos_ids, drafter.eos_ids)
     with _step(progress, "comparing the vocabularies"):
         shared = shared_text(theirs, ours)
         lengths = {
@@ -131,7 +129,13 @@ def _inspect(
         for start in range(0, len(documents), _BATCH):
             meter.add(documents[start : start + _BATCH])
             progress.advance(task, _BATCH)
-    chat = align(theirs, ours, chat_of(target.backend), chat_of(drafter.backend), special)
+    bridge = make_bridge(
+        theirs,
+        ours,
+        target_eos=target.eos_ids,
+        drafter_eos=drafter.eos_ids,
+        chats=(chat_of(target.backend), chat_of(drafter.backend)),
+    )
     pair = meter.statistics()
     return PairReport(
         target=_side(
@@ -145,9 +149,9 @@ def _inspect(
         text=source,
         documents=len(documents),
         pair=pair,
-        identity=theirs.fingerprint == ours.fingerprint,
-        control=control_tokens(target, special),
-        chat_template=chat.reason,
+        identity=bridge.identity,
+        control=control_tokens(target, bridge.special),
+        chat_template=bridge.chat.reason,
     )
 
 

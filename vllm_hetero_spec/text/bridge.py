@@ -255,4 +255,5 @@ def make_bridge(
         chat = ChatTemplateBridge("switched off")
     else:
         chat = align(target, drafter, *chats, special)
+        special = SpecialTokens(target, drafter, target_eos, drafter_eos, chat.turn_end)
     return TextBridge(target, drafter, special, chat)

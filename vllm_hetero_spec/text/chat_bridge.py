@@ -59,11 +59,14 @@ class ChatTemplateBridge:
     Attributes:
         reason: Why nothing is bridged, a clause; "" where something is.
         roles: Whose turns are.
+        turn_end: Control tokens of target and drafter that end an assistant's turn, where both have
+            one.
         counts: Prompts bridged and marker bytes replaced ("prompts", "bytes"), so far.
     """
 
     reason: str = ""
     roles: tuple[str, ...] = ()
+    turn_end: tuple[int, int] | None = None
     counts: Counter[str] = field(default_factory=Counter)
     _alignment: "_Alignment | None" = None
 
@@ -125,7 +128,9 @@ def align(
     except Unaligned as reason:
         return ChatTemplateBridge(str(reason))
     roles = tuple(role for role in ROLES if role in theirs.open)
-    return ChatTemplateBridge(roles=roles, _alignment=_Alignment(stream, theirs, ours))
+    ends = _first_control(theirs.close[ASSISTANT]), _first_control(ours.close[ASSISTANT])
+    turn_end = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+    return ChatTemplateBridge("", roles, turn_end, _alignment=_Alignment(stream, theirs, ours))
 
 
 class _Alignment:
@@ -221,6 +226,12 @@ class _Alignment:
             or (self.stream.spaced and _is_bare(literal)),
         )
         self.moves.setdefault(literal, {}).setdefault(state, (marker, then))
+
+
+def _first_control(literal: bytes) -> int | None:
+    """The control token that a stream begins with, white space aside."""
+    escape = ESCAPED.match(literal.lstrip())
+    return int(escape[1], 16) if escape else None
 
 
 def _is_bare(literal: bytes) -> bool:

@@ -108,10 +108,11 @@ class DraftTranslator:
         If not, then no text of the target goes on with tokens that spell `data` after `last`. For a
         stretch of tokens of a longer text is what the target makes of the stretch alone: BPE would
         merge the same neighbours in the whole, and a segmentation of the stretch that a Unigram
-        model scores higher would raise the score of the whole. The reverse does not hold: with more
-        text before or behind, a token may span a place where these two are parted. Nor does `data`
-        need to end with a token, and some pre-tokenizers look further. So this is advice, with
-        which a draft begins; what is proposed is verified whatever it says.
+        model scores higher would raise the score of the whole. (Equal scores, as of l|ll and ll|l,
+        may be decided either way.) The reverse does not hold: with more text before or behind, a
+        token may span a place where these two are parted. Nor does `data` need to end with a token,
+        and some pre-tokenizers look further. So this is advice with which a draft begins; what is
+        proposed is verified whatever it says.
         """
         left = len(self._target.token_bytes[last])
         text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)

@@ -12,8 +12,9 @@ UNKNOWN_ID = -1
 class SpecialTokens:
     """The two tokenizers' control tokens.
 
-    Between equal tokenizers every control token is itself. Between different ones an EOS is the
-    other's EOS, and any other control token the one with the same content.
+    Between equal tokenizers every control token is itself. Between different ones the token that
+    ends an assistant's turn is the other's; any other EOS is an EOS, where it can be of the same
+    content; and any other control token is the one of the same content.
 
     Args:
         target: Its tokenizer.
@@ -21,6 +22,7 @@ class SpecialTokens:
         target_eos: All ids that end a generation, the preferred one first; None takes the
             tokenizer's own.
         drafter_eos: The same of the drafter.
+        turn_end: With what the chat templates of target and drafter end an assistant's turn.
 
     Attributes:
         target_control: Target ids that are no text: special tokens, EOS, UNKNOWN_ID.
@@ -37,9 +39,11 @@ class SpecialTokens:
         drafter: TextTokenizer,
         target_eos: Sequence[int] | None,
         drafter_eos: Sequence[int] | None,
+        turn_end: tuple[int, int] | None = None,
     ) -> None:
         self._target, self._drafter = target, drafter
         self._equal = target.fingerprint == drafter.fingerprint
+        self._turn_end = turn_end or (None, None)
         self._target_ends = _ends(target, target_eos)
         self._drafter_ends = _ends(drafter, drafter_eos)
         self.drafter_eos = frozenset(self._drafter_ends)
@@ -53,11 +57,13 @@ class SpecialTokens:
         """What the drafter reads in the place of a control token of the target.
 
         Returns:
-            One drafter id: an EOS for an EOS, else the special token of the same content, else BOS
-            for BOS. Where there is none, the token's content as text; nothing for BOS.
+            One drafter id, see above; BOS for a BOS that has no other. Where there is none, the
+            token's content as text; nothing for BOS.
         """
         if self._equal and target_id != UNKNOWN_ID:
             return target_id
+        if target_id == self._turn_end[0] and self._turn_end[1] is not None:
+            return self._turn_end[1]
         content = _content(self._target, target_id)
         twin = self._drafter.special_id_of.get(content)
         if target_id in self._target_ends and twin not in self.drafter_eos and self.drafter_eos:
@@ -71,6 +77,8 @@ class SpecialTokens:
     def _to_target(self, drafter_id: int) -> int | None:
         if self._equal:
             return drafter_id
+        if drafter_id == self._turn_end[1]:
+            return self._turn_end[0]
         if drafter_id == self._drafter.unknown_id:  # text that a vocabulary lacks is not a role
             return None
         twin = self._target.special_id_of.get(_content(self._drafter, drafter_id))
