@@ -67,10 +67,10 @@ class HeteroOptions:
             lossy.
         divergence: Of "fuzzy": "js" or "kl" in nats, or "tv".
         threshold: Of "fuzzy": drafts whose row diverges by less from the target's pass.
-        merge_candidates: Of "slrs": the drafter is run one token past so many of the likeliest
-            tokens at each step; past all but the first of them in KV blocks of their own, or past
-            the first alone where its KV pool or the round's tokens leave no room. 0 is
-            "push_forward".
+        merge_candidates: Of "slrs", also where "hetero" chooses it: the drafter is run one token
+            past so many of the likeliest tokens at each step; past all but the first of them in KV
+            blocks of their own, or past the first alone where its KV pool or the round's tokens
+            leave no room. 0 is "push_forward".
         chat_template: "auto" shows the drafter its own turn markers where a prompt has the
             target's, if the two chat templates can be aligned; "off" shows it the target's.
         controller: Who decides how far to draft, up to num_speculative_tokens: "goodput" as far as
@@ -182,8 +182,8 @@ def parse(
         )
         if not methods.METHODS[given["method"]].merges:
             raise ConfigError(
-                f'merge_candidates belongs to the method "slrs", and the method is '
-                f"{given['method']!r}; leave it out or ask for that."
+                'merge_candidates belongs to the methods "slrs" and "hetero", and the method is '
+                f"{given['method']!r}; leave it out or ask for one of them."
             )
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to vLLM: the only folder that imports it."""
+"""Speculation inside vLLM: the only folder whose files import vLLM at their head."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far to draft, so that speculation is never slower than the target alone. Pure numpy."""
+"""How far to draft, and whether at all, from what steps cost and drafts bring. Pure numpy."""

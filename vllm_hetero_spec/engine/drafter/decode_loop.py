@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode loop: one ragged catch-up forward, then single-token steps over the batch.
 
-Nothing here waits for the device between steps: the next input is what the last step picked, all
-lengths are known on the host, and drafted ids are read once, at the end.
+Steps do not wait for the device, unless a controller is to be asked between them: the next input is
+what the last step picked, all lengths are known on the host, and drafted ids are read at the end.
 """
 
 import time

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request's sampling parameters say about drafts: how drawn, how long, where to stop.
 
-A token that the target is bound to reject is not worth verifying. Leaving it out is lossless,
-because drafts are one-hot rows: any edit that does not look at the verification's randomness is.
+A token that the target is bound to reject is not worth verifying. Cutting a draft by its length is
+lossless; cutting it by what its tokens are is so for greedy drafts, of which nothing was drawn.
 """
 
 import hashlib
