@@ -218,13 +218,15 @@ def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.Monk
 
 
 def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
-    def differ(drafter: str) -> str | None:
+    def differ(drafter: str, **engine: str) -> str | None:
         other = Drafter("d", str(demo_pair / drafter))
-        target = Target("t", str(demo_pair / "target"), (other,), ("code",))
+        target = Target("t", str(demo_pair / "target"), (other,), ("code",), engine)
         return vocabularies_differ(target, other)
 
     assert differ("target-wide") is None
     assert differ("drafter") == "target and drafter have different vocabularies"
+    # An engine's tokenizer is the target's, not the drafter's.
+    assert differ("drafter", tokenizer=str(demo_pair / "target")) is not None
 
 
 @pytest.mark.engine

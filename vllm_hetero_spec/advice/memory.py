@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line
-from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
+from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 
 _TOKENS = 2048  # of each drafter context, unless the drafter reads fewer
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
@@ -80,15 +78,7 @@ def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool)
     Raises:
         ConfigError: Its configuration cannot be read.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(drafter, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the configuration of {drafter} cannot be read: {first_line(error)}."
-        ) from error
-    text = config.get_text_config()
+    text = text_config(drafter, trust_remote_code)
     element = _RUN_BYTES.get(dtype, 2)
     folder = local_folder(drafter)
     return Memory(

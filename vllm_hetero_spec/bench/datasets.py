@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
-from vllm_hetero_spec.bench.models import located, tokenizer_of
 from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.values import Positive, Text, one_of
+from vllm_hetero_spec.bench.values import Positive, Text, located, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line, nearest
+from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 
 BUILT_IN_SETS = {"mixed": BUILT_IN}
@@ -123,7 +123,9 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
         ConfigError: The model's tokenizer cannot be loaded.
         Mistake: It has no chat template.
     """
-    tokenizer = tokenizer_of(model, engine)
+    tokenizer = tokenizer_of(
+        engine.get("tokenizer") or model, bool(engine.get("trust_remote_code"))
+    )
     if not getattr(tokenizer, "chat_template", None):
         raise Mistake(f"is true, and {model} has no chat template.", "chat_template")
     own = tokenizer("").input_ids

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.methods import KINDS
-from vllm_hetero_spec.bench.models import tokenizer_of
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.measure.load import Engine
 
@@ -77,27 +76,18 @@ def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
     """
-    from transformers import AutoConfig
-
     from vllm_hetero_spec.text.loading import load_tokenizer
     from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
 
-    models = target.model, drafter.model
     trust = bool(target.engine.get("trust_remote_code"))
+    tokenizers = target.engine.get("tokenizer") or target.model, drafter.model
     try:
-        texts = [load_tokenizer(tokenizer_of(model, target.engine)) for model in models]
-        sizes = [
-            AutoConfig.from_pretrained(model, trust_remote_code=trust).get_text_config().vocab_size
-            for model in models
-        ]
+        own, other = (load_tokenizer(tokenizer_of(name, trust)) for name in tokenizers)
     except UnsupportedTokenizer as error:
         return str(error)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load the models' configurations: {first_line(error)}."
-        ) from error
-    if texts[0].fingerprint != texts[1].fingerprint:
+    if own.fingerprint != other.fingerprint:
         return "target and drafter have different vocabularies"
+    sizes = [text_config(model, trust).vocab_size for model in (target.model, drafter.model)]
     if sizes[0] != sizes[1]:
         return f"the target has {sizes[0]} output rows, the drafter {sizes[1]}"
     return None

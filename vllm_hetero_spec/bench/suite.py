@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_v
 from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.methods import ALONE, PEERS
-from vllm_hetero_spec.bench.models import DrafterName, TargetName
-from vllm_hetero_spec.bench.values import Positive, Several, Text, one_of
+from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
 from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS
 

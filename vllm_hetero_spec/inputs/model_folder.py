@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
 
 
 def check_model(name: str, role: str) -> str:
@@ -25,6 +26,37 @@ def check_model(name: str, role: str) -> str:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.exists():
         raise ConfigError(f"the {role} folder {name} does not exist.")
     return name
+
+
+def tokenizer_of(name: str, trust_remote_code: bool) -> Any:
+    """The transformers tokenizer of a model.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the tokenizer of {name}: {first_line(error)}.") from error
+
+
+def text_config(name: str, trust_remote_code: bool) -> Any:
+    """The transformers configuration of a model's text part.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration of {name} cannot be read: {first_line(error)}."
+        ) from error
+    return config.get_text_config()
 
 
 def kv_bytes_per_token(config: Any, element: int) -> int:
