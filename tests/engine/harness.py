@@ -3,17 +3,12 @@
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-# Read by vLLM when an engine starts: in this process, so that tests reach into the worker.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
