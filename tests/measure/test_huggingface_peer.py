@@ -10,7 +10,7 @@ import pytest
 from goodness import follows
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.huggingface_driver import _Drafts
+from vllm_hetero_spec.measure.huggingface_driver import counts
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
@@ -47,12 +47,14 @@ def assisted(demo_pair: Path) -> Iterator[HuggingFaceEngine]:
 
 
 def test_counts_of_drafts() -> None:
-    drafts = _Drafts()
-    for drafted, accepted in ((3, 1), (0, 0), (2, 2), (4, 0)):
-        drafts.add(drafted, accepted)
-    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens) == (3, 9, 3)
-    assert drafts.drafted_per_position == [3, 3, 2, 1]
-    assert drafts.accepted_per_position == [2, 1, 0, 0]
+    assert counts([(3, 1), (0, 0), (2, 2), (4, 0)]) == {
+        "drafts": 3,
+        "draft_tokens": 9,
+        "accepted_tokens": 3,
+        "drafted_per_position": [3, 3, 2, 1],
+        "accepted_per_position": [2, 1, 0, 0],
+    }
+    assert counts([(0, 0)])["drafted_per_position"] == []
 
 
 def test_the_target_alone(alone: Sample, load: Load) -> None:

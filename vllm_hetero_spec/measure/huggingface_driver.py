@@ -5,8 +5,8 @@ Run by `HuggingFaceEngine` as `python -m vllm_hetero_spec.measure.huggingface_dr
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -45,29 +45,21 @@ class _Arrivals(BaseStreamer):
         """Nothing is left to take."""
 
 
-@dataclass
-class _Drafts:
-    """Counts of drafts, by their lengths in target tokens and how many of them were accepted."""
+def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """A `Sample`'s counts of drafts.
 
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-
-    def add(self, drafted: int, accepted: int) -> None:
-        if drafted == 0:
-            return
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        for counts, length in (
-            (self.drafted_per_position, drafted),
-            (self.accepted_per_position, accepted),
-        ):
-            counts += [0] * (drafted - len(counts))
-            for position in range(length):
-                counts[position] += 1
+    Args:
+        verified: (drafted, accepted) tokens of each verification; those of no draft do not count.
+    """
+    drafts = [(drafted, accepted) for drafted, accepted in verified if drafted]
+    positions = range(max((drafted for drafted, _ in drafts), default=0))
+    return {
+        "drafts": len(drafts),
+        "draft_tokens": sum(drafted for drafted, _ in drafts),
+        "accepted_tokens": sum(accepted for _, accepted in drafts),
+        "drafted_per_position": [sum(n > position for n, _ in drafts) for position in positions],
+        "accepted_per_position": [sum(n > position for _, n in drafts) for position in positions],
+    }
 
 
 class Generator:
@@ -97,19 +89,15 @@ class Generator:
             self._warm.add(sampled)
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        traces, drafts, seconds = self._generate_all(load)
+        traces, verified, seconds = self._generate_all(load)
         return Sample(
             traces=traces,
             seconds=seconds,
-            drafts=drafts.drafts,
-            draft_tokens=drafts.draft_tokens,
-            accepted_tokens=drafts.accepted_tokens,
-            accepted_per_position=drafts.accepted_per_position,
-            drafted_per_position=drafts.drafted_per_position,
+            **counts(verified),
             peak_memory_bytes=torch.cuda.max_memory_allocated() if self._device == "cuda" else 0,
         )
 
-    def _generate_all(self, load: Load) -> tuple[list[Trace], _Drafts, float]:
+    def _generate_all(self, load: Load) -> tuple[list[Trace], list[tuple[int, int]], float]:
         sampled = load.temperature > 0
         law = {"temperature": load.temperature, "top_p": load.top_p, "top_k": 0} if sampled else {}
         config = GenerationConfig(
@@ -120,7 +108,7 @@ class Generator:
             **law,
         )
         assistance = self._assistant(sampled)
-        drafts = _Drafts()
+        verified = []
         traces = []
         began = time.perf_counter()
         for index, prompt in enumerate(load.prompts):
@@ -142,10 +130,10 @@ class Generator:
                 # draft.
                 self._widths[0] -= inputs.input_ids.shape[1] - 1
                 for width, taken in zip(self._widths, arrivals.counts, strict=True):
-                    drafts.add(width - 1, taken - 1)
+                    verified.append((width - 1, taken - 1))
             text = self._tokenizer.decode(arrivals.token_ids, skip_special_tokens=True)
             traces.append(Trace(arrivals.token_ids, text, sent, arrivals.times, arrivals.counts))
-        return traces, drafts, time.perf_counter() - began
+        return traces, verified, time.perf_counter() - began
 
     def _saw_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:
         self._widths.append(named["input_ids"].shape[1])
