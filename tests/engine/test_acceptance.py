@@ -14,8 +14,10 @@ from harness import engine, metrics_of, proposer_of, slem
 from oracle_acceptance import Drafter, Rule, load
 from scenarios import generate, greedy
 from train_demo_models import PairBudget, train_pair
+from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.text.loading import load_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -111,3 +113,28 @@ def test_demo_pair_against_the_oracle(demo_pair: Path, code_prompts: list[str]) 
     ours, exact = beside_the_oracle(demo_pair / "target", demo_pair / "drafter", code_prompts[:8])
     assert exact > 1.2
     assert ours >= 0.95 * exact, f"{ours:.3f}, oracle {exact:.3f}"
+
+
+@pytest.mark.parametrize(("translation", "least"), [("auto", 1.0), ("text", 0.95)])
+def test_a_drafter_that_is_the_target_is_not_rejected(
+    demo_pair: Path, translation: str, least: float
+) -> None:
+    """Drawn from the same rows, also where the target gives turn markers much of its mass.
+
+    Through text the drafter reads canonical ids: where the target has written others, its rows are
+    those of another context.
+    """
+    target = demo_pair / "target"
+    lines = (demo_pair / "chats.jsonl").read_text().splitlines()[:8]
+    chats = [json.loads(line)["prompt"] for line in lines] * 12
+    spec = slem(target, LOOKAHEAD, method="push_forward", translation=translation)
+    params = [
+        SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=seed)
+        for seed in range(len(chats))
+    ]
+    with engine(target, spec) as llm:
+        outputs = llm.generate(chats, params, use_tqdm=False)
+        counts = metrics_of(llm)
+    marker = load_tokenizer(load(target)[1]).special_id_of["<|im_start|>"]
+    assert sum(output.outputs[0].token_ids.count(marker) for output in outputs) > 20
+    assert counts["num_accepted_tokens"] >= least * counts["num_draft_tokens"]
