@@ -42,4 +42,4 @@ def test_drafters_change_nothing(chain_pair: Path) -> None:
     for drafter, batch, changes in VARIANTS:
         found, accepted = outputs(chain_pair, drafter, batch, **changes)
         assert found == nothing, (drafter, changes)
-        assert accepted > (2.5 if drafter == "target" else 0.1)
+        assert accepted > (2.5 if drafter == "target" else 0)
