@@ -8,6 +8,8 @@ import pytest
 from harness import engine, metrics_of, slem, warnings
 from scenarios import Outputs, generate, greedy
 from transformers import AutoTokenizer
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec import read_stats
 
@@ -31,6 +33,26 @@ def test_pool_too_small(demo_pair: Path, texts: list, alone: Outputs, caplog) ->
         assert metrics_of(llm)["num_accepted_tokens"] > 0
     assert len(warnings(caplog, "no_blocks")) == 1
     assert "kv_cache_memory_bytes" in warnings(caplog, "no_blocks")[0]
+
+
+def test_blocks_of_a_size_of_its_own(
+    demo_pair: Path, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM settles a model's block size by its attention backends, the drafter's by its own."""
+    settle = current_platform.update_block_size_for_backend
+
+    def settled(config: VllmConfig) -> None:
+        settle(config)
+        if config.model_config.model == str(demo_pair / "drafter"):
+            config.cache_config.block_size = 32
+
+    monkeypatch.setattr(current_platform, "update_block_size_for_backend", settled)
+    spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=6 * _block_bytes(demo_pair))
+    with engine(demo_pair / "target", spec) as llm:
+        assert read_stats(llm)["kv_blocks"] == 6 * 128 // 32 - 1
+        assert llm.llm_engine.vllm_config.cache_config.block_size != 32
+        assert generate(llm, texts, greedy()) == alone
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
 def _block_bytes(demo_pair: Path) -> int:
