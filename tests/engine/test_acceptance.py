@@ -65,7 +65,9 @@ def beside_the_oracle(target: Path, drafter: Path, prompts: Sequence[str]) -> tu
         ahead = found[index][place:]
         engine_accepted += _agreeing(draft, ahead)
         oracle_accepted += _agreeing(exact[: MAX_TOKENS - place - 1], ahead)
-    return 1 + engine_accepted / len(drafts), 1 + oracle_accepted / len(drafts)
+    lengths = 1 + engine_accepted / len(drafts), 1 + oracle_accepted / len(drafts)
+    print("{}: {:.3f}, oracle {:.3f}".format(target.parent.name, *lengths))
+    return lengths
 
 
 def _agreeing(draft: Sequence[int], ahead: Sequence[int]) -> int:
