@@ -165,10 +165,6 @@ class DraftingRank:
         self.control.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
-        if self._rest:
-            self._rest -= 1
-            self._stats.skip("backing_off", times=step.num_sampled)
-            return []
         tasks = self._tasks(step, plan)
         if not tasks:
             return []
@@ -201,10 +197,16 @@ class DraftingRank:
 
     def _tasks(self, step: StepView, plan: StepPlan) -> Sequence[DraftTask]:
         """What to draft: exact text as drafter ids, KV aligned, the requests' limits applied."""
+        if self._rest:
+            self._rest -= 1
+            self._stats.skip("backing_off", times=step.num_sampled)
+            return []
         wanted = None
         if not plan.reads_all:
             wanted = {index for index, lookahead in enumerate(plan.lookahead) if lookahead}
             self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted))
+            if not wanted:
+                return []
         tasks = []
         for request, state in self.requests.read(step, wanted):
             useful = request.params.useful_lookahead(
