@@ -3,7 +3,7 @@
 
 import statistics
 from collections.abc import Collection, Sequence
-from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -65,16 +65,11 @@ class Reporter:
         )
         self._task = self._bar.add_task("", total=None, left="")
 
-    def __enter__(self) -> "Reporter":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def begin(self, runs: Collection[Measurement]) -> None:

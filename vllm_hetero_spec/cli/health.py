@@ -12,10 +12,12 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
+_REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,20 @@ class Finding:
     fix: str = ""
 
 
+class _Fault(Exception):
+    """A check that fails: what it found, and what to do about it."""
+
+    def __init__(self, found: str, fix: str) -> None:
+        super().__init__(found, fix)
+
+
 def examine(*, run: bool = True) -> Iterator[Finding]:
     """All checks in order, each yielded when it is done; no exception leaves one.
 
     Args:
         run: Generate with a tiny pair of models as the last check, which takes some ten seconds.
     """
-    checks: list[tuple[str, Callable[[], Finding]]] = [
+    checks: list[tuple[str, Callable[[], str]]] = [
         ("versions", _versions),
         ("vLLM release", _release),
         ("platform", _platform),
@@ -54,31 +63,24 @@ def examine(*, run: bool = True) -> Iterator[Finding]:
         checks.append(("a tiny pair", _tiny_pair))
     for name, check in checks:
         try:
-            yield check()
+            yield Finding(name, True, check())
+        except _Fault as fault:
+            yield Finding(name, False, *fault.args)
         except Exception as error:
-            cause = (str(error).splitlines() or [""])[0]
-            yield Finding(name, False, f"{type(error).__name__}: {cause}", _REINSTALL)
+            yield Finding(name, False, f"{type(error).__name__}: {first_line(error)}", _REINSTALL)
 
 
-_REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
-
-
-def _versions() -> Finding:
+def _versions() -> str:
     names = ("torch", "transformers", "tokenizers")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in names]
     import transformers  # noqa: F401 - fails beside a torchvision of another build
 
-    return Finding(
-        "versions",
-        True,
-        ", ".join(
-            [f"vllm-hetero-spec {__version__}", f"Python {platform.python_version()}", *found]
-        ),
-    )
+    own = f"vllm-hetero-spec {__version__}"
+    return ", ".join([own, f"Python {platform.python_version()}", *packages])
 
 
-def _release() -> Finding:
-    from vllm.version import __version__ as found
+def _release() -> str:
+    from vllm.version import __version__ as version
 
     from vllm_hetero_spec.engine.compat.releases import SUPPORTED, installed
 
@@ -86,47 +88,37 @@ def _release() -> Finding:
     try:
         installed()
     except ConfigError as error:
-        return Finding("vLLM release", False, str(found), str(error))
-    return Finding("vLLM release", True, f"{found} (supported: {supported})")
+        raise _Fault(str(version), str(error)) from error
+    return f"{version} (supported: {supported})"
 
 
-def _platform() -> Finding:
+def _platform() -> str:
     import torch
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
     if device == "cpu" and torch.cuda.is_available():
-        return Finding(
-            "platform",
-            False,
+        raise _Fault(
             "vLLM's CPU build on a machine with a GPU",
             "install the CUDA build: pip install 'vllm-hetero-spec[cuda]'",
         )
     name = current_platform.get_device_name() if device == "cuda" else platform.processor()
-    return Finding("platform", True, f"{device} {name or platform.machine()}")
+    return f"{device} {name or platform.machine()}"
 
 
-def _plugin() -> Finding:
-    found = [e.value for e in importlib.metadata.entry_points(group=_GROUP) if e.name == _PLUGIN]
-    if not found:
-        return Finding(
-            "plugin",
-            False,
-            "vLLM does not see it",
-            "pip install vllm-hetero-spec into vLLM's environment",
-        )
+def _plugin() -> str:
+    plugins = [e.value for e in importlib.metadata.entry_points(group=_GROUP) if e.name == _PLUGIN]
+    if not plugins:
+        raise _Fault("vLLM does not see it", "pip install vllm-hetero-spec into vLLM's environment")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN not in allowed.split(","):
-        return Finding(
-            "plugin",
-            False,
-            f"VLLM_PLUGINS={allowed} keeps it out",
-            f"unset VLLM_PLUGINS or add {_PLUGIN} to it",
+        raise _Fault(
+            f"VLLM_PLUGINS={allowed} keeps it out", f"unset VLLM_PLUGINS or add {_PLUGIN} to it"
         )
-    return Finding("plugin", True, f"{_PLUGIN} = {found[0]}")
+    return f"{_PLUGIN} = {plugins[0]}"
 
 
-def _hooks() -> Finding:
+def _hooks() -> str:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -141,63 +133,48 @@ def _hooks() -> Finding:
     }
     absent = [patch for patch, place in wanted.items() if standing(*place) != patch]
     if absent:
-        return Finding("hooks", False, f"not applied: {', '.join(absent)}", _REINSTALL)
-    return Finding("hooks", True, f"{', '.join(wanted)}; methods {', '.join(METHODS)}")
+        raise _Fault(f"not applied: {', '.join(absent)}", _REINSTALL)
+    return f"{', '.join(wanted)}; methods {', '.join(METHODS)}"
 
 
-def _ledger() -> Finding:
+def _ledger() -> str:
     import vllm
-    from vllm.version import __version__ as found
+    from vllm.version import __version__ as version
 
     from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
 
-    root = Path(vllm.__file__).parent
-    faults = missing(root, ".".join(found.split(".")[:2]))
+    faults = missing(Path(vllm.__file__).parent, ".".join(version.split(".")[:2]))
     if faults:
-        return Finding(
-            "vLLM's sources",
-            False,
+        raise _Fault(
             "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else ""),
             "this vLLM was changed: install an unmodified supported release",
         )
-    return Finding("vLLM's sources", True, f"all {len(LEDGER)} symbols in use are there")
+    return f"all {len(LEDGER)} symbols in use are there"
 
 
-def _serve() -> Finding:
+def _serve() -> str:
     try:
-        return Finding("vllm serve", True, f"metadata of vllm {importlib.metadata.version('vllm')}")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "vllm serve",
-            False,
+        return f"metadata of vllm {importlib.metadata.version('vllm')}"
+    except importlib.metadata.PackageNotFoundError as error:
+        raise _Fault(
             "vLLM is installed under another distribution name, and `vllm serve` stops",
             "python scripts/repair_vllm_metadata.py",
-        )
+        ) from error
 
 
-def _tiny_pair() -> Finding:
+def _tiny_pair() -> str:
     from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
     with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:
         target, drafter = (str(Path(folder) / name) for name in ("target", "drafter"))
         _make_model(target, vocabulary=400)
         _make_model(drafter, vocabulary=300)
+        common = {"method": "slem", "num_speculative_tokens": 2, "controller": "fixed"}
         # Models of random weights agree on nothing, so the target drafts for itself, through text.
         configs: list[dict[str, Any] | None] = [
             None,
-            {
-                "method": "slem",
-                "model": drafter,
-                "num_speculative_tokens": 2,
-                "controller": "fixed",
-            },
-            {
-                "method": "slem",
-                "model": target,
-                "num_speculative_tokens": 2,
-                "translation": "identity",
-                "controller": "fixed",
-            },
+            {**common, "model": drafter},
+            {**common, "model": target, "translation": "identity"},
         ]
         samples = []
         for config in configs:
@@ -205,35 +182,30 @@ def _tiny_pair() -> Finding:
                 with VllmEngine(EngineSpec(target, config)) as engine:
                     samples.append(engine.run(Load(["Speculative decoding"], max_tokens=24)))
             except (ConfigError, MeasurementError) as error:
-                cause = str(error).splitlines()[0]
-                return Finding("a tiny pair", False, cause, "see what it says; " + _REINSTALL)
+                raise _Fault(first_line(error), "see what it says; " + _REINSTALL) from error
     alone, foreign, same = samples
     identical = all(x.traces[0].token_ids == alone.traces[0].token_ids for x in samples)
-    found = (
+    outcome = (
         f"{'identical' if identical else 'DIFFERENT'} output alone and with two drafters; "
         f"{foreign.drafts} drafts across tokenizers, "
         f"{same.accepted_tokens} of {same.draft_tokens} tokens of the target's own accepted"
     )
-    good = identical and foreign.drafts > 0 and same.accepted_tokens == same.draft_tokens > 0
-    return Finding("a tiny pair", good, found, "" if good else _REINSTALL)
+    if not (identical and foreign.drafts > 0 and same.accepted_tokens == same.draft_tokens > 0):
+        raise _Fault(outcome, _REINSTALL)
+    return outcome
 
 
 def _make_model(folder: str, vocabulary: int) -> None:
     """A Llama of random weights with a tokenizer of its own."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(
+        [_TEXT], vocab_size=vocabulary, special_tokens=["<|end|>"], show_progress=False
     )
-    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer = Tokenizer.from_str(learner.to_str())
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     torch.manual_seed(vocabulary)
     config = LlamaConfig(

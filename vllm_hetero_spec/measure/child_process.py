@@ -21,13 +21,10 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
-
-_Self = TypeVar("_Self", bound="EngineProcess")
 
 _TICK = 0.1  # seconds between looks at whether the child is still there
 _GRACE = 10.0  # seconds that an engine has to end by itself
@@ -106,16 +103,11 @@ class EngineProcess:
         """End the engine and free its memory; a second call does nothing."""
         self._end(_GRACE)
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end(_GRACE if error is None else 0)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(_GRACE if kind is None else 0)
 
     def _ask(self, question: Any, timeout: float) -> Any:
         try:
