@@ -7,6 +7,8 @@ Written apart from the plugin's own incremental translation so that each can che
 import json
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _MARK = "▁"
 
 
@@ -19,7 +21,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     described = json.loads(backend.to_str())
     decoder = json.dumps(described["decoder"])
     if '"ByteLevel"' in decoder:
-        letters = _byte_letters()
+        letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
         def convert(piece: str) -> bytes:
             return bytes(letters[letter] for letter in piece)
@@ -39,15 +41,6 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
         elif not added[index]["special"]:
             table[index] = added[index]["content"].encode()
     return table
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    letters.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return letters
 
 
 def split_complete(data: bytes) -> tuple[str, bytes]:

@@ -12,16 +12,19 @@ import os
 import platform
 import random
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
+from _demo_corpus import standard_library
+from _demo_tokenizers import TokenizerKind, train_tokenizer
 from rich.console import Console
 from rich.table import Table
-from tokenizers import ByteLevelBPETokenizer, SentencePieceBPETokenizer, Tokenizer
+from tokenizers import Tokenizer
 
+from vllm_hetero_spec.report.tables import Column, terminal_table
+from vllm_hetero_spec.report.values import number, percent
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -39,27 +42,13 @@ PAIRS = (
 DRAFT = 4
 
 
-def sources() -> str:
-    """Text to decode: the standard library's top-level modules, shuffled, about 3 MB."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    random.Random(0).shuffle(files)
-    return "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)[
-        :3_000_000
-    ]
-
-
 def train(text: str) -> dict[str, TextTokenizer]:
     """Two small tokenizers, for a machine without real ones."""
-    recipes: dict[str, Callable[[], ByteLevelBPETokenizer | SentencePieceBPETokenizer]] = {
-        "byte-level BPE": ByteLevelBPETokenizer,
-        "SentencePiece BPE": SentencePieceBPETokenizer,
+    kinds: tuple[TokenizerKind, ...] = ("byte_bpe", "sentencepiece")
+    return {
+        kind: load_tokenizer(train_tokenizer(kind, [text[:400_000]], vocab_size=4000), kind)
+        for kind in kinds
     }
-    trained = {}
-    for name, recipe in recipes.items():
-        learner = recipe()
-        learner.train_from_iterator([text[:400_000]], vocab_size=4000, show_progress=False)
-        trained[name] = load_tokenizer(Tokenizer.from_str(learner.to_str()), name)
-    return trained
 
 
 def load(folder: Path) -> dict[str, TextTokenizer]:
@@ -165,16 +154,18 @@ def in_engine(target: str, drafter: str, prompts: str) -> None:
         worker = engine.run(Load(texts, max_tokens=96, batch_size=8)).worker
     rounds, whole = worker["steps"], worker["propose_seconds"]
     forwards, translating = worker["forward_seconds"], worker["translate_seconds"]
-    table = Table(title=f"one round of proposing, batch 8, mean of {rounds}")
-    for heading in ("part", "ms", "share"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
-    for part, seconds in (
+    columns: list[Column[tuple[str, float]]] = [
+        Column("part", lambda part: part[0]),
+        Column("ms", lambda part: number(1e3 * part[1] / rounds)),
+        Column("share", lambda part: percent(part[1] / whole)),
+    ]
+    parts = [
         ("drafter forwards", forwards),
         ("translation", translating),
         ("other host time", whole - forwards - translating),
-    ):
-        table.add_row(part, f"{1e3 * seconds / rounds:.2f}", f"{seconds / whole:.1%}")
-    Console().print(table)
+    ]
+    title = f"one round of proposing, batch 8, mean of {rounds}"
+    Console().print(terminal_table(columns, parts, title))
 
 
 def main() -> None:
@@ -201,7 +192,7 @@ def main() -> None:
 
     clock = time.perf_counter if options.clock == "wall" else time.thread_time
     console = Console()
-    text = sources()
+    text = "\n".join(standard_library().train)[:3_000_000]
     known = load(options.tokenizers) if options.tokenizers else train(text)
     names = list(known)
     pairs = PAIRS if options.tokenizers else [(names[0], names[1]), (names[1], names[0])]

@@ -320,10 +320,10 @@ def _measure(
 
 def merge_span(text: str) -> MergeSpan:
     """`4:16` as a span of SLRS-n; ValueError where it is none."""
-    found = MergeSpan(*map(int, text.split(":")))
-    if found.tokens < 2 or found.candidates < 1:
+    span = MergeSpan(*map(int, text.split(":")))
+    if span.tokens < 2 or span.candidates < 1:
         raise ValueError(text)
-    return found
+    return span
 
 
 def _column(name: str, means: Mapping[float, Mapping[str, Figure]]) -> Column[float]:

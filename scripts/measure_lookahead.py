@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the proposer is in this process
@@ -92,9 +91,10 @@ class Bench:
             max_model_len=1024,
             kv_cache_memory_bytes=512 << 20,
         )
-        self._control = _control_of(llm)
+        core = llm.llm_engine.engine_core.engine_core
+        self._proposer = core.model_executor.driver_worker.worker.model_runner.drafter
         self._driver = Driver(llm)
-        goodput = self._control.controller
+        goodput = self._proposer.controller
         self._calibrated = copy.deepcopy(goodput)
         self._controllers: dict[str, Controller] = {
             ALONE: Fixed(0),
@@ -131,15 +131,8 @@ class Bench:
     def _serve(self, name: str, load: Load) -> Sample:
         """A load under one controller."""
         controller = self._controllers.get(name) or copy.deepcopy(self._calibrated)
-        self._control.controller = controller
+        self._proposer.controller = controller
         return self._driver.run(load)
-
-
-def _control_of(llm: Any) -> Any:
-    """What holds the `controller` of an engine in this process."""
-    core = llm.llm_engine.engine_core.engine_core
-    proposer = core.model_executor.driver_worker.worker.model_runner.drafter
-    return proposer
 
 
 def _in_turn(names: Sequence[str], number: int) -> list[str]:

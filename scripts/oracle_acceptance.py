@@ -9,7 +9,6 @@ compared with the continuation. No vLLM, nothing incremental: it is the yardstic
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
+
+from vllm_hetero_spec.inputs.prompts import load_prompts
+from vllm_hetero_spec.report.tables import print_json
 
 DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
 _STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed
@@ -230,7 +232,6 @@ def main() -> int:
     parser.add_argument("--ignore-eos", action="store_true", help="decode the target past its EOS")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
-    lines = arguments.prompts.read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
     drafting = DRAFTING if arguments.drafting == "all" else (arguments.drafting,)
     rules = [Rule(arguments.num_speculative_tokens, name, arguments.drop_last) for name in drafting]
     disable_progress_bar()
@@ -238,24 +239,20 @@ def main() -> int:
     counts = measure(
         arguments.target,
         arguments.drafter,
-        [json.loads(line)["prompt"] for line in lines],
+        load_prompts(arguments.prompts, arguments.num_prompts),
         arguments.max_tokens,
         rules,
         arguments.heal,
         arguments.ignore_eos,
         progress=lambda prompts: track(prompts, "prompts", console=stderr, transient=True),
     )
+    heal = {"heal": arguments.heal}
     rows = [
-        {
-            **asdict(rule),
-            "heal": arguments.heal,
-            **asdict(sums),
-            "acceptance_length": sums.acceptance_length,
-        }
+        asdict(rule) | heal | asdict(sums) | {"acceptance_length": sums.acceptance_length}
         for rule, sums in zip(rules, counts, strict=True)
     ]
     if arguments.json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return 0
     table = Table(*(name.replace("_", " ") for name in rows[0]))
     for row in rows:

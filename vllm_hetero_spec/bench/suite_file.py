@@ -11,10 +11,10 @@ from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
 from vllm_hetero_spec.bench.methods import PEERS
-from vllm_hetero_spec.bench.suite import EngineArguments, Peer, Suite, speculative_config
+from vllm_hetero_spec.bench.suite import EngineArguments, Peer, Suite, check_drafter
 from vllm_hetero_spec.bench.values import Several, check_choice
 from vllm_hetero_spec.bench.yaml_file import Mistake, YamlFile, read_yaml, strict
-from vllm_hetero_spec.config import ConfigError, parse
+from vllm_hetero_spec.config import ConfigError
 
 
 @dataclass(frozen=True, config=strict, kw_only=True)
@@ -66,18 +66,13 @@ def read_suite(file: Path) -> Suite:
 
 
 def _check_configurations(source: YamlFile, suite: Suite) -> None:
-    """What a drafter's further keys would be refused for at start-up, refused here."""
-    lookahead = suite.num_speculative_tokens[0]
     for index, target in enumerate(suite.targets):
-        ranks = target.engine.get("tensor_parallel_size", 1)
         for number, drafter in enumerate(target.drafters):
-            for method in suite.methods:
-                try:
-                    config = speculative_config(method, drafter, lookahead)
-                    parse(config, target_tensor_parallel=ranks)
-                except ConfigError as error:
-                    place = ("targets", index, "drafters", number)
-                    raise source.refusal(place, error) from error
+            try:
+                check_drafter(target, drafter, suite.methods, suite.num_speculative_tokens[0])
+            except ConfigError as error:
+                place = ("targets", index, "drafters", number)
+                raise source.refusal(place, error) from error
 
 
 def _prompts(

@@ -17,9 +17,9 @@ from vllm_hetero_spec.advice.memory import missing_weights
 from vllm_hetero_spec.advice.report import as_json, show
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.report.tables import print_json
@@ -138,11 +138,7 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         engine=trust | arguments.engine_args,
     )
     for drafter in target.drafters:
-        for method in arguments.methods:
-            parse(
-                speculative_config(method, drafter, arguments.num_speculative_tokens),
-                target_tensor_parallel=target.engine.get("tensor_parallel_size", 1),
-            )
+        check_drafter(target, drafter, arguments.methods, arguments.num_speculative_tokens)
     return Suite(
         name="advise",
         targets=(target,),

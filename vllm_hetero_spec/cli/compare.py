@@ -19,10 +19,10 @@ from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, short_name, speculative_config
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
 from vllm_hetero_spec.bench.tables import COUNTS, TIMES, acceptance_length
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import MeasurementError
@@ -107,19 +107,16 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         arguments.engine_args,
     )
     prompts = load_prompts(arguments.prompts, arguments.num_prompts)
-    # Refused here rather than by an engine that takes a while to start.
-    parse(
-        speculative_config(arguments.method, target.drafters[0], arguments.num_speculative_tokens),
-        target_tensor_parallel=target.engine.get("tensor_parallel_size", 1),
-    )
+    methods, lookahead = (arguments.method,), arguments.num_speculative_tokens
+    check_drafter(target, target.drafters[0], methods, lookahead)
     return Suite(
         name="compare",
         targets=(target,),
-        methods=(arguments.method,),
+        methods=methods,
         prompts={target.name: {_DATASET: tuple(prompts)}},
         batch_sizes=(arguments.batch_size,),
         temperatures=(arguments.temperature,),
-        num_speculative_tokens=(arguments.num_speculative_tokens,),
+        num_speculative_tokens=(lookahead,),
         max_tokens=arguments.max_tokens,
         repeats=1,
     )

@@ -45,7 +45,7 @@ class Side:
         """Every finding under stable names."""
         opened = self.opened
         return {
-            "name": opened.name,
+            "name": opened.text.name,
             "vocabulary": {"get_vocab": len(opened.strings), **asdict(self.counts)},
             "roles": {role: _token(opened, opened.roles.get(role)) for role in ROLES},
             "eos_ids": opened.eos_ids,
@@ -140,10 +140,7 @@ class PairReport:
             "target": self.target.as_json(),
             "drafter": self.drafter.as_json(),
             "intersection": {
-                "get_vocab": self.overlap.strings,
-                "space_normalised": self.overlap.space_normalised,
-                "true_bytes": self.overlap.true_bytes,
-                "text_bytes": self.overlap.text_bytes,
+                **asdict(self.overlap),
                 "lengths": self.lengths,
             },
             "text": {
@@ -157,7 +154,7 @@ class PairReport:
                 "omega_k": pair.omega_k,
                 "target_straddle": pair.target_straddle,
                 "drafter_straddle": pair.drafter_straddle,
-                "drafter_tokens_per_target_token": self.tokens_ratio,
+                "drafter_tokens_per_target_token": pair.tokens_ratio,
             },
             "bridge": {
                 "kind": "identity" if self.identity else "text",
@@ -174,12 +171,6 @@ class PairReport:
                 for temperature in TEMPERATURES
             },
         }
-
-    @property
-    def tokens_ratio(self) -> float | None:
-        """Drafter tokens per target token on the text, None for a text without target tokens."""
-        pair = self.pair
-        return pair.drafter_tokens / pair.target_tokens if pair.target_tokens else None
 
 
 def _token(opened: OpenTokenizer, token_id: int | None) -> dict[str, Any] | None:

@@ -24,7 +24,9 @@ def show(report: PairReport, console: Console) -> None:
     """Print all findings."""
     sides = {"target": report.target, "drafter": report.drafter}
     for name, side in sides.items():
-        console.print(f"{name:8} {side.opened.name}", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            f"{name:8} {side.opened.text.name}", highlight=False, soft_wrap=True, markup=False
+        )
     console.print(side_by_side(_VOCABULARY, sides, "vocabularies"))
     console.print(_intersection(report))
     text = (
@@ -101,7 +103,7 @@ def _intersection(report: PairReport) -> Table:
         Column("of drafter", lambda row: percent(row[1] / sizes[1])),
     ]
     rows = [
-        ("get_vocab() strings", overlap.strings),
+        ("get_vocab() strings", overlap.get_vocab),
         ("strings, leading spaces normalised", overlap.space_normalised),
         ("true bytes", overlap.true_bytes),
         ("true bytes of text tokens alone", overlap.text_bytes),
@@ -113,7 +115,7 @@ def _shares(report: PairReport) -> Table:
     rows = [
         ("target tokens that the drafter has (omega_T)", percent(report.pair.omega_t)),
         ("target tokens that some drafter token begins (omega_K)", percent(report.pair.omega_k)),
-        ("drafter tokens per target token", number(report.tokens_ratio)),
+        ("drafter tokens per target token", number(report.pair.tokens_ratio)),
     ]
     return _listed(("of the text", "share"), rows)
 

@@ -11,7 +11,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
 
-class PairMerges:
+class PairMerges(Merges):
     """Target tokens of several drafter tokens of a pair.
 
     Args:
@@ -31,20 +31,8 @@ class PairMerges:
         maps: VocabularyMaps,
         device: torch.device,
     ) -> None:
-        self._target, self._drafter, self._maps = target, drafter, maps
-        self._merges = Merges(target, drafter, maps)
-        self.mergeable = torch.from_numpy(self._merges.mergeable().astype(np.float32)).to(device)
-
-    def goes_on(self, path: Sequence[int]) -> bool:
-        """Whether some target token spells the tokens of a path and goes on."""
-        return self._merges.goes_on(path)
-
-    def among(self, path: Sequence[int], e_ids: np.ndarray) -> np.ndarray:
-        """For each e the target token that it ends or holds the end of, -1 where there is none.
-
-        It begins where the path does and is longer than the path.
-        """
-        return self._merges.among(path, e_ids)
+        super().__init__(target, drafter, maps)
+        self.mergeable = torch.from_numpy(self.find_mergeable().astype(np.float32)).to(device)
 
     def spell(self, d: int) -> Sequence[int]:
         """Target tokens of a drafter token."""

@@ -40,24 +40,22 @@ class OpenTokenizer:
     """A tokenizer and what its library says of it.
 
     Attributes:
-        name: As the user wrote it.
         backend: The object of its library.
-        text: The bridge's view of it.
+        text: The bridge's view of it, under the name that the user wrote.
         strings: The keys of `get_vocab()`.
         roles: Role of `ROLES` -> id, for the roles it has.
+        round_trip: decode(encode(text)), special tokens added by one and kept by the other.
         eos_ids: All ids that end a generation, None where no configuration names any.
         normalizers: Types of its normalisers that may change text.
-        round_trip: decode(encode(text)), special tokens added by one and kept by the other.
     """
 
-    name: str
     backend: Any
     text: TextTokenizer
     strings: frozenset[str]
     roles: Mapping[str, int]
-    eos_ids: list[int] | None
-    normalizers: tuple[str, ...]
     round_trip: Callable[[str], str]
+    eos_ids: list[int] | None = None
+    normalizers: tuple[str, ...] = ()
 
     def content(self, token_id: int) -> str:
         """A token as text: a special token's content, the bytes of any other."""
@@ -140,13 +138,10 @@ def _open_folder(folder: Path, name: str, role: str, trust_remote_code: bool) ->
 def _mistral_file(folder: Path) -> Path | None:
     """The file mistral_common is to read: as vLLM decides, or where there is no other way."""
     own = [*folder.glob("tekken*.json"), *folder.glob("tokenizer.model.v*")]
-    if own and (any(folder.glob("consolidated*.safetensors")) or _nothing_else(folder)):
+    others = [file for file in ("tokenizer.json", "tokenizer.model") if (folder / file).is_file()]
+    if own and (any(folder.glob("consolidated*.safetensors")) or not others):
         return min(own)
     return None
-
-
-def _nothing_else(folder: Path) -> bool:
-    return not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
 
 
 def _open_file(file: Path, name: str) -> OpenTokenizer:
@@ -174,7 +169,6 @@ def _from_transformers(
         logging.set_verbosity(verbosity)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return OpenTokenizer(
-        name=name,
         backend=tokenizer,
         text=load_tokenizer(tokenizer, name),
         strings=frozenset(tokenizer.get_vocab()),
@@ -188,12 +182,10 @@ def _from_transformers(
 def _from_tokenizers(tokenizer: Tokenizer, name: str) -> OpenTokenizer:
     text = load_tokenizer(tokenizer, name)
     return OpenTokenizer(
-        name=name,
         backend=tokenizer,
         text=text,
         strings=frozenset(tokenizer.get_vocab()),
         roles=_present({"bos": text.bos_id, "eos": text.eos_id}),
-        eos_ids=None,
         normalizers=_normalizers(tokenizer),
         round_trip=lambda text: tokenizer.decode(
             tokenizer.encode(text).ids, skip_special_tokens=False
@@ -207,13 +199,11 @@ def _from_mistral(file: Path, name: str, eos_ids: list[int] | None) -> OpenToken
 
     core = MistralTokenizer.from_file(str(file)).instruct_tokenizer.tokenizer
     return OpenTokenizer(
-        name=name,
         backend=core,
         text=load_tokenizer(core, name),
         strings=frozenset(core.vocab()),
         roles=_present({role: getattr(core, f"{role}_id", None) for role in ROLES}),
         eos_ids=eos_ids,
-        normalizers=(),
         round_trip=lambda text: core.decode(
             core.encode(text, bos=True, eos=False), SpecialTokenPolicy.KEEP
         ),
@@ -225,13 +215,10 @@ def _from_sentencepiece(file: Path, name: str) -> OpenTokenizer:
 
     model = SentencePieceProcessor(model_file=str(file))
     return OpenTokenizer(
-        name=name,
         backend=model,
         text=load_tokenizer(model, name),
         strings=frozenset(model.id_to_piece(i) for i in range(model.get_piece_size())),
         roles=_present({role: getattr(model, f"{role}_id")() for role in ROLES}),
-        eos_ids=None,
-        normalizers=(),
         round_trip=lambda text: model.decode(model.encode(text)),
     )
 

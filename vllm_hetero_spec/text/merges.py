@@ -59,7 +59,7 @@ class Merges:
         self._pairs: dict[tuple[bytes, int], int] = {}
         self._memo_pairs = memo_pairs
 
-    def mergeable(self) -> NDArray[np.bool_]:
+    def find_mergeable(self) -> NDArray[np.bool_]:
         """[V_D]: whether some target token spells a drafter token and goes on."""
         able = np.zeros(self._drafter.vocab_size, bool)
         for d in self._order.tolist():

@@ -64,7 +64,7 @@ class Overlap:
     """How much two vocabularies have in common, by three readings of "the same token".
 
     Attributes:
-        strings: Keys of both `get_vocab()`, as they stand.
+        get_vocab: Keys of both `get_vocab()`, as they stand.
         space_normalised: The same keys with every leading space mark of either alphabet read as a
             space. (vLLM's own map reads the first mark of a token only and so misses the tokens
             that start with several spaces.)
@@ -73,7 +73,7 @@ class Overlap:
         text_bytes: Byte strings that are ordinary text in both: what drafts can be made of.
     """
 
-    strings: int
+    get_vocab: int
     space_normalised: int
     true_bytes: int
     text_bytes: int
@@ -88,7 +88,7 @@ def measure_overlap(
     """The intersection by each reading; the strings are the keys of `get_vocab()`."""
     theirs, ours = set(target_strings), set(drafter_strings)
     return Overlap(
-        strings=len(theirs & ours),
+        get_vocab=len(theirs & ours),
         space_normalised=len({*map(_spaced, theirs)} & {*map(_spaced, ours)}),
         true_bytes=len(_all_bytes(target) & _all_bytes(drafter)),
         text_bytes=len(shared_text(target, drafter)),
@@ -136,6 +136,11 @@ class PairStatistics:
     def failure_share(self) -> float:
         """Share of lines that the worse of the two does not spell."""
         return _share(max(self.target_failures, self.drafter_failures), self.lines)
+
+    @property
+    def tokens_ratio(self) -> float | None:
+        """Drafter tokens per target token; None for a text without target tokens."""
+        return self.drafter_tokens / self.target_tokens if self.target_tokens else None
 
 
 class PairMeter:
