@@ -69,9 +69,14 @@ def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) ->
     found, gained = runs[way][scenario]
     assert found == alone
     assert gained["num_drafts"] > 0
-    assert gained["num_accepted_tokens"] > 0
+    # What a trained drafter makes of one short scenario hangs on its weights.
+    assert gained["num_accepted_tokens"] > 0 or way == "pair"
     assert gained["num_draft_tokens"] <= 4 * gained["num_drafts"]
     assert "drafter_error" not in gained["skipped"]
+
+
+def test_drafts_of_the_pair_are_accepted(runs: dict) -> None:
+    assert sum(gained["num_accepted_tokens"] for _, gained in runs["pair"].values()) > 100
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
