@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from pathlib import Path
 
 import tokenizers
@@ -194,8 +195,7 @@ def main() -> None:
     console = Console()
     text = "\n".join(standard_library().train)[:3_000_000]
     known = load(options.tokenizers) if options.tokenizers else train(text)
-    names = list(known)
-    pairs = PAIRS if options.tokenizers else [(names[0], names[1]), (names[1], names[0])]
+    pairs = PAIRS if options.tokenizers else permutations(known, 2)
     machine = {
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),

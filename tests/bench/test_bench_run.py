@@ -16,14 +16,14 @@ from vllm_hetero_spec.measure.load import MeasurementError
 
 def go(folder: Path, fakes: Fakes, asked: Suite = SUITE, at_once: int = 8) -> Silent:
     """Run a suite on fakes as the command does."""
-    watcher = Silent()
+    reporter = Silent()
     results = Results(folder, HEADER | {"digest": asked.digest})
     try:
         plan = make_plan(asked, at_once, lambda target, drafter: "they differ")
-        run_plan(plan, asked, results, fakes.start, watcher)
+        run_plan(plan, asked, results, fakes.start, reporter)
     finally:
         results.close()
-    return watcher
+    return reporter
 
 
 def recorded(contents: Contents) -> list[tuple[str, int]]:
@@ -110,12 +110,12 @@ def test_a_finished_suite_starts_nothing(tmp_path: Path) -> None:
 def test_a_failing_cell_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
     asked = suite(temperatures=(0.0, 1.0), repeats=2)
     fakes = Fakes(fail={("slem", 0): MeasurementError("the engine died")})
-    watcher = go(tmp_path, fakes, asked)
+    reporter = go(tmp_path, fakes, asked)
     contents = read_results(tmp_path)
     assert {str(cell): why for cell, why in contents.errors.items()} == {
         "big/slem/small/k4/code/b1/t0": "the engine died"
     }
-    assert watcher.failures == [("big/slem/small/k4/code/b1/t0", "the engine died")] * 2
+    assert reporter.failures == [("big/slem/small/k4/code/b1/t0", "the engine died")] * 2
     # It is started anew for its other cell, whose rounds all run.
     assert fakes.order("start") == ["alone", "slem", "slem"]
     assert fakes.order().count("slem") == 2
@@ -137,10 +137,10 @@ def test_an_engine_that_does_not_start_fails_all_its_cells(
 ) -> None:
     asked = suite(temperatures=(0.0, 1.0))
     fakes = Fakes(refuse={"slem": error})
-    watcher = go(tmp_path, fakes, asked)
+    reporter = go(tmp_path, fakes, asked)
     assert fakes.order("start") == ["alone", "slem"]
     assert fakes.order() == ["alone"] * 6
-    assert len(watcher.failures) == 6
+    assert len(reporter.failures) == 6
     assert list(read_results(tmp_path).errors.values()) == [str(error)] * 2
 
 

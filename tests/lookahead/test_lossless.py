@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_worlds import World, worlds
+from toy_worlds import World, total_variation, worlds
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance, total_variation
+from vllm_hetero_spec.verify.chance import Chance
 
 EXACT, WRONG = 1e-10, 0.01
 STEPS = 3

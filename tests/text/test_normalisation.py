@@ -145,7 +145,7 @@ def test_ids_are_the_librarys_own(
     text = "Return the  first value, or None; naïve x_1 = [0] 中文"
     for name, tokenizer in variants.items():
         own = variant_backends[name].encode(text, add_special_tokens=False).ids
-        space = " " if tokenizer.dummy_prefix else ""
+        space = " " if tokenizer.leading_space.applies(first=True) else ""
         assert tokenizer.encode(space + text) == own
 
 

@@ -55,7 +55,8 @@ def test_bytes_of_mistral_files(file: Path) -> None:
     core = original.instruct_tokenizer.tokenizer
     text = "Hello, wide world: 中文\n"
     own = core.encode(text, bos=True, eos=False)
-    assert own == [tokenizer.bos_id, *tokenizer.encode(" " * tokenizer.dummy_prefix + text)]
+    prefix = " " * tokenizer.leading_space.applies(first=True)
+    assert own == [tokenizer.bos_id, *tokenizer.encode(prefix + text)]
     assert tokenizer.adds_bos
     assert tokenizer.lossless
     assert [i for i, data in enumerate(tokenizer.token_bytes) if data] == [
@@ -69,7 +70,7 @@ def test_raw_ids_are_the_tokenizers_own(real: dict[str, TextTokenizer], shared: 
         tokenizer = real[name]
         backend = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
         for text in ("The quick brown fox 中文 👍", "x = [1, 2]\n\n    y\t= x"):
-            prefix = " " if tokenizer.dummy_prefix else ""
+            prefix = " " if tokenizer.leading_space.applies(first=True) else ""
             own = backend.encode(text, add_special_tokens=False).ids
             assert tokenizer.encode(prefix + text) == own
             assert tokenizer.encode_batch([prefix + text] * 900) == [own] * 900
@@ -144,6 +145,6 @@ def test_transformers_wrappers(shared: Path) -> None:
         assert (tokenizer.bos_id, tokenizer.eos_id) == (wrapper.bos_token_id, wrapper.eos_token_id)
         own = wrapper.encode("Hello world\n", add_special_tokens=True)
         bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
-        space = " " if tokenizer.dummy_prefix else ""
+        space = " " if tokenizer.leading_space.applies(first=True) else ""
         assert own == [*bos, *tokenizer.encode(space + "Hello world\n")]
         assert tokenizer.special_ids >= set(wrapper.all_special_ids)

@@ -43,16 +43,16 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 def target_ids(target: TextTokenizer, text: str) -> list[int]:
     """A target's ids of a text, with the dummy prefix its own tokenizer puts there."""
-    return target.encode(" " * target.dummy_prefix + text)
+    return target.encode(" " * target.leading_space.applies(first=True) + text)
 
 
 def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> list[int]:
     """From scratch: what the drafter's own tokenizer makes of the target's text."""
     data = target.decode_bytes(ids)
-    data = data.removeprefix(b" ") if target.dummy_prefix else data
+    data = data.removeprefix(b" ") if target.leading_space.applies(first=True) else data
     text = data.decode("utf-8", "ignore")
     leading = drafter.leading_space
-    if drafter.dummy_prefix and text and not (leading.unless_present and text[0] == " "):
+    if leading.applies(first=True) and text and not (leading.unless_present and text[0] == " "):
         text = " " + text
     bos = [drafter.bos_id] if drafter.adds_bos and drafter.bos_id is not None else []
     return [*bos, *drafter.encode(text)]

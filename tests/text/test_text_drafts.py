@@ -50,14 +50,14 @@ def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
 
 def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) -> None:
     """Split the target's ids anywhere: the rest, drafted as drafter ids, comes back as it was."""
-    ids = target.encode(" " * target.dummy_prefix + text)
+    ids = target.encode(" " * target.leading_space.applies(first=True) + text)
     bridge = make_bridge(target, drafter, mode="text")
     splits = sorted(random.Random(text).sample(range(len(ids)), min(12, len(ids))))
     for split in splits:
         rest = target.decode_bytes(ids[split:])
         if split == 0:  # the drafter puts its own space before a text, or none
-            rest = rest.removeprefix(b" " * target.dummy_prefix)
-            rest = b" " * drafter.dummy_prefix + rest
+            rest = rest.removeprefix(b" " * target.leading_space.applies(first=True))
+            rest = b" " * drafter.leading_space.applies(first=True) + rest
         context = opened(bridge, ids[:split])
         drafted = drafter.encode_bytes(context.held + rest)
         assert one(bridge, context, drafted) == ids[split:], (split, text)

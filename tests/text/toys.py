@@ -37,7 +37,6 @@ def toy(
         name="toy",
         token_bytes=list(pieces),
         special_text={i: f"<{i}>" for i, data in enumerate(pieces) if not data},
-        special_ids=frozenset(i for i, data in enumerate(pieces) if not data),
         byte_ids=single_byte_ids(enumerate(pieces)),
         fingerprint=hashlib.sha256(repr((pieces, encode)).encode()).hexdigest(),
         raw_encode=encoder,

@@ -11,10 +11,18 @@ from goodness import MISSED, follows, missed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
-from toy_worlds import LETTERS, WORDS, FaithfulWorld, World, longest_match, worlds
+from toy_worlds import (
+    LETTERS,
+    WORDS,
+    FaithfulWorld,
+    World,
+    longest_match,
+    total_variation,
+    worlds,
+)
 
 from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance, law, total_variation
+from vllm_hetero_spec.verify.chance import Chance, law
 from vllm_hetero_spec.verify.reference import Pair, Proposal, Stream
 
 EXACT = 1e-10

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vllm_hetero_spec.verify.chance import Chance, law
+from vllm_hetero_spec.verify.chance import Chance, Outcome, law
 from vllm_hetero_spec.verify.reference import Pair, Row
 
 TARGET = (b"a", b"b", b"ab", b"ba", b"aab")
@@ -121,3 +121,9 @@ def worlds(count: int, target: Sequence[bytes] = TARGET, drafter: Sequence[bytes
     """Random worlds over one pair of vocabularies."""
     pair = Pair(target, drafter, longest_match(target))
     return [World(pair, seed) for seed in range(count)]
+
+
+def total_variation(first: dict[Outcome, float], second: dict[Outcome, float]) -> float:
+    """Half the sum of absolute differences of two laws."""
+    keys = first.keys() | second.keys()
+    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in keys)

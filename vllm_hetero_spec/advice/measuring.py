@@ -9,10 +9,11 @@ from typing import Any
 from vllm_hetero_spec.bench.engines import on_gpu, vllm_config
 from vllm_hetero_spec.bench.methods import ALONE
 from vllm_hetero_spec.bench.plan import Cell, EngineId, make_plan
+from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import notes, widened_targets
 from vllm_hetero_spec.bench.results import Contents, Results
 from vllm_hetero_spec.bench.rows import Row, rows_of
-from vllm_hetero_spec.bench.run import Start, Watcher, run_plan
+from vllm_hetero_spec.bench.run import Start, run_plan
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.report.figures import Spread
@@ -129,14 +130,14 @@ def engine_name(engine: EngineId) -> str:
     return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
 
 
-def measure(suite: Suite, at_once: int, start: Start, watcher: Watcher) -> Measured:
+def measure(suite: Suite, at_once: int, start: Start, reporter: Reporter) -> Measured:
     """Run a suite of one target; a drafter that fails is noted, and the others go on.
 
     Args:
         suite: Its target, drafters, methods and loads.
         at_once: Engines that may be up together.
         start: Starts an engine.
-        watcher: Is told how it gets on.
+        reporter: Is told how it gets on.
 
     Raises:
         MeasurementError: The target alone fails.
@@ -144,7 +145,7 @@ def measure(suite: Suite, at_once: int, start: Start, watcher: Watcher) -> Measu
     plan = make_plan(suite, at_once, lambda target, drafter: None)
     widened = widened_targets(suite.targets)
     results = Results(header={"widened": widened, "gpu": on_gpu(), "engines_at_once": at_once})
-    run_plan(plan, suite, results, start, watcher)
+    run_plan(plan, suite, results, start, reporter)
     for cell, reason in results.contents.errors.items():
         if cell.engine.method == ALONE:
             raise MeasurementError(f"the target alone: {reason}")

@@ -82,7 +82,7 @@ class Dataset(Part):
         else:
             if self.split is None:
                 raise Mistake("needs a split, as `split: test`.")
-            _datasets_library(self.hf)
+            optional("datasets", f"the dataset {self.hf}")
         if self.repeat and self.count is None:
             raise Mistake("needs a count to come to.", "repeat")
         return self
@@ -150,7 +150,7 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
 
 def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     assert dataset.hf is not None
-    library = _datasets_library(dataset.hf)
+    library = optional("datasets", f"the dataset {dataset.hf}")
     given = {key: value for key in _HF_KEYS[1:] if (value := getattr(dataset, key))}
     try:
         # Streamed, as a few rows are wanted of what may be gigabytes; offline, what is kept.
@@ -163,10 +163,6 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     # The library raises what its file systems, parsers and HTTP clients raise.
     except Exception as error:
         raise ConfigError(f"cannot load the dataset {dataset.hf}: {first_line(error)}.") from error
-
-
-def _datasets_library(name: str) -> Any:
-    return optional("datasets", f"the dataset {name}")
 
 
 def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:

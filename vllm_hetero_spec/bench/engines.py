@@ -11,7 +11,7 @@ from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_con
 from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
-from vllm_hetero_spec.measure.load import Engine
+from vllm_hetero_spec.measure.child_process import EngineProcess
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30
@@ -21,7 +21,7 @@ _PAIR = 2  # `alone` and one other
 _HALF_PRECISION = ("bfloat16", "float16")
 
 
-def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> Engine:
+def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> EngineProcess:
     """Start an engine and wait until it is ready.
 
     Args:

@@ -46,7 +46,7 @@ class TimeLeft:
 
 
 class Reporter:
-    """A `Watcher` that writes to a console; a context manager."""
+    """Is told how a benchmark gets on, and writes it to a console; a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -73,27 +73,33 @@ class Reporter:
         self._bar.stop()
 
     def begin(self, runs: Collection[Measurement]) -> None:
+        """These are to be measured, in this order."""
         self._left = list(runs)
         self._total = len(runs)
         self._bar.update(self._task, total=self._total)
 
     def starting(self, engine: EngineId) -> None:
+        """An engine starts."""
         self._say(f"starting {engine}")
 
     def started(self, engine: EngineId, seconds: float) -> None:
+        """It is ready, or failed to start."""
         self._up.add(engine)
         self._estimate.started(seconds)
 
     def measuring(self, run: Measurement) -> None:
+        """A run begins."""
         self._bar.update(self._task, description=escape(f"{run.cell}, round {run.round + 1}"))
 
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
+        """It ended, `seconds` after it began, its warm-up included."""
         self._estimate.ran(run.cell, seconds)
         length = sample.acceptance_length
         accepted = f", acceptance length {length:.2f}" if length else ""
         self._done(run, f"{sample.tokens_per_second:.1f} tok/s{accepted}")
 
     def failed(self, run: Measurement, sentence: str) -> None:
+        """It failed, or its engine had failed before."""
         self._done(run, f"failed: {one_line(sentence)}")
 
     def _done(self, run: Measurement, how: str) -> None:

@@ -171,7 +171,9 @@ def read_results(folder: Path) -> Contents:
         try:
             record = json.loads(line)
             if contents is None:
-                contents = Contents(_first(record), whole_bytes=len(whole))
+                if (record["kind"], record["format"]) != ("suite", _FORMAT):
+                    raise ValueError(record["kind"])
+                contents = Contents(record, whole_bytes=len(whole))
             else:
                 _add(contents, record)
         except (ValueError, KeyError, TypeError) as error:
@@ -181,12 +183,6 @@ def read_results(folder: Path) -> Contents:
     if contents is None:
         raise ConfigError(f"{path} is empty: nothing was measured yet.")
     return contents
-
-
-def _first(record: dict[str, Any]) -> dict[str, Any]:
-    if record["kind"] != "suite" or record["format"] != _FORMAT:
-        raise ValueError(record["kind"])
-    return record
 
 
 def _add(contents: Contents, record: dict[str, Any]) -> None:

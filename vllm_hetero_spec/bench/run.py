@@ -5,37 +5,16 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
+from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.load import Engine, Load, MeasurementError, Sample
+from vllm_hetero_spec.measure.child_process import EngineProcess
+from vllm_hetero_spec.measure.load import Load, MeasurementError
 
-Start = Callable[[EngineId], Engine]
-
-
-class Watcher(Protocol):
-    """Is told how a benchmark gets on."""
-
-    def begin(self, runs: Collection[Measurement]) -> None:
-        """These are to be measured, in this order."""
-
-    def starting(self, engine: EngineId) -> None:
-        """An engine starts."""
-
-    def started(self, engine: EngineId, seconds: float) -> None:
-        """It is ready, or failed to start."""
-
-    def measuring(self, run: Measurement) -> None:
-        """A run begins."""
-
-    def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
-        """It ended, `seconds` after it began, its warm-up included."""
-
-    def failed(self, run: Measurement, sentence: str) -> None:
-        """It failed, or its engine had failed before."""
+Start = Callable[[EngineId], EngineProcess]
 
 
 def load_of(run: Measurement, suite: Suite) -> Load:
@@ -58,7 +37,7 @@ def load_of(run: Measurement, suite: Suite) -> Load:
     )
 
 
-def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, watcher: Watcher) -> None:
+def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, reporter: Reporter) -> None:
     """Measure what is not recorded yet.
 
     A run that fails fails its cell: the rest of the cell's rounds are left out, its engine is
@@ -68,49 +47,49 @@ def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, watcher: 
     for cell, reason in plan.skipped.items():
         results.skip(cell, reason)
     waves = plan.pending(results.done)
-    watcher.begin([run for wave in waves for run in wave])
-    engines = _Engines(start, watcher)
+    reporter.begin([run for wave in waves for run in wave])
+    engines = _Engines(start, reporter)
     try:
         for wave in waves:
             engines.keep_only(dict.fromkeys(run.cell.engine for run in wave))
             failed = set[Cell]()
             for run in wave:
                 if run.cell in failed:
-                    watcher.failed(run, results.contents.errors[run.cell])
-                elif not _measure(run, suite, results, engines, watcher):
+                    reporter.failed(run, results.contents.errors[run.cell])
+                elif not _measure(run, suite, results, engines, reporter):
                     failed.add(run.cell)
     finally:
         engines.keep_only(())
 
 
 def _measure(
-    run: Measurement, suite: Suite, results: Results, engines: "_Engines", watcher: Watcher
+    run: Measurement, suite: Suite, results: Results, engines: "_Engines", reporter: Reporter
 ) -> bool:
     """Whether a run succeeded."""
     engine = run.cell.engine
     try:
         running = engines.running(engine)
-        watcher.measuring(run)
+        reporter.measuring(run)
         began = time.perf_counter()
         sample = running.run(load_of(run, suite))
     except (ConfigError, MeasurementError) as error:
         if isinstance(error, MeasurementError):
             engines.end(engine)
         results.failed(run.cell, str(error))
-        watcher.failed(run, str(error))
+        reporter.failed(run, str(error))
         return False
     results.measured(run, sample)
-    watcher.measured(run, sample, time.perf_counter() - began)
+    reporter.measured(run, sample, time.perf_counter() - began)
     return True
 
 
 class _Engines:
     """The engines that are up, and those that cannot be."""
 
-    def __init__(self, start: Start, watcher: Watcher) -> None:
+    def __init__(self, start: Start, reporter: Reporter) -> None:
         self._start = start
-        self._watcher = watcher
-        self._up: dict[EngineId, Engine] = {}
+        self._reporter = reporter
+        self._up: dict[EngineId, EngineProcess] = {}
         self._refused: dict[EngineId, str] = {}
 
     def keep_only(self, wanted: Collection[EngineId]) -> None:
@@ -124,7 +103,7 @@ class _Engines:
             with contextlib.suppress(MeasurementError):
                 self.running(engine)
 
-    def running(self, engine: EngineId) -> Engine:
+    def running(self, engine: EngineId) -> EngineProcess:
         """An engine, started if it is not up.
 
         Raises:
@@ -133,7 +112,7 @@ class _Engines:
         if engine in self._refused:
             raise MeasurementError(self._refused[engine])
         if engine not in self._up:
-            self._watcher.starting(engine)
+            self._reporter.starting(engine)
             began = time.perf_counter()
             try:
                 self._up[engine] = self._start(engine)
@@ -141,7 +120,7 @@ class _Engines:
                 self._refused[engine] = str(error)
                 raise MeasurementError(str(error)) from error
             finally:
-                self._watcher.started(engine, time.perf_counter() - began)
+                self._reporter.started(engine, time.perf_counter() - began)
         return self._up[engine]
 
     def end(self, engine: EngineId) -> None:

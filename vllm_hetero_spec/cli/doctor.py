@@ -2,15 +2,13 @@
 """`vllm-hetero-spec doctor`: is the installation sound, and if not, what mends it."""
 
 import argparse
-import dataclasses
-import json
-import sys
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from vllm_hetero_spec.cli.health import Finding, examine
+from vllm_hetero_spec.report.tables import print_json
 
 
 class Unsound(Exception):
@@ -46,9 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
                 _show(console, finding)
     good = all(finding.good for finding in findings)
     if arguments.json:
-        found = {"good": good, "findings": [dataclasses.asdict(f) for f in findings]}
-        json.dump(found, sys.stdout, indent=2)
-        print()
+        print_json({"good": good, "findings": findings})
     if not good:
         raise Unsound
 

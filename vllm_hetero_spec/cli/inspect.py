@@ -114,14 +114,10 @@ def _inspect(
 ) -> PairReport:
     theirs, ours = target.text, drafter.text
     with _step(progress, "comparing the vocabularies"):
-        shared = shared_text(theirs, ours)
         lengths = {
-            name: length_histogram(spelled, _LONGEST)
-            for name, spelled in (
-                ("target", set(theirs.token_bytes)),
-                ("drafter", set(ours.token_bytes)),
-                ("shared", shared),
-            )
+            "target": length_histogram(set(theirs.token_bytes), _LONGEST),
+            "drafter": length_histogram(set(ours.token_bytes), _LONGEST),
+            "shared": length_histogram(shared_text(theirs, ours), _LONGEST),
         }
         overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
     with _step(progress, "comparing the two on the text", len(documents)) as task:

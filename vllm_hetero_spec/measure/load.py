@@ -8,7 +8,7 @@ host seconds counted from the moment the load began.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 # Of the prompt that engines complete before they are measured.
 WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
@@ -118,18 +118,3 @@ class Sample:
     def acceptance_length(self) -> float | None:
         """Mean tokens per verification, 1 + accepted / drafts; None without drafts."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None
-
-
-class Engine(Protocol):
-    """An engine that is running, and generates loads one after the other."""
-
-    def run(self, load: Load) -> Sample:
-        """Generate a load.
-
-        Raises:
-            ConfigError: The engine refused the load.
-            MeasurementError: The engine failed, or is not one for such a load.
-        """
-
-    def close(self) -> None:
-        """End it and free its memory; a second call does nothing."""

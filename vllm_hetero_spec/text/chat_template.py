@@ -11,7 +11,7 @@ token is none.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -23,23 +23,14 @@ _SPACED = re.compile(rb"(\xff.{6}) ")
 _SENTINELS = {role: f"Qz{role.title()}Zq" for role in (*ROLES, "again")}
 
 
-class Chat(Protocol):
-    """A tokenizer's chat template."""
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The conversation as text; raises whatever the template raises."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of rendered text: special tokens in it are such, and nothing is added."""
-
-
 @dataclass(frozen=True)
-class TemplateOf:
+class Chat:
     """The chat template of a tokenizer with transformers' methods."""
 
     tokenizer: Any
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """The conversation as text; raises whatever the template raises."""
         rendered: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -48,13 +39,14 @@ class TemplateOf:
         return rendered
 
     def encode(self, text: str) -> list[int]:
+        """Ids of rendered text: special tokens in it are such, and nothing is added."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
 
 def chat_of(tokenizer: Any) -> Chat | None:
     """The chat template of a tokenizer object, None where it has none."""
-    return TemplateOf(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+    return Chat(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
 class Unaligned(Exception):

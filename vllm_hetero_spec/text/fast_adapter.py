@@ -113,7 +113,6 @@ def _build(
         name=name,
         token_bytes=table,
         special_text=special,
-        special_ids=frozenset(i for i, data in enumerate(table) if not data),
         byte_ids=model.byte_ids(table),
         fingerprint=_fingerprint(model, pipeline, added, special),
         raw_encode=encode,

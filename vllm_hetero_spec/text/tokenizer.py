@@ -77,7 +77,6 @@ class TextTokenizer:
     name: str
     token_bytes: list[bytes]
     special_text: Mapping[int, str]
-    special_ids: frozenset[int]
     byte_ids: tuple[int, ...]
     fingerprint: str
     raw_encode: Callable[[str], list[int]]
@@ -93,6 +92,7 @@ class TextTokenizer:
     leading_space: LeadingSpace = LeadingSpace()
 
     def __post_init__(self) -> None:
+        self.special_ids = frozenset(i for i, data in enumerate(self.token_bytes) if not data)
         self.special_id_of = {text: token_id for token_id, text in self.special_text.items()}
         spaced = [data for data in self.token_bytes if data.rfind(b" ") > 0]
         self.crossing_reach = max(map(_bytes_past_crossing, spaced), default=0)
@@ -104,11 +104,6 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Number of ids (largest id + 1)."""
         return len(self.token_bytes)
-
-    @property
-    def dummy_prefix(self) -> bool:
-        """Whether the tokenizer itself puts a space before the first text."""
-        return self.leading_space.scope != "none"
 
     @property
     def lossless(self) -> bool:
@@ -185,7 +180,6 @@ class TextTokenizer:
             self,
             token_bytes=self.token_bytes[:rows],
             special_text={i: text for i, text in self.special_text.items() if i < rows},
-            special_ids=frozenset(i for i in self.special_ids if i < rows),
             fingerprint=hashlib.sha256(f"{self.fingerprint} {rows}".encode()).hexdigest(),
             unknown_id=kept(self.unknown_id),
             bos_id=kept(self.bos_id),

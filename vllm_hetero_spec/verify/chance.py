@@ -67,9 +67,3 @@ def law(algorithm: Callable[[Chance], Outcome]) -> dict[Outcome, float]:
                 if other != chance.taken[depth]:
                     beginnings.append([*chance.taken[:depth], other])
     return dict(found)
-
-
-def total_variation(first: dict[Outcome, float], second: dict[Outcome, float]) -> float:
-    """Half the sum of absolute differences of two laws."""
-    keys = first.keys() | second.keys()
-    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in keys)

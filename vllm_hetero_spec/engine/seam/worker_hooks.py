@@ -21,7 +21,7 @@ _Class = TypeVar("_Class")
 _Original = Callable[..., object]  # a method of vLLM's
 
 
-class Proposer(Protocol):
+class Proposer(transport.Reporter, Protocol):
     """What the hooks ask of a proposer."""
 
     def bind(self, runner: "GPUModelRunner") -> None:
@@ -34,9 +34,6 @@ class Proposer(Protocol):
 
     def snapshot(self) -> DraftStats:
         """The counters as they stand."""
-
-    def report(self) -> dict[str, Any]:
-        """What was counted since the last report."""
 
     def calibrate(self) -> None:
         """Called on every rank when the engine is warm, before the first request."""
