@@ -31,11 +31,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     """Engines that answer at once, and no plots."""
     found = Fakes()
     monkeypatch.setattr(engines, "start", found.start)
-    monkeypatch.setattr(bench, "check_matplotlib", _no_matplotlib)
+    monkeypatch.setattr(bench, "optional", _no_matplotlib)
     return found
 
 
-def _no_matplotlib() -> None:
+def _no_matplotlib(module: str, purpose: str) -> None:
     raise ConfigError("drawing plots needs matplotlib: `pip install matplotlib`.")
 
 

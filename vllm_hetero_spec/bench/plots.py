@@ -16,11 +16,6 @@ from vllm_hetero_spec.bench.rows import Row
 _PANEL = (5.0, 3.6)  # inches
 
 
-def check_matplotlib() -> None:
-    """Raise ConfigError where matplotlib is not installed."""
-    optional("matplotlib", "drawing plots")
-
-
 def write_plots(folder: Path, rows: Sequence[Row]) -> list[Path]:
     """Draw every picture that the rows have figures for, and return the files.
 

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
+from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.plan import Plan, make_plan
-from vllm_hetero_spec.bench.plots import check_matplotlib, write_plots
+from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
@@ -118,7 +119,7 @@ def _header(suite: Suite) -> dict[str, Any]:
 
 def _can_plot(progress: Console) -> bool:
     try:
-        check_matplotlib()
+        optional("matplotlib", "drawing plots")
     except ConfigError as error:
         progress.print(f"no plots: {error}", highlight=False, soft_wrap=True)
         return False
