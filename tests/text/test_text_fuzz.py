@@ -229,9 +229,11 @@ def no_anchor(self: DraftTranslator, ids: Sequence[int], job: Any) -> None:
     """The draft, encoded without the text it continues."""
 
 
-def all_of_it(self: DraftTranslator, ids: Sequence[int], job: Any, limit: int) -> list[int]:
+def all_of_it(
+    self: DraftTranslator, ids: Sequence[int], job: Any, limit: int
+) -> tuple[list[int], bool]:
     """A proposal that was never compared with the bytes that were drafted."""
-    return list(ids[:limit])
+    return (list(ids[:limit])), True
 
 
 SOURCE = b"        return ~(self.value) if '%(default)' not in help  # why"

@@ -227,8 +227,8 @@ class DraftingRank:
 
         Shortening by what the tokens are is lossless for certain drafts alone.
         """
-        if draft.draft_probs is not None:
-            return draft
         request = step.requests[step.index_of[draft.req_id]]
+        if draft.draft_probs is not None or not request.params.restricted:
+            return draft
         output = request.token_ids[request.num_prompt_tokens :]
         return draft.first(request.params.acceptable(draft.tokens, output))

@@ -79,7 +79,7 @@ class LookaheadControl:
         """A step of the target has ended: learn what it took, and what was accepted."""
         self._index_of = step.index_of
         self._random = [request.params.random for request in step.requests]
-        for request in step.requests:
+        for request in step.requests if self._verifying else ():
             draft = self._verifying.get(request.req_id)
             if draft is not None and request.new_tokens:
                 # One that was cut to nothing teaches too: that such drafts are not worth making.

@@ -54,6 +54,10 @@ class DraftTranslator:
     ) -> None:
         self._target, self._drafter = target, drafter
         self._special, self._failures = special, failures
+        self._pieces = [
+            None if token_id in special.drafter_control else piece
+            for token_id, piece in enumerate(drafter.token_bytes)
+        ]
         self._same = target.fingerprint == drafter.fingerprint
         self._spaces_behind_control = (
             target.leading_space.applies(first=False),
@@ -143,9 +147,9 @@ class DraftTranslator:
             index, room = stretch.index, limits[stretch.index] - len(results[stretch.index])
             if index in cut or not room:
                 continue
-            spelled = self._checked(ids, stretch, room)
+            spelled, whole = self._checked(ids, stretch, room)
             results[index] += spelled
-            if self._target.decode_bytes(spelled) != stretch.data:
+            if not whole:
                 cut.add(index)
                 if not spelled:
                     self._failures["unencodable"] += 1
@@ -160,8 +164,11 @@ class DraftTranslator:
         for token_id in proposal:
             control = token_id in self._special.target_control
             size = 0 if control else len(self._target.token_bytes[token_id])
-            while (control or spare < size) and count < len(draft) and self._is_text(draft[count]):
-                spare += len(self._drafter.token_bytes[draft[count]])
+            while (control or spare < size) and count < len(draft):
+                piece = self._piece(draft[count])
+                if piece is None:
+                    break
+                spare += len(piece)
                 count += 1
             if control:
                 target_space, drafter_space = self._spaces_behind_control
@@ -170,9 +177,9 @@ class DraftTranslator:
             covering.append(count)
         return covering
 
-    def _is_text(self, drafter_id: int) -> bool:
-        is_control = drafter_id in self._special.drafter_control
-        return 0 <= drafter_id < self._drafter.vocab_size and not is_control
+    def _piece(self, drafter_id: int) -> bytes | None:
+        """The bytes of a drafter token that is text; None for any other id."""
+        return self._pieces[drafter_id] if 0 <= drafter_id < len(self._pieces) else None
 
     def _stretches(
         self, index: int, context: TextContext, draft: Sequence[int]
@@ -205,8 +212,9 @@ class DraftTranslator:
         """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
         data = b""
         for token_id in draft:
-            if self._is_text(token_id):
-                data += self._drafter.token_bytes[token_id]
+            piece = self._piece(token_id)
+            if piece is not None:
+                data += piece
                 continue
             if token_id not in self._special.drafter_control:
                 self._failures["unknown_id"] += 1
@@ -259,8 +267,8 @@ class DraftTranslator:
             left -= len(self._target.token_bytes[token_id])
         return len(ids) if left == 0 else None
 
-    def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> list[int]:
-        """The longest prefix of ids that is text and spells the drafted bytes."""
+    def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> tuple[list[int], bool]:
+        """The longest prefix of ids that is text and spells drafted bytes; whether all of them."""
         proposal: list[int] = []
         position = 0
         for token_id in ids[:limit]:
@@ -270,7 +278,7 @@ class DraftTranslator:
                 break
             position += len(piece)
             proposal.append(token_id)
-        return proposal
+        return proposal, position == len(stretch.data)
 
 
 def _inner_pairs(table: Sequence[bytes]) -> bytes:

@@ -73,14 +73,14 @@ class Drafter:
         Returns:
             What was drafted for each row, in their order.
         """
-        spans = [self.span(row.task).tokens > 1 and row.steps > 0 for row in rows]
+        spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
         order = sorted(range(len(rows)), key=lambda i: (spans[i], -rows[i].steps))
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
         table = self._batches.table([row.sequence for row in rows])
         picker = Picker(rows[:singles], self._rules, self.model.device)
         logits = self._catch_up(rows, table)
-        drafted = [DrafterTokens([]) for _ in rows]
+        drafted = [DrafterTokens([])] * len(rows)
         if singles < len(rows):
             drafted[singles:] = self._along_spans(rows[singles:], table[singles:], logits[singles:])
         active = sum(row.steps > 0 for row in rows[:singles])
@@ -88,7 +88,7 @@ class Drafter:
             drafted[:active] = self._step_by_step(
                 picker, rows[:active], table[:active], logits[:active], control
             )
-        restored: list[DrafterTokens] = [DrafterTokens([])] * len(rows)
+        restored = drafted.copy()
         for index, tokens in zip(order, drafted, strict=True):
             restored[index] = tokens
         return restored

@@ -8,7 +8,7 @@ round drafts the expected number, translates, and goes on only for requests stil
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -37,7 +37,7 @@ class _Greedy:
     """A greedy draft in the making: what is drafted, and what of it the target may read."""
 
     task: DraftTask
-    steps_left: int
+    steps: int
     drafted: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     proposal: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                made = _Greedy(row.task, self._spare_steps(row))
+                made = _Greedy(row.task, row.steps)
                 greedy.append((made, row, tokens))
                 continue
             self._stats.drafter_tokens += len(tokens.tokens)
@@ -163,12 +163,10 @@ class DraftBatchRunner:
             return min(room, task.lookahead * span // 2)
         return min(room, max(1, math.ceil(task.lookahead * self._ratio(task)) + 1))
 
-    def _spare_steps(self, row: DraftRow) -> int:
-        """Drafter steps that a greedy draft may take beyond those of its row."""
-        task = row.task
+    def _most_steps(self, task: DraftTask) -> int:
+        """Drafter steps that a greedy draft may take in all."""
         room = self._drafter.max_length - len(task.state.context.ids)
-        most = math.ceil(2 * task.lookahead * max(1.0, self._ratio(task))) + 1
-        return min(room, most) - row.steps
+        return min(room, math.ceil(2 * task.lookahead * max(1.0, self._ratio(task))) + 1)
 
     @staticmethod
     def _ratio(task: DraftTask) -> float:
@@ -202,7 +200,7 @@ class DraftBatchRunner:
             tokens -= branches * self._pool.block_size
             if tokens < 0 or not self._pool.grow(lent, blocks * self._pool.block_size):
                 break
-            with_blocks[index] = replace(row, side_blocks=lent.blocks[-branches:])
+            with_blocks[index] = row._replace(side_blocks=lent.blocks[-branches:])
         return with_blocks, lent
 
     def _publish(self, rows: Sequence[DraftRow], drafted: Sequence[DrafterTokens]) -> None:
@@ -252,13 +250,13 @@ class DraftBatchRunner:
         """The row that goes on for a draft still short of its lookahead, None where it is done."""
         stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
         ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
-        if made.missing <= 0 or ended or made.steps_left <= 0:
+        if made.missing <= 0 or ended or (left := self._most_steps(made.task) - made.steps) <= 0:
             return None
         covered = len(made.proposal) or 1
-        steps = min(made.steps_left, max(1, round(made.missing * len(made.drafted) / covered)))
+        steps = min(left, max(1, round(made.missing * len(made.drafted) / covered)))
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
-        made.steps_left -= steps
+        made.steps += steps
         return self._row(made.task, tokens.tokens[-1:], steps, first=False)
 
     def _confidences(self, made: _Greedy) -> list[float]:

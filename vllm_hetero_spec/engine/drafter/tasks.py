@@ -2,7 +2,6 @@
 """What goes into a round of drafting, and what its decode loop gives back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -11,8 +10,7 @@ from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 
 
-@dataclass(frozen=True)
-class DraftTask:
+class DraftTask(NamedTuple):
     """One request of a round.
 
     Attributes:
@@ -33,8 +31,7 @@ class DraftTask:
         return self.state.req_id
 
 
-@dataclass(frozen=True)
-class DraftRow:
+class DraftRow(NamedTuple):
     """One request in one call of the decode loop.
 
     Attributes:
@@ -54,8 +51,7 @@ class DraftRow:
     side_blocks: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class DrafterTokens:
+class DrafterTokens(NamedTuple):
     """What the decode loop made of one row.
 
     Attributes:

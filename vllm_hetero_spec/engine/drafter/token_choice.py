@@ -17,6 +17,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Draft
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
+_ONE_TOKEN = MergeSpan(1)
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class PickRules:
         """
         draw, sampling = task.draw, self.sampling
         if sampling is None or sampling.merging is None or draw is None:
-            return MergeSpan(1)
+            return _ONE_TOKEN
         plain = draw.race_seed is None and task.penalty is None
-        return sampling.merge_span if plain else MergeSpan(1)
+        return sampling.merge_span if plain else _ONE_TOKEN
 
     def draws(self, rows: Sequence[DraftRow], *, keep: bool = True) -> DrawBatch:
         """The draws of rows that are drawn; `keep` makes room for as many as they have steps."""

@@ -59,6 +59,11 @@ class RequestParams:
     lookahead: int | None = None
 
     @property
+    def restricted(self) -> bool:
+        """Whether it forbids any target token at any place."""
+        return bool(self.bad_words) or self.allowed_ids is not None or self.min_tokens > 0
+
+    @property
     def random(self) -> bool:
         """Whether the target draws its tokens instead of taking the likeliest."""
         return self.temperature >= _COLDEST

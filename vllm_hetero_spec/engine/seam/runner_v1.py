@@ -69,13 +69,14 @@ class RunnerV1:
         runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens
         batch, states = runner.input_batch, runner.requests
         requests = []
+        lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
             state = states[req_id]
             requests.append(
                 RequestView(
                     req_id=req_id,
                     params=self._params_of(req_id, state.sampling_params),
-                    token_ids=batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]],
+                    token_ids=batch.token_ids_cpu[index, : lengths[index]],
                     num_prompt_tokens=state.num_prompt_tokens,
                     new_tokens=tokens,
                     num_drafted=len(drafted.get(req_id, ())),
