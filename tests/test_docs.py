@@ -88,6 +88,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
+def test_figures_are_filled_in() -> None:
+    assert not [path for path in DOCUMENTS if "PLACE" + "HOLDER" in path.read_text()]
+
+
 @each_document
 def test_links_resolve(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):

@@ -233,7 +233,7 @@ def all_of_it(
     self: DraftTranslator, ids: Sequence[int], job: Any, limit: int
 ) -> tuple[list[int], bool]:
     """A proposal that was never compared with the bytes that were drafted."""
-    return (list(ids[:limit])), True
+    return list(ids[:limit]), True
 
 
 SOURCE = b"        return ~(self.value) if '%(default)' not in help  # why"
