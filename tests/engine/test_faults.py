@@ -32,7 +32,7 @@ def fresh_counters(request: pytest.FixtureRequest) -> None:
         proposer = proposer_of(request.getfixturevalue("llm"))
         proposer.stats.skipped.clear()
         proposer.reset()
-        proposer.drafting.forgive()
+        proposer.drafting._rest = proposer.drafting._failures = 0
 
 
 def _skipped(llm: Any) -> dict[str, int]:

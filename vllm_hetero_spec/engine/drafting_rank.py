@@ -150,10 +150,6 @@ class DraftingRank:
         self.requests.clear()
         self.pool.reset()
 
-    def forgive(self) -> None:
-        """Forget past failures: draft in the next step."""
-        self._rest = self._failures = 0
-
     def show(self) -> None:
         """Bring the counters that are kept elsewhere up to date."""
         self._stats.kv_blocks_held = self.pool.held
