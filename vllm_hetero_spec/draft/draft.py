@@ -2,7 +2,8 @@
 """A draft: what every method of drafting makes, and all that verification needs to know of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ class DraftProbs:
     row_of: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """A draft of one request: a tree of target tokens, of which a chain is the usual case.
 
     Attributes:
@@ -56,8 +56,7 @@ class Draft:
         probs = self.draft_probs
         if probs is not None:
             probs = DraftProbs(probs.rows, probs.row_of[:count])
-        return replace(
-            self,
+        return self._replace(
             tokens=self.tokens[:count],
             parents=self.parents[:count],
             confidences=self.confidences[:count],

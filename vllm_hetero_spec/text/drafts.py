@@ -10,7 +10,7 @@ not what the target would have written in one go, and the drafted bytes are enco
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,19 +23,18 @@ ANCHOR_TOKENS = 8
 MEMO_PAIRS = 1 << 18
 
 
-@dataclass(frozen=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Text of a draft between two control tokens.
 
     Attributes:
-        index: The draft's place in the batch.
+        place: The draft's, in the batch.
         anchor: Target ids that spell the bytes before `data`.
         data: Drafted bytes.
         text: Anchor and data.
         control: The target's control token behind the text, None where there is none.
     """
 
-    index: int
+    place: int
     anchor: list[int]
     data: bytes
     text: str
@@ -144,7 +143,7 @@ class DraftTranslator:
         ]
         cut: set[int] = set()  # drafts of which the target's tokens have not spelled all so far
         for stretch, ids in zip(stretches, self._encoded(stretches), strict=True):
-            index, room = stretch.index, limits[stretch.index] - len(results[stretch.index])
+            index, room = stretch.place, limits[stretch.place] - len(results[stretch.place])
             if index in cut or not room:
                 continue
             spelled, whole = self._checked(ids, stretch, room)
@@ -210,9 +209,9 @@ class DraftTranslator:
 
     def _parts(self, draft: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
-        data = b""
+        data, pieces, size = b"", self._pieces, len(self._pieces)
         for token_id in draft:
-            piece = self._piece(token_id)
+            piece = pieces[token_id] if 0 <= token_id < size else None
             if piece is not None:
                 data += piece
                 continue
@@ -230,6 +229,8 @@ class DraftTranslator:
         encoded = self._target.encode_batch([stretch.text for stretch in stretches])
         starts = [self._boundary(*pair) for pair in zip(encoded, stretches, strict=True)]
         alone = [place for place, start in enumerate(starts) if start is None]
+        if not alone:
+            return [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
         texts = [stretches[place].data.decode("utf-8", "surrogateescape") for place in alone]
         ids_of = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
         for place, ids in zip(alone, self._target.encode_batch(texts), strict=True):

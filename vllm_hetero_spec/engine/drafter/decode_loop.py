@@ -73,7 +73,9 @@ class Drafter:
         Returns:
             What was drafted for each row, in their order.
         """
-        spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
+        spans = [False] * len(rows)
+        if self.merges:
+            spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
         order = sorted(range(len(rows)), key=lambda i: (spans[i], -rows[i].steps))
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
@@ -92,6 +94,11 @@ class Drafter:
         for index, tokens in zip(order, drafted, strict=True):
             restored[index] = tokens
         return restored
+
+    @property
+    def merges(self) -> bool:
+        """Whether drawn drafts look ahead, by SLRS-n."""
+        return self._rules.sampling is not None and self._rules.sampling.merging is not None
 
     def span(self, task: DraftTask) -> MergeSpan:
         """How SLRS-n looks ahead for a request; one token where it is drafted otherwise."""

@@ -8,7 +8,7 @@ round drafts the expected number, translates, and goes on only for requests stil
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -32,15 +32,15 @@ _UNSTABLE_TAIL = 32
 _STEPS_BETWEEN_TRIES = 8
 
 
-@dataclass
+@dataclass(slots=True)
 class _Greedy:
     """A greedy draft in the making: what is drafted, and what of it the target may read."""
 
     task: DraftTask
     steps: int
-    drafted: list[int] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-    proposal: list[int] = field(default_factory=list)
+    drafted: list[int]
+    peaks: list[float]
+    proposal: list[int]
 
     @property
     def missing(self) -> int:
@@ -114,7 +114,7 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                made = _Greedy(row.task, row.steps)
+                made = _Greedy(row.task, row.steps, [], [], [])
                 greedy.append((made, row, tokens))
                 continue
             self._stats.drafter_tokens += len(tokens.tokens)
@@ -185,12 +185,14 @@ class DraftBatchRunner:
             other.close(self._pool)
         return True
 
-    def _lend_side_blocks(self, rows: Sequence[DraftRow]) -> tuple[list[DraftRow], BlockTable]:
+    def _lend_side_blocks(self, rows: list[DraftRow]) -> tuple[list[DraftRow], BlockTable]:
         """Blocks for side branches, for as many requests as they and the round's tokens allow.
 
         A token fed there takes those of its block along, which are read anew.
         """
         lent, tokens = BlockTable(), self._budget
+        if not self._drafter.merges:
+            return rows, lent
         with_blocks = list(rows)
         for index, row in enumerate(rows):
             branches = self._drafter.span(row.task).candidates - 1

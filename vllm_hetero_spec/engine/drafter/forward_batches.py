@@ -95,17 +95,24 @@ class ForwardBatches:
         starts = starts_cpu.to(self._device)
         block_table = self.to_device(table)
         active = len(table)
-        for step in range(steps[0]):
-            while steps[active - 1] <= step:
-                active -= 1
+        per_step = (of.unbind() for of in (device_positions, slots, lengths, lengths_cpu))
+        for step, tensors in enumerate(zip(*per_step, strict=True)):
+            if steps[active - 1] <= step:
+                while steps[active - 1] <= step:
+                    active -= 1
+                starts, starts_cpu = starts[: active + 1], starts_cpu[: active + 1]
+                block_table = block_table[:active]
+            if active < len(table):
+                tensors = tuple(tensor[:active] for tensor in tensors)
+            positions_now, slots_now, lengths_now, lengths_cpu_now = tensors
             yield ForwardBatch(
-                positions=device_positions[step, :active],
-                slots=slots[step, :active],
-                starts=starts[: active + 1],
-                starts_cpu=starts_cpu[: active + 1],
-                lengths=lengths[step, :active],
-                lengths_cpu=lengths_cpu[step, :active],
-                block_table=block_table[:active],
+                positions=positions_now,
+                slots=slots_now,
+                starts=starts,
+                starts_cpu=starts_cpu,
+                lengths=lengths_now,
+                lengths_cpu=lengths_cpu_now,
+                block_table=block_table,
             )
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:

@@ -95,10 +95,9 @@ class Picker:
 
     def pick(self, logits: torch.Tensor) -> None:
         """Pick for the first len(logits) rows from logits [n, V], changed in place."""
-        logits = logits[:, : self._rules.vocab_size]
+        logits = self._rules.only_real(logits)
         if self._penalties is not None:
             self._penalties.apply(logits)
-        logits = self._rules.only_real(logits)
         if not self._picked and any(row.choose for row in self._rows):
             scores, ids = self._choose(logits)
         else:
