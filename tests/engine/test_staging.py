@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets between host and device."""
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.staging import Clock, Receiver, Sender
+
+CPU = torch.device("cpu")
+ARRAYS = (
+    np.arange(8, dtype=np.int32),
+    np.arange(15, dtype=np.int64).reshape(5, 3),
+    np.linspace(0, 1, 7, dtype=np.float32),
+    np.zeros((0, 4), np.int32),
+    np.array([True, False, True]),
+)
+
+
+def test_a_packet_arrives_as_it_was_sent():
+    sender = Sender(CPU)
+    for scale in (1, 300, 1):  # a packet that has to grow, too
+        arrays = [np.tile(array, (scale, *[1] * (array.ndim - 1))) for array in ARRAYS]
+        for array, tensor in zip(arrays, sender.send(*arrays), strict=True):
+            assert tensor.shape == array.shape
+            assert tensor.numpy().dtype == array.dtype
+            assert (tensor.numpy() == array).all()
+
+
+def test_a_packet_outlives_the_next_one_and_the_arrays():
+    sender = Sender(CPU)
+    array = np.array([1, 2, 3])
+    (first,) = sender.send(array)
+    array[:] = 0
+    (second,) = sender.send(np.array([4, 5, 6]))
+    assert first.tolist() == [1, 2, 3]
+    assert second.tolist() == [4, 5, 6]
+
+
+def test_what_is_fetched_is_what_was_there():
+    fetched = Receiver(CPU, 64).fetch(torch.arange(4))
+    assert fetched.wait().tolist() == [0, 1, 2, 3]
+
+
+def test_the_clock_adds_up_pairs_of_marks():
+    clock = Clock(CPU)
+    first, last = clock.mark(), clock.mark()
+    assert clock.seconds([(first, last), (first, last)]) == 2 * (last - first) >= 0

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between host and device: one packet each way, and the clock of the device.
+
+PyTorch turns a `.to(device)` from ordinary memory, a `torch.tensor(..., device=...)` and a
+`.tolist()` into a copy and a wait for everything queued before it. So what a round needs on the
+device is collected in pinned memory and sent at once without waiting, and what comes back is copied
+beside the work and waited for where it is read. Nothing else in the engine transfers anything.
+
+On a CPU nothing has to be moved: a packet is memory that both sides see.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Arrays of a packet begin at multiples of so many bytes, which suits every dtype and every kernel.
+_ALIGNED = 16
+_SMALLEST = 4096
+
+
+class Sender:
+    """Sends arrays to the device, all of one call in one copy.
+
+    Two buffers take turns: what a call gave out is good until the call after the next.
+
+    Args:
+        device: Where they go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [_Buffer(0, device), _Buffer(0, device)]
+
+    def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, of the same shapes and dtypes.
+
+        Args:
+            arrays: Of any dtype that torch has; they may be changed once this returns.
+        """
+        starts, size = [], 0
+        for array in arrays:
+            starts.append(size)
+            size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+        self._buffers.reverse()
+        if self._buffers[0].size < size:
+            self._buffers[0] = _Buffer(max(_SMALLEST, 2 * size), self._device)
+        buffer = self._buffers[0]
+        host = buffer.writable()
+        for start, array in zip(starts, arrays, strict=True):
+            part = host[start : start + array.nbytes].view(array.dtype)
+            np.copyto(part.reshape(array.shape), array)
+        sent = buffer.sent(size)
+        return [
+            sent[start : start + array.nbytes].view(_dtype(array)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+
+class _Buffer:
+    """Bytes on the host and on the device; the same bytes where the device is the host."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._on_host = device.type == "cpu"
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host and size > 0)
+        self._there = self._host
+        self._copied: torch.cuda.Event | None = None
+        if not self._on_host:
+            self._there = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def writable(self) -> np.ndarray:
+        """The bytes on the host, once the copy before has read them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        array: np.ndarray = self._host.numpy()
+        return array
+
+    def sent(self, size: int) -> torch.Tensor:
+        """The first `size` bytes on the device."""
+        if not self._on_host:
+            self._there[:size].copy_(self._host[:size], non_blocking=True)
+            if self._copied is None:
+                self._copied = torch.cuda.Event()
+            self._copied.record()
+        return self._there
+
+
+class Fetched(NamedTuple):
+    """A tensor on its way to the host.
+
+    Attributes:
+        tensor: In host memory, complete once `copied` has happened.
+        copied: None where there is nothing to wait for.
+    """
+
+    tensor: torch.Tensor
+    copied: "torch.cuda.Event | None" = None
+
+    def wait(self) -> np.ndarray:
+        """Its values; good until the memory they were fetched from, or into, is used again."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        array: np.ndarray = self.tensor.numpy()
+        return array
+
+
+class Receiver:
+    """Brings tensors of at most so many bytes back, without waiting.
+
+    Args:
+        device: Where they are.
+        size: Bytes of the largest.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._pinned: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if device.type != "cpu":
+            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._copied = torch.cuda.Event()
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """Begin to bring a contiguous tensor back; one at a time."""
+        if self._pinned is None:
+            return Fetched(tensor)
+        assert self._copied is not None
+        size = tensor.numel() * tensor.element_size()
+        here = self._pinned[:size].view(tensor.dtype).view(tensor.shape)
+        here.copy_(tensor, non_blocking=True)
+        self._copied.record()
+        return Fetched(here, self._copied)
+
+
+class Clock:
+    """Tells how long queued work takes where it runs: by events on a device, else by the clock.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
+
+    def mark(self) -> "float | torch.cuda.Event":
+        """This place in the queue."""
+        if self._on_host:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def seconds(
+        marks: "Sequence[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]",
+    ) -> float:
+        """Seconds between the marks of each pair, together; on a device all must have happened."""
+        total = 0.0
+        for first, last in marks:
+            if isinstance(first, float) and isinstance(last, float):
+                total += last - first
+            elif not isinstance(first, float) and not isinstance(last, float):
+                total += first.elapsed_time(last) / 1e3
+        return total
+
+
+def _dtype(array: np.ndarray) -> torch.dtype:
+    return _TORCH[array.dtype]
+
+
+_TORCH = {
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
