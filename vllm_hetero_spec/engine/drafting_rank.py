@@ -80,7 +80,6 @@ class DraftingRank:
         with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(vllm_config, drafter_config, solo=solo),
-                seam.runner_class,
                 device,
                 lambda bytes_for: kv_budget(options, vllm_config, bytes_for),
             )

@@ -2,13 +2,9 @@
 """Which vLLM releases are supported, and what differs between them."""
 
 import os
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from vllm_hetero_spec.config import ConfigError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 SUPPORTED = ((0, 32), (0, 33))
 OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"
@@ -48,18 +44,13 @@ def series_of(found: str, override: str | None = None) -> tuple[int, int]:
     )
 
 
-def plan_kv_cache(
-    vllm_config: "VllmConfig", kv_cache_spec: "dict[str, KVCacheSpec]", memory: int
-) -> "KVCacheConfig":
-    """The KV tensors of one worker whose layers may use `memory` bytes."""
+def kv_cache_planning() -> ModuleType:
+    """The module of vLLM that lays out KV tensors; 0.33 moved its functions as they are."""
     if installed() < (0, 33):
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+        from vllm.v1.core import kv_cache_utils
 
-        return get_kv_cache_configs(vllm_config, [kv_cache_spec], [memory])[0]
-    from vllm.v1.core.kv_cache_planning import (  # type: ignore[import-not-found,unused-ignore]
-        get_global_kv_cache_groups,
-        get_kv_cache_configs,
-    )
+        return kv_cache_utils
+    from vllm.v1.core import kv_cache_planning  # type: ignore[attr-defined,unused-ignore]
 
-    groups = get_global_kv_cache_groups(vllm_config, [kv_cache_spec])
-    return get_kv_cache_configs(vllm_config, [kv_cache_spec], [memory], groups)[0]
+    planning: ModuleType = kv_cache_planning
+    return planning

@@ -1,38 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second model: built by a nested runner, run on our own paged KV.
-
-The nested runner is a factory. It is never scheduled: it loads the weights, allocates the KV
-tensors and builds the attention groups for whatever platform the target runs on; from then on only
-its model and attention groups are used, so there is no code per platform here.
-
-Who owns which KV: the target's blocks belong to vLLM's scheduler, the drafter's tensors to this
-object and its block numbers to `KVPool`. Both models register their layers in separate
-static_forward_contexts, so neither sees the other's.
-"""
+"""The second model: its forward on our own paged KV."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.compat.releases import plan_kv_cache
+from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-# From (bytes of KV for a number of tokens) to the bytes that may be used.
-KVBudget = Callable[[Callable[[int], int]], int]
 
 
 @dataclass
@@ -65,7 +46,6 @@ class DrafterModel:
 
     Args:
         config: From `drafter_vllm_config`.
-        runner_class: The class of the target's own model runner.
         device: Where the target runs.
         kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
 
@@ -76,14 +56,12 @@ class DrafterModel:
         forwards: How many there were.
 
     Raises:
-        ConfigError: The drafter's layers do not share one kind of KV cache, or the budget does not
-            hold a single block.
+        ConfigError: The drafter's KV cache cannot be built.
     """
 
     def __init__(
         self,
         config: VllmConfig,
-        runner_class: "type[GPUModelRunner]",
         device: torch.device,
         kv_budget: KVBudget,
     ) -> None:
@@ -91,55 +69,10 @@ class DrafterModel:
         self.device = device
         self.forward_seconds = 0.0
         self.forwards = 0
-        with set_current_vllm_config(config):
-            runner = runner_class(config, device)
-            runner.load_model()
-            self.model = runner.model
-            # vLLM settles the target's block size once its layers exist, which is after this; the
-            # drafter's is its own, of what its own attention backends take.
-            current_platform.update_block_size_for_backend(config)
-            plan = self._planned_kv(runner, kv_budget)
-            runner.initialize_kv_cache(plan)
-        group = plan.kv_cache_groups[0]
-        self.num_blocks: int = plan.num_blocks
-        self.block_size: int = group.kv_cache_spec.block_size
-        self._groups = runner.attn_groups[0]
-        self._layers = list(group.layer_names)
-
-    def _planned_kv(self, runner: "GPUModelRunner", kv_budget: KVBudget) -> "KVCacheConfig":
-        spec = runner.get_kv_cache_spec()
-        kinds = {type(layer).__name__ for layer in spec.values()}
-        if len(set(spec.values())) != 1:
-            raise ConfigError(
-                f"the drafter's layers need {len(set(spec.values()))} kinds of KV cache "
-                f"({', '.join(sorted(kinds))}); supported: one kind of attention in all layers."
-            )
-        layer = next(iter(spec.values()))
-        block_bytes = layer.page_size_bytes * len(spec)
-        budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // layer.block_size) + 1))
-        # One block for padding and one to work with. vLLM's own check asks for a sequence of full
-        # length, which the pool need not hold: what does not fit goes undrafted.
-        num_blocks = budget // block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache_memory_bytes={budget} is less than two KV blocks of the drafter "
-                f"({block_bytes} bytes each); give it at least {2 * block_bytes}."
-            )
-        cache = self.config.cache_config
-        if cache.kv_cache_layout is None:
-            layers = get_layers_from_vllm_config(self.config, AttentionLayerBase)
-            layouts = get_supported_kv_cache_layouts(
-                {layer.get_attn_backend() for layer in layers.values()}
-            )
-            cache.kv_cache_layout = layouts[0].name
-        cache.num_gpu_blocks_override = num_blocks
-        model = self.config.model_config
-        full_length = model.max_model_len
-        model.max_model_len = min(full_length, (num_blocks - 1) * layer.block_size)
-        try:
-            return plan_kv_cache(self.config, spec, budget)
-        finally:
-            model.max_model_len = full_length
+        loaded = load_drafter(config, device, kv_budget)
+        self.model = loaded.model
+        self.num_blocks, self.block_size = loaded.num_blocks, loaded.block_size
+        self._groups, self._layers = loaded.groups, loaded.layers
 
     def forward(self, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """One ragged forward; writes the KV of all its tokens.

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 
-from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.config import CompilationConfig, ModelConfig, OffloadConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
@@ -88,7 +88,7 @@ def cap_length(drafter: ModelConfig, options: HeteroOptions, target_len: int, ra
 
 
 def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool) -> VllmConfig:
-    """The configuration of the nested runner that builds the drafter.
+    """The configuration that the drafter is built and run with.
 
     Args:
         target: The worker's own configuration.
@@ -121,6 +121,7 @@ def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool)
         parallel_config=parallel,
         observability_config=observability,
         compilation_config=CompilationConfig(mode=mode, cudagraph_mode=CUDAGraphMode.NONE),
+        offload_config=OffloadConfig(),
         speculative_config=None,
         quant_config=None,
         lora_config=None,

@@ -47,11 +47,6 @@ class RunnerV1:
         return device
 
     @property
-    def runner_class(self) -> "type[GPUModelRunner]":
-        """The class of the runner, of which the drafter's is made."""
-        return type(self._runner)
-
-    @property
     def max_num_tokens(self) -> int:
         """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second model with KV tensors and attention groups of its own, built without a model runner.
+
+Who owns which KV: the target's blocks belong to vLLM's scheduler, the drafter's tensors to the
+drafter and their block numbers to `KVPool`. Both models register their layers in separate
+static_forward_contexts, so neither sees the other's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.offloader import create_offloader, get_offloader, set_offloader
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu.attn_utils import (
+    get_kv_cache_spec,
+    get_shared_kv_cache_layers,
+    init_attn_backend,
+    init_kv_cache,
+)
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.worker.utils import AttentionGroup
+
+# From (bytes of KV for a number of tokens) to the bytes that may be used.
+KVBudget = Callable[[Callable[[int], int]], int]
+
+
+class LoadedDrafter(NamedTuple):
+    """The drafter's weights, and all that its attention needs.
+
+    Attributes:
+        model: The weights; its layers hold the KV tensors.
+        groups: Layers that share attention metadata. All of them share one block table.
+        layers: Names of all layers with attention.
+        num_blocks: Blocks in the KV tensors.
+        block_size: Tokens per block.
+    """
+
+    model: torch.nn.Module
+    groups: "list[AttentionGroup]"
+    layers: list[str]
+    num_blocks: int
+    block_size: int
+
+
+def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:
+    """Load the drafter, for whatever platform the target runs on.
+
+    Args:
+        config: From `drafter_vllm_config`. Its block size and KV layout are settled here.
+        device: Where the target runs.
+        kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
+
+    Raises:
+        ConfigError: The drafter's layers cannot share KV blocks, or the budget does not hold two.
+    """
+    with set_current_vllm_config(config):
+        with _offloader_of(config), set_model_tag("draft_model"):
+            model = get_model(vllm_config=config)
+        # vLLM settles the target's block size once its layers exist, which is after this; the
+        # drafter's is its own, of what its own attention backends take.
+        current_platform.update_block_size_for_backend(config)
+        plan = _planned_kv(config, kv_budget)
+        (group,) = plan.kv_cache_groups
+        specs = group.kv_cache_spec.kv_cache_specs
+        for name, lender in get_shared_kv_cache_layers(config).items():
+            specs[name] = specs[lender]
+        groups, _, kernel_block_sizes = init_attn_backend(plan, config, device)
+        layers = config.compilation_config.static_forward_context
+        init_kv_cache(layers, plan, device, kernel_block_sizes, config, attn_groups=groups[0])
+    size = group.kv_cache_spec.block_size
+    return LoadedDrafter(model, groups[0], list(group.layer_names), plan.num_blocks, size)
+
+
+@contextmanager
+def _offloader_of(config: VllmConfig) -> Iterator[None]:
+    """Load weights under a model's own offloading; the process has one offloader, the target's."""
+    held = get_offloader()
+    set_offloader(create_offloader(config.offload_config))
+    try:
+        yield
+    finally:
+        set_offloader(held)
+
+
+def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":
+    """The drafter's KV tensors: one block number stands for the same tokens in every layer."""
+    cache, planning = config.cache_config, kv_cache_planning()
+    if cache.kv_cache_layout is None:
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        layouts = get_supported_kv_cache_layouts(
+            {layer.get_attn_backend() for layer in layers.values()}
+        )
+        cache.kv_cache_layout = layouts[0].name
+    group = _one_group(config)
+
+    def planned(num_blocks: int) -> "KVCacheConfig":
+        cache.num_gpu_blocks_override = num_blocks
+        plan: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, [group], 0)
+        return plan
+
+    size = group.kv_cache_spec.block_size
+    block_bytes = planned(1).kv_cache_tensors[0].size
+    budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // size) + 1))
+    # One block for padding and one to work with.
+    num_blocks = budget // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={budget} is less than two KV blocks of the drafter "
+            f"({block_bytes} bytes each); give it at least {2 * block_bytes}."
+        )
+    return planned(num_blocks)
+
+
+def _one_group(config: VllmConfig) -> KVCacheGroupSpec:
+    """All layers with attention in one group, those with a sliding window beside full ones.
+
+    Their KV is kept at full length; attention still looks no further back than the window.
+    """
+    specs: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()}))
+    uniform = None
+    if specs and all(isinstance(spec, AttentionSpec) for spec in specs.values()):
+        try:
+            kv_cache_planning().unify_hybrid_kv_cache_specs(specs)
+            uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+        except ValueError:
+            pass  # neither are they one kind, nor can they be
+    if uniform is None:
+        raise ConfigError(
+            f"the drafter's layers keep {kinds or 'no KV cache'}, which cannot share KV blocks; "
+            "supported: attention in all layers, full, or some of them with a sliding window."
+        )
+    return KVCacheGroupSpec(list(specs), uniform)
