@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import engine, slem
+from harness import engine, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -31,4 +31,21 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
         assert reused(llm, "tenant b") == 0
         assert reused(llm, "tenant a") > 0
         assert reused(llm, None) > 0
+        # A request whose context is forgotten after a fault, and read afresh, still has its salt.
+        drafting = proposer_of(llm).drafting
+        real = drafting._draft
+
+        def forgets(step: Any) -> Any:
+            if step.requests[0].num_output_tokens >= 3 and not forgot:
+                drafting.reset()
+                forgot.append(drafting.pool.reused_tokens)
+            return real(step)
+
+        forgot: list[int] = []
+        drafting._draft = forgets
+        reused(llm, "tenant c")
+        drafting._draft = real
+        assert forgot == [0]
+        assert reused(llm, "tenant d") == 0
+        assert reused(llm, "tenant c") > 0
     assert all(answer == answers[0] for answer in answers)

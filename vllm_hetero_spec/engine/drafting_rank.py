@@ -196,12 +196,11 @@ class DraftingRank:
             self._rest -= 1
             self._stats.skip("backing_off", times=step.num_sampled)
             return []
-        wanted = None
-        if not plan.reads_all:
-            wanted = {index for index, lookahead in enumerate(plan.lookahead) if lookahead}
-            self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted))
-            if not wanted:
-                return []
+        wanted = {index for index, reads in enumerate(plan.reads) if reads}
+        self._stats.skip("catching_up", times=plan.num_waiting)
+        self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted) - plan.num_waiting)
+        if not wanted:
+            return []
         tasks = []
         for request, state in self.requests.read(step, wanted):
             useful = request.params.useful_lookahead(

@@ -3,6 +3,9 @@
 
 Steps with prompts in them teach nothing. A request that asks for a lookahead of its own has it, and
 teaches nothing either. Knows neither where drafts come from nor which model runner asks.
+
+First tokens go first: while any request waits for its first token, or has just sampled it, the
+drafter reads no long context of a request that has only begun.
 """
 
 import logging
@@ -18,6 +21,11 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
 logger = logging.getLogger("vllm.hetero_spec")
+
+_LONG = 128  # unread tokens: fewer take the drafter no longer than a step of the target, about
+# Target tokens without a draft that a request gives for the first tokens of others, at most: where
+# prompts never end, every request would wait for ever.
+_PATIENCE = 4
 
 
 def controller_of(options: HeteroOptions, costs: CostModel, *, can_stop_early: bool) -> Controller:
@@ -41,11 +49,14 @@ class StepPlan(NamedTuple):
 
     Attributes:
         lookahead: Target tokens to draft for each, in the batch's order.
-        reads_all: Whether requests that are not drafted for are to be caught up beside the others.
+        reads: Whether the drafter reads what it has not read of each; it drafts for no other.
+        num_waiting: Requests that sampled, and are neither read nor drafted for so that first
+            tokens go first.
     """
 
     lookahead: list[int]
-    reads_all: bool
+    reads: list[bool]
+    num_waiting: int = 0
 
 
 class _Verifying(NamedTuple):
@@ -99,7 +110,13 @@ class LookaheadControl:
             step: The step.
             unread: Context tokens that the drafter has yet to read of each request.
         """
-        limits = [step.lookahead if request.new_tokens else 0 for request in step.requests]
+        first_tokens = any(request.begins for request in step.requests)
+        limits, num_waiting = [], 0
+        for request, left in zip(step.requests, unread, strict=True):
+            begun = first_tokens and request.num_output_tokens <= _PATIENCE
+            waits = bool(request.new_tokens) and begun and left > _LONG
+            limits.append(step.lookahead if request.new_tokens and not waits else 0)
+            num_waiting += waits
         self._stopped = False
         self._own = {}
         for index, request in enumerate(step.requests):
@@ -111,9 +128,13 @@ class LookaheadControl:
         lookahead = list(self._plan.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
-        drafts = any(self._plan.lookahead)
-        reads_all = not self._plan.probe and (drafts or not self.controller.off)
-        return StepPlan(lookahead, reads_all)
+        # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
+        beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
+        reads = [
+            wanted > 0 or (beside and limit > 0 and left <= _LONG)
+            for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
+        ]
+        return StepPlan(lookahead, reads, num_waiting)
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Whether any request is worth another step of the drafter.

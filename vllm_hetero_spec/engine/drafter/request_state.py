@@ -2,7 +2,7 @@
 """What the drafter knows of each request: its text in drafter ids, and the KV written for it."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -156,6 +156,7 @@ class Requests:
         self._pool = pool
         self._stats = stats
         self._states: dict[str, RequestState] = {}
+        self._salts: dict[str, str] = {}  # of live requests, told once: a state may be opened late
 
     def __len__(self) -> int:
         return len(self._states)
@@ -176,6 +177,12 @@ class Requests:
         known = self._states.keys()
         for req_id in (known - step.live) | (known & step.started.keys()):
             self._states.pop(req_id).close(self._pool)
+        for req_id in self._salts.keys() - step.live:
+            del self._salts[req_id]
+        for req_id, salt in step.started.items():
+            self._salts.pop(req_id, None)
+            if salt is not None:
+                self._salts[req_id] = salt
 
     def outside(self, step: StepView) -> Iterator[RequestState]:
         """States of requests that wait or are preempted, whose KV others may take."""
@@ -196,24 +203,24 @@ class Requests:
         return unread
 
     def read(
-        self, step: StepView, wanted: Collection[int] | None = None
+        self, step: StepView, wanted: Collection[int]
     ) -> list[tuple[RequestView, RequestState]]:
         """Take in what the batch's requests have gained since the last call.
 
         Args:
             step: The step.
-            wanted: Batch indices of the requests to read; all where None.
+            wanted: Batch indices of the requests to read.
 
         Returns:
             Every request that can be drafted for, and its state, KV aligned.
         """
         known, news = [], []
         for index, request in enumerate(step.requests):
-            if wanted is not None and index not in wanted:
+            if index not in wanted:
                 continue
             state = self._states.get(request.req_id)
             if state is None or state.is_behind(request):
-                state = self._open(request, step.started)
+                state = self._open(request)
             if state.retired or state.wait:
                 state.wait -= bool(state.wait)
                 if request.new_tokens:
@@ -244,13 +251,12 @@ class Requests:
         self._stats.translate_seconds += time.perf_counter() - began
         return unchanged
 
-    def _open(self, request: RequestView, salts: Mapping[str, str | None]) -> RequestState:
+    def _open(self, request: RequestView) -> RequestState:
         """A new state that has read its prompt; an old one of the same id gives its KV back."""
         old = self._states.get(request.req_id)
         if old is not None:
             old.close(self._pool)
-        salt = old.salt if old is not None else salts.get(request.req_id)
-        state = RequestState(request.req_id, self._bridge.open(), salt)
+        state = RequestState(request.req_id, self._bridge.open(), self._salts.get(request.req_id))
         self._states[request.req_id] = state
         if not request.has_text:
             state.retired = "no_text"

@@ -47,6 +47,11 @@ class RequestView(NamedTuple):
         """Target tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def begins(self) -> bool:
+        """Whether it waits for its first token, or has sampled it in this step."""
+        return self.num_output_tokens <= len(self.new_tokens)
+
 
 @dataclass(frozen=True)
 class StepView:

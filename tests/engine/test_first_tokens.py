@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that come together: nothing of the drafter before all have their first token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, proposer_of, slem
+from scenarios import greedy
+
+from vllm_hetero_spec import read_stats
+
+pytestmark = pytest.mark.engine
+
+REQUESTS, LONG, SHORT = 6, 300, 20
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 512}  # six prompts take four steps
+
+
+@pytest.fixture(scope="module")
+def ids(demo_pair: Path, code_prompts: list[str]) -> list[int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo_pair / "target" / "tokenizer.json"))
+    return tokenizer.encode("\n".join(code_prompts), add_special_tokens=False).ids
+
+
+def serve(llm: Any, ids: list[int], length: int) -> Iterator[dict[str, list[int]]]:
+    """The output of all requests after each step of the engine."""
+    for index in range(REQUESTS):
+        prompt = {"prompt_token_ids": ids[index * LONG : index * LONG + length]}
+        llm.llm_engine.add_request(str(index), prompt, greedy(ignore_eos=True))
+    found: dict[str, list[int]] = {str(index): [] for index in range(REQUESTS)}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        yield dict(found)
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, ids: list[int]) -> dict[int, dict[str, list[int]]]:
+    with engine(demo_pair / "target", None, **CHUNKS) as llm:
+        return {length: list(serve(llm, ids, length))[-1] for length in (LONG, SHORT)}
+
+
+def test_the_drafter_waits_for_all_first_tokens(
+    demo_pair: Path, ids: list[int], alone: dict[int, dict[str, list[int]]]
+) -> None:
+    with engine(demo_pair / "target", slem(demo_pair / "drafter"), **CHUNKS) as llm:
+        model = proposer_of(llm).drafting.drafter.model
+        before = model.forwards  # of calibration and profiling
+        steps = [(out, model.forwards - before) for out in serve(llm, ids, LONG)]
+        waited = [forwards for out, forwards in steps if not all(map(len, out.values()))]
+        assert len(waited) >= 2  # the prompts came in chunks
+        assert not any(waited)
+        first = len(waited)
+        assert steps[first][1] == 0  # in the step of the last first tokens
+        assert steps[first + 1][1] > 0  # and right after
+        assert steps[-1][0] == alone[LONG]
+        assert len(steps) < first + 24  # tokens were accepted
+        stats = read_stats(llm)
+        assert stats["drafts"] >= REQUESTS
+        assert stats["skipped"]["catching_up"] >= REQUESTS
+
+        # Short prompts are read, and drafted for, where the first token is sampled.
+        before, skipped = model.forwards, stats["skipped"]["catching_up"]
+        steps = [(out, model.forwards - before) for out in serve(llm, ids, SHORT)]
+        assert steps[0][1] > 0
+        assert steps[-1][0] == alone[SHORT]
+        assert read_stats(llm)["skipped"]["catching_up"] == skipped
