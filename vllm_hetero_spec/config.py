@@ -56,7 +56,8 @@ class HeteroOptions:
         quantization: Quantization of the drafter's weights; read from its configuration where None.
         dtype: Weights and activations of the drafter; the target's where None.
         max_model_len: Longest drafter context in DRAFTER tokens; derived where None.
-        enforce_eager: Run the drafter without torch.compile.
+        enforce_eager: False compiles the drafter as the target is compiled, True runs it without
+            CUDA graphs too; None captures graphs on NVIDIA GPUs, unless the target is eager.
         kv_cache_memory_bytes: Budget of the drafter's KV pool; derived where None.
         tensor_parallel: "rank0" runs the drafter whole on the first rank of the target's tensor
             parallel group, "sharded" splits it over that group.
@@ -92,7 +93,7 @@ class HeteroOptions:
     quantization: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
     translation: str = "auto"

@@ -17,7 +17,7 @@ import pytest
 from vllm_hetero_spec.engine.compat.ledger import missing
 
 HERE = Path(__file__).parent
-SCENARIOS = ("test_identity.py", "test_cpu_repair.py")
+SCENARIOS = ("test_identity.py", "test_cpu_repair.py", "test_drafter_config.py")
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class DraftingRank:
         used = [device] if device.type != "cpu" else []
         with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
-                drafter_vllm_config(vllm_config, drafter_config, solo=solo),
+                drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
                 device,
                 lambda bytes_for: kv_budget(options, vllm_config, bytes_for),
             )

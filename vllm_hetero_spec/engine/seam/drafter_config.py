@@ -5,10 +5,13 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 from vllm.config import CompilationConfig, ModelConfig, OffloadConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.errors import one_line
@@ -16,6 +19,60 @@ from vllm_hetero_spec.errors import one_line
 # Room above the measured ratio of drafter to target tokens: texts differ, a context that does not
 # fit is merely left undrafted.
 _LENGTH_SLACK = 1.5
+
+# CUDA graphs are captured for so many requests, of so many tokens each, up to so many in all: what
+# attention needs beside them grows with the tokens of the largest. One token is a step of drafting,
+# more are what a request has to read before it.
+_GRAPH_BATCH = 256
+_GRAPH_WIDTHS = (1, 4, 8)
+_GRAPH_TOKENS = 512
+
+
+class DraftingMode(NamedTuple):
+    """How the drafter's forwards are run.
+
+    Attributes:
+        shapes: (requests, tokens of each) that CUDA graphs are captured for, ascending; none where
+            all forwards are eager.
+        compiled: Whether the model is compiled, as the target is.
+        why: Why it is eager; empty where there are graphs.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    compiled: bool
+    why: str
+
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs are captured."""
+        return bool(self.shapes)
+
+
+def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
+    """Graphs or eager, and why.
+
+    Args:
+        options: `enforce_eager` decides: unset is graphs of a model that is not compiled, unless
+            the target is eager; false is compiled too; true is eager.
+        target: The worker's own configuration.
+    """
+    compiled = options.enforce_eager is False
+    why = ""
+    if not current_platform.is_cuda():
+        why = "CUDA graphs need an NVIDIA GPU"
+    elif options.enforce_eager:
+        why = "enforce_eager is true"
+    elif target.model_config.enforce_eager and not compiled:
+        why = "the target is eager"
+    elif options.tensor_parallel == "sharded" and target.parallel_config.world_size > 1:
+        why = "it is split over ranks"
+    if why:
+        return DraftingMode((), compiled, why)
+    most = min(target.scheduler_config.max_num_seqs, _GRAPH_BATCH)
+    batches = sorted({most, *(1 << n for n in range(most.bit_length()))})
+    tokens = min(target.scheduler_config.max_num_batched_tokens, _GRAPH_TOKENS)
+    shapes = [(b, width) for b in batches for width in _GRAPH_WIDTHS if b * width <= tokens]
+    return DraftingMode(tuple(shapes), compiled, "")
 
 
 def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelConfig:
@@ -39,7 +96,6 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
             tokenizer_revision=options.tokenizer_revision or options.revision,
             max_model_len=options.max_model_len,
             quantization=options.quantization,
-            enforce_eager=options.enforce_eager,
         )
 
     try:
@@ -87,47 +143,59 @@ def cap_length(drafter: ModelConfig, options: HeteroOptions, target_len: int, ra
         drafter.max_model_len = min(drafter.max_model_len, need)
 
 
-def drafter_vllm_config(target: VllmConfig, drafter: ModelConfig, *, solo: bool) -> VllmConfig:
+def drafter_vllm_config(
+    target: VllmConfig, drafter: ModelConfig, options: HeteroOptions, *, solo: bool
+) -> VllmConfig:
     """The configuration that the drafter is built and run with.
 
     Args:
         target: The worker's own configuration.
         drafter: From `drafter_model_config`.
+        options: The user's.
         solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
 
-    The compilation config is fresh: layers register in its static_forward_context, and the
-    target's KV cache manager must not see the drafter's.
+    vLLM settles what a configuration leaves open by writing to its parts, so that none of them may
+    be the target's own. The compilation config is fresh: layers register in its
+    static_forward_context, and the target's KV cache manager must not see the drafter's.
     """
-    cache = copy.copy(target.cache_config)
+    model, mode = copy.copy(drafter), drafting_mode(options, target)
+    model.enforce_eager = not (mode.graphs or mode.compiled)
+    compilation = CompilationConfig(
+        mode=target.compilation_config.mode if mode.compiled else CompilationMode.NONE,
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY if mode.graphs else CUDAGraphMode.NONE,
+    )
+    if mode.graphs:
+        sizes = {requests * tokens for requests, tokens in mode.shapes}
+        compilation.cudagraph_capture_sizes = sorted(sizes)
+    parts: dict[str, Any] = {
+        "model_config": model,
+        "compilation_config": compilation,
+        "offload_config": OffloadConfig(),
+        "speculative_config": None,
+        "quant_config": None,
+        "lora_config": None,
+        "kv_transfer_config": None,
+        "kv_events_config": None,
+    }
+    for field in fields(target):
+        part = getattr(target, field.name)
+        if is_dataclass(part) and field.name not in parts:
+            parts[field.name] = copy.deepcopy(part)
+    cache, parallel = parts["cache_config"], parts["parallel_config"]
     cache.num_gpu_blocks = None
     cache.num_gpu_blocks_override = None
     cache.kv_cache_memory_bytes = None
-    scheduler = copy.copy(target.scheduler_config)
-    scheduler.async_scheduling = False
-    parallel = target.parallel_config
+    cache.kv_sharing_fast_prefill = False  # asks which tokens are sampled, which a runner knows
+    parts["scheduler_config"].async_scheduling = False
+    parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
+    parallel.enable_eplb = False
     if solo:
-        parallel = copy.copy(parallel)
         parallel.tensor_parallel_size = 1
         parallel.world_size = 1
         parallel.rank = 0
-    observability = copy.copy(target.observability_config)
-    observability.per_request_spec_decode_metrics = "none"  # refused without speculation
-    mode = CompilationMode.NONE if drafter.enforce_eager else target.compilation_config.mode
-    return replace(
-        target,
-        model_config=drafter,
-        cache_config=cache,
-        scheduler_config=scheduler,
-        parallel_config=parallel,
-        observability_config=observability,
-        compilation_config=CompilationConfig(mode=mode, cudagraph_mode=CUDAGraphMode.NONE),
-        offload_config=OffloadConfig(),
-        speculative_config=None,
-        quant_config=None,
-        lora_config=None,
-        kv_transfer_config=None,
-        kv_events_config=None,
-    )
+    # Refused without speculation.
+    parts["observability_config"].per_request_spec_decode_metrics = "none"
+    return replace(target, **parts)
 
 
 def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Callable[[int], int]) -> int:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's configuration: what it takes from the target's, and that it leaves that alone."""
+
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, metrics_of, slem
+from scenarios import generate, greedy
+from vllm.config import VllmConfig
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
+from vllm.platforms import current_platform
+
+from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.engine.proposer import HeteroProposer
+from vllm_hetero_spec.engine.seam.drafter_config import (
+    drafter_model_config,
+    drafter_vllm_config,
+    drafting_mode,
+)
+
+
+def frozen(value: Any) -> Any:
+    """All that a configuration says, to be compared later; models and the like as they are."""
+    if is_dataclass(value):
+        return type(value), {name: frozen(part) for name, part in vars(value).items()}
+    if isinstance(value, dict):
+        return {key: frozen(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [frozen(part) for part in value]
+    return frozen(value.to_dict()) if hasattr(value, "to_dict") else value
+
+
+def target_config(demo_pair: Path, **changes: Any) -> VllmConfig:
+    """A target that is not eager, but not compiled either; says that it is a mixture of experts."""
+    arguments = {"dtype": "float32", "compilation_config": {"mode": 0}} | changes
+    config = EngineArgs(str(demo_pair / "target"), **arguments).create_engine_config()
+    config.parallel_config.is_moe_model = True
+    return config
+
+
+def options(demo_pair: Path, **changes: Any) -> HeteroOptions:
+    return HeteroOptions("slem", str(demo_pair / "drafter"), 4, **changes)
+
+
+def drafter_config(target: VllmConfig, options: HeteroOptions, *, solo: bool = False) -> VllmConfig:
+    model = drafter_model_config(options, target.model_config)
+    return drafter_vllm_config(target, model, options, solo=solo)
+
+
+@pytest.mark.parametrize("solo", [False, True])
+@pytest.mark.parametrize("enforce_eager", [None, True, False])
+def test_target_configuration_is_left_alone(
+    demo_pair: Path, enforce_eager: bool | None, solo: bool
+) -> None:
+    target = target_config(demo_pair)
+    before = frozen(target)
+    assert target.kernel_config.enable_jit_warmup
+    chosen = options(demo_pair, enforce_eager=enforce_eager)
+    drafter = drafter_config(target, chosen, solo=solo)
+    assert frozen(target) == before
+    assert not drafter.parallel_config.is_moe_model
+    shared = {
+        name
+        for name, part in vars(target).items()
+        if is_dataclass(part) and part is getattr(drafter, name)
+    }
+    assert not shared
+
+
+def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
+    """A forward under data parallelism asks the other engines for theirs."""
+    target = target_config(demo_pair)
+    target.parallel_config.data_parallel_size = 2
+    parallel = drafter_config(target, options(demo_pair)).parallel_config
+    assert parallel.data_parallel_size == 1
+    assert target.parallel_config.data_parallel_size == 2
+
+
+@pytest.mark.engine
+def test_target_is_left_alone_by_loading(
+    demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker: its configuration, and the offloader of weights that the process has."""
+    seen = []
+    load = HeteroProposer.load_model
+
+    class Offloader(NoopOffloader):
+        def wrap_modules(self, *args: Any, **kwargs: Any) -> list:
+            raise AssertionError("the drafter's layers are offloaded as the target's")
+
+    def observed(proposer: HeteroProposer, *args: Any) -> None:
+        config, offloader, held = proposer.vllm_config, Offloader(), get_offloader()
+        config.parallel_config.is_moe_model = True
+        before = frozen(config)
+        set_offloader(offloader)
+        load(proposer, *args)
+        seen.append((before, frozen(config), get_offloader() is offloader))
+        set_offloader(held)
+
+    monkeypatch.setattr(HeteroProposer, "load_model", observed)
+    changes = {"enforce_eager": False, "compilation_config": {"mode": 0}}
+    with engine(demo_pair / "target", slem(demo_pair / "drafter"), **changes) as llm:
+        ((before, after, kept),) = seen
+        assert after == before
+        assert kept
+        generate(llm, prompts[:2], greedy())
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations as on an NVIDIA GPU, as far as they go without one."""
+    for name in ("is_cuda", "support_static_graph_mode"):
+        monkeypatch.setattr(current_platform, name, lambda: True)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "check_and_update_config", lambda config: None)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_graphs_by_default_on_cuda(demo_pair: Path) -> None:
+    """Not compiled, captured for decoding, buffers large enough for all that is captured."""
+    target = target_config(demo_pair, max_num_seqs=48)
+    mode = drafting_mode(options(demo_pair), target)
+    assert mode.graphs
+    assert not mode.compiled
+    assert [b for b, width in mode.shapes if width == 1] == [1, 2, 4, 8, 16, 32, 48]
+    assert {width for _, width in mode.shapes} == {1, 4, 8}
+    drafter = drafter_config(target, options(demo_pair))
+    found = drafter.compilation_config
+    assert not drafter.model_config.enforce_eager
+    assert (found.mode, found.cudagraph_mode) == (
+        CompilationMode.NONE,
+        CUDAGraphMode.FULL_DECODE_ONLY,
+    )
+    tokens = [b * width for b, width in mode.shapes]
+    assert found.max_cudagraph_capture_size == max(tokens)
+    assert set(found.cudagraph_capture_sizes) == set(tokens)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_graphs_stay_small_on_cuda(demo_pair: Path) -> None:
+    """Attention's buffers grow with the largest: wide shapes are for small batches alone."""
+    mode = drafting_mode(options(demo_pair), target_config(demo_pair, max_num_seqs=1000))
+    assert max(mode.shapes) == (256, 1)
+    assert max(b * width for b, width in mode.shapes) == 512
+    target = target_config(demo_pair, max_num_seqs=16, max_num_batched_tokens=16)
+    mode = drafting_mode(options(demo_pair), target)
+    assert max(b * width for b, width in mode.shapes) == 16
+    assert drafter_config(target, options(demo_pair)).compilation_config.cudagraph_capture_sizes
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("enforce_eager", "target_eager", "graphs", "compiled"),
+    [
+        (None, True, False, False),
+        (True, False, False, False),
+        (False, False, True, True),
+        (False, True, True, True),
+    ],
+)
+def test_enforce_eager_on_cuda(
+    demo_pair: Path, enforce_eager: bool | None, target_eager: bool, graphs: bool, compiled: bool
+) -> None:
+    target = target_config(demo_pair, enforce_eager=target_eager, compilation_config={"mode": 3})
+    chosen = options(demo_pair, enforce_eager=enforce_eager)
+    mode = drafting_mode(chosen, target)
+    assert (mode.graphs, mode.compiled) == (graphs, compiled)
+    assert bool(mode.why) != graphs
+    found = drafter_config(target, chosen).compilation_config
+    assert (found.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == graphs
+    expected = target.compilation_config.mode if compiled else CompilationMode.NONE
+    assert found.mode == expected
+
+
+@pytest.mark.parametrize("enforce_eager", [None, True, False])
+def test_no_graphs_without_cuda(demo_pair: Path, enforce_eager: bool | None) -> None:
+    target = target_config(demo_pair, compilation_config={"mode": 3})
+    chosen = options(demo_pair, enforce_eager=enforce_eager)
+    mode = drafting_mode(chosen, target)
+    assert not mode.graphs
+    assert "NVIDIA" in mode.why
+    drafter = drafter_config(target, chosen)
+    compiled = enforce_eager is False
+    assert drafter.model_config.enforce_eager != compiled
+    assert (drafter.compilation_config.mode != CompilationMode.NONE) == compiled
+    assert drafter.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
