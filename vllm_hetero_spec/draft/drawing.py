@@ -8,9 +8,11 @@ shares no stream with verification, which would bias the result.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.pair_merges import PairMerges
+from vllm_hetero_spec.draft.sending import Send
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
@@ -61,34 +63,44 @@ class DrawBatch:
     """The sampled requests of one round of drafting.
 
     Args:
-        draws: Of the n requests that are sampled.
+        rows: Places of the n sampled requests in their batch.
+        draws: Of each.
         steps: Tokens each is to draft; not increasing.
         method: What the drafter's tokens propose.
         generator: The drafter's stream for requests without a seed.
+        send: Brings arrays to the device.
+
+    Attributes:
+        index: int64 [n], `rows` on the device.
+        noise: Uniform numbers of the n requests.
     """
 
     def __init__(
         self,
+        rows: Sequence[int],
         draws: Sequence[Draw],
         steps: Sequence[int],
         method: SampledMethod,
         generator: torch.Generator,
+        send: Send,
     ) -> None:
         tokens = method.tokens
-        device = tokens.first.device
         self._tokens, self._lengths = tokens, method.lengths
-        self._temperature = torch.tensor([draw.temperature for draw in draws], device=device)
-        top_k = [draw.top_k for draw in draws]
-        top_p = [draw.top_p for draw in draws]
-        self._top_k = torch.tensor(top_k, device=device) if any(top_k) else None
-        self._top_p = torch.tensor(top_p, device=device) if min(top_p) < 1 else None
+        self.index, self._temperature, top_k, top_p, seeds, places = send(
+            np.array(rows, np.int64),
+            np.array([draw.temperature for draw in draws], np.float32),
+            np.array([draw.top_k for draw in draws], np.int64),
+            np.array([draw.top_p for draw in draws], np.float32),
+            np.array([draw.race_seed or 0 for draw in draws], np.int64),
+            np.array([draw.place for draw in draws], np.int64),
+        )
+        self._top_k = top_k if any(draw.top_k for draw in draws) else None
+        self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
         own = {i: draw.generator for i, draw in enumerate(draws) if draw.generator is not None}
-        self.noise = Noise(device, own, generator)
-        race_seeds = [draw.race_seed for draw in draws]
+        self.noise = Noise(tokens.first.device, own, generator)
         self._race_seeds = None
-        if race_seeds[0] is not None:  # all requests race or none does
-            self._race_seeds = torch.tensor(race_seeds, device=device)
-            self._places = torch.tensor([draw.place for draw in draws], device=device)
+        if draws[0].race_seed is not None:  # all requests race or none does
+            self._race_seeds, self._places = seeds, places
         self._table = tokens.table(sum(steps))
         self._used = 0
 
@@ -96,6 +108,11 @@ class DrawBatch:
     def draft_probs(self) -> torch.Tensor:
         """float32 [R, V_T], what was drawn from, one row per draw, in the order of drawing."""
         return self._table[: self._used, :-1]
+
+    @property
+    def stand_ins(self) -> torch.Tensor | None:
+        """int64 [R], what stands in for a draw that proposes nothing; None where none can be."""
+        return None if self._tokens.renormalise else self.draft_probs.argmax(-1)
 
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
         """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from vllm_hetero_spec.draft.sending import Send
 
 
 @dataclass(frozen=True)
@@ -33,33 +36,39 @@ class TokenCounts:
         device: Where the logits are.
 
     Attributes:
-        everywhere: float32 [V_D], in the whole text.
+        everywhere: float32 [V_D], in the whole text, as of the last `flush`.
         output: float32 [V_D], behind the prompt.
     """
 
     def __init__(self, vocab_size: int, num_prompt: int, device: torch.device) -> None:
         self._num_prompt = num_prompt
         self._ids: list[int] = []
+        self._news: list[tuple[int, int, float]] = []  # id, its place, +1 or -1
         self.everywhere = torch.zeros(vocab_size, device=device)
         self.output = torch.zeros(vocab_size, device=device)
 
     def update(self, ids: Sequence[int], unchanged: int) -> None:
-        """Count a text of which all but the first `unchanged` ids may be others than before."""
-        self._add(self._ids[unchanged:], unchanged, -1.0)
+        """Note a text of which all but the first `unchanged` ids may be others than before."""
+        self._news += [(i, at, -1.0) for at, i in enumerate(self._ids[unchanged:], unchanged)]
         del self._ids[unchanged:]
         size = len(self.everywhere)
         news = [i if i < size else 0 for i in ids[unchanged:]]
-        self._add(news, unchanged, 1.0)
+        self._news += [(i, at, 1.0) for at, i in enumerate(news, unchanged)]
         self._ids += news
 
-    def _add(self, ids: Sequence[int], start: int, times: float) -> None:
-        if not ids:
-            return
-        added = torch.tensor(ids, dtype=torch.long, device=self.everywhere.device)
-        weights = torch.full(added.shape, times, device=added.device)
-        self.everywhere.index_add_(0, added, weights)
-        behind = max(0, self._num_prompt - start)
-        self.output.index_add_(0, added[behind:], weights[behind:])
+    def news(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `flush` needs of what was noted since the last call: int64 ids [n], their float32
+        weights [n] in the whole text, and [n] behind the prompt."""
+        noted = np.array(self._news, np.float64).reshape(-1, 3)
+        self._news.clear()
+        weights = noted[:, 2].astype(np.float32)
+        behind = np.where(noted[:, 1] >= self._num_prompt, weights, np.float32(0))
+        return noted[:, 0].astype(np.int64), weights, behind
+
+    def flush(self, ids: torch.Tensor, weights: torch.Tensor, behind: torch.Tensor) -> None:
+        """Count what `news` said, now on the device."""
+        self.everywhere.index_add_(0, ids, weights)
+        self.output.index_add_(0, ids, behind)
 
 
 class PenalisedRow(NamedTuple):
@@ -81,37 +90,45 @@ class Penalties:
 
     Args:
         rows: In order of their index.
-        device: Where the logits are.
+        send: Brings arrays to the device.
     """
 
-    def __init__(self, rows: Sequence[PenalisedRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[PenalisedRow], send: Send) -> None:
         self._rows = [row.row for row in rows]
-        self._index = torch.tensor(self._rows, dtype=torch.long, device=device)
+        every = [
+            (row.penalty.presence, row.penalty.frequency, row.penalty.repetition) for row in rows
+        ]
+        news = [array for row in rows for array in row.counts.news()]
+        self._index, penalties, *sent = send(
+            np.array(self._rows, np.int64), np.array(every, np.float32), *news
+        )
+        for place, row in enumerate(rows):
+            row.counts.flush(*sent[3 * place : 3 * place + 3])
+        self._presence, self._frequency, self._repetition = penalties.split(1, 1)
         self._counts = torch.stack([row.counts.output for row in rows])
         self._seen = torch.stack([row.counts.everywhere for row in rows]) > 0
-        self._presence, self._frequency, self._repetition = (
-            torch.tensor([[getattr(row.penalty, name)] for row in rows], device=device)
-            for name in ("presence", "frequency", "repetition")
-        )
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Penalise the first rows of the batch, [B, V] logits, in place."""
-        count = bisect_left(self._rows, len(logits))
-        if not count:
-            return
-        index = self._index[:count]
+    def first(self, count: int) -> torch.Tensor:
+        """int64, the penalised among the first `count` rows of the batch."""
+        return self._index[: bisect_left(self._rows, count)]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Penalise the first rows of the batch, [B, V] logits, in place; the rows concerned."""
+        index = self.first(len(logits))
+        count = len(index)
         rows, seen, times = logits[index].float(), self._seen[:count], self._counts[:count]
         repetition = self._repetition[:count]
         scaled = torch.where(rows > 0, rows / repetition, rows * repetition)
         rows = torch.where(seen, scaled, rows)
         rows -= self._frequency[:count] * times + self._presence[:count] * (times > 0)
         logits[index] = rows.to(logits.dtype)
+        return rows
 
     def add(self, ids: torch.Tensor) -> None:
         """Count the ids [B] just drafted for the first rows of the batch."""
-        count = bisect_left(self._rows, len(ids))
-        if not count:
+        index = self.first(len(ids))
+        if not len(index):
             return
-        drafted = ids[self._index[:count]].unsqueeze(1)
+        drafted, count = ids[index].long().unsqueeze(1), len(index)
         self._counts[:count].scatter_add_(1, drafted, torch.ones_like(drafted, dtype=torch.float))
         self._seen[:count].scatter_(1, drafted, True)

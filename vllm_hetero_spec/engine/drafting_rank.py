@@ -7,8 +7,9 @@ drafter's ids of the text so far. An accepted draft thus keeps its KV; a rejecte
 by the same rule.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +76,8 @@ class DraftingRank:
         self._races = options.verification == "race"
         self._failures = 0
         self._rest = 0
+        self._step: StepView | None = None  # between `begin` and `finish`
+        self._begun = False
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
         with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
@@ -91,6 +94,8 @@ class DraftingRank:
             model,
             bridge.banned,
             pair.drafter.vocab_size,
+            options.num_speculative_tokens,
+            vllm_config.scheduler_config.max_num_seqs,
             self._sampling,
             target.seed ^ DRAFT_STREAM,
             bridge.drafter_eos,
@@ -117,22 +122,28 @@ class DraftingRank:
         """Begin again to decide how far to draft, knowing what steps cost."""
         self.control = self._controlled(costs)
 
-    def draft(self, step: StepView) -> list[Draft]:
-        """Drafts for a step; none where the drafter fails, which is counted, or rests.
+    def begin(self, step: StepView) -> None:
+        """Begin to draft for a step, without waiting for the device; `finish` has to follow.
 
-        A broken drafter must not fail a request.
+        On a CPU nothing runs beside anything: there all is done in `finish`, when the step's tokens
+        have left.
         """
         self._stats.steps += 1
-        try:
-            return self._draft(step)
-        except Exception as error:
-            logger.debug("drafter failed", exc_info=True)
-            # No part of its state can be trusted.
-            self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
-            self.reset()
-            self._rest = min(2**self._failures, _LONGEST_REST)
-            self._failures += 1
-            return []
+        self._step, self._begun = step, False
+        if self._device.type != "cpu":
+            with self._no_fault(step):
+                self._begin(step)
+
+    def finish(self) -> list[Draft]:
+        """Drafts for the step; none where the drafter fails, which is counted, or rests."""
+        step, drafts = self._step, []
+        if step is not None:
+            with self._no_fault(step):
+                if not self._begun:
+                    self._begin(step)
+                drafts = self._finish(step)
+        self._step = None
+        return drafts
 
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, to be timed."""
@@ -146,6 +157,7 @@ class DraftingRank:
 
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
+        self._step = None
         self.requests.clear()
         self.pool.reset()
 
@@ -153,22 +165,39 @@ class DraftingRank:
         """Bring the counters that are kept elsewhere up to date."""
         self._stats.kv_blocks_held = self.pool.held
         self._stats.reused_tokens = self.pool.reused_tokens
-        self._stats.forward_seconds = self.drafter.model.forward_seconds
+        self._stats.forward_seconds = self.drafter.forward_seconds
 
-    def _draft(self, step: StepView) -> list[Draft]:
+    @contextlib.contextmanager
+    def _no_fault(self, step: StepView) -> Iterator[None]:
+        """A broken drafter must not fail a request: it drafts nothing, and rests for a while."""
+        try:
+            yield
+        except Exception as error:
+            logger.debug("drafter failed", exc_info=True)
+            # No part of its state can be trusted.
+            self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
+            self.reset()
+            self._rest = min(2**self._failures, _LONGEST_REST)
+            self._failures += 1
+
+    def _begin(self, step: StepView) -> None:
+        self._begun = True
         self.requests.forget(step)
         self.control.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
         tasks = self._tasks(step, plan)
-        if not tasks:
-            return []
         with tensor_parallel(self._group):
-            drafts = self._rounds.draft(tasks, self.requests.outside(step), self.control)
+            self._rounds.begin(tasks, self.requests.outside(step), self.control)
+
+    def _finish(self, step: StepView) -> list[Draft]:
+        with tensor_parallel(self._group):
+            drafts = self._rounds.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:
             self._stats.drafted(len(draft.tokens))
-        self._failures = 0
+        if drafts:
+            self._failures = 0
         return drafts
 
     def _controlled(self, costs: CostModel) -> LookaheadControl:

@@ -5,9 +5,10 @@ No fault of the drafter reaches a request: whatever goes wrong, it is counted, s
 request goes on undrafted.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -51,6 +52,8 @@ class HeteroProposer:
         self.stats = DraftStats()
         self._drafter_config = spec.drafter_model_config
         self._growth = Growth()
+        self._step: StepView | None = None  # whose drafts have not been asked for yet
+        self._drafts: list[list[int]] = []
         self._seam: RunnerV1 | None = None  # from `bind` on, as the verifier
         self._verifier: Verifier | None = None
         self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
@@ -124,32 +127,57 @@ class HeteroProposer:
     def after_step(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Draft for every request that has just sampled; vLLM's runner calls this in every step.
+        """Begin to draft for every request that has just sampled; vLLM's runner calls this.
 
         Args:
             scheduler_output: What the step was made of.
             sampled: Per request of the batch, the target ids it sampled (empty in prefill).
 
         Returns:
-            Per request at most `num_speculative_tokens` target ids; never padded.
+            One list for each request, which `finish` fills.
         """
         began = time.perf_counter()
-        try:
-            drafts = self.propose_batch(self.seam.view(scheduler_output, sampled))
-        except Exception as error:
-            logger.debug("proposing failed", exc_info=True)
-            self.stats.skip("drafter_error", f"{type(error).__name__}: {error}", len(sampled))
-            drafts = [[] for _ in sampled]
+        if self._step is not None:  # nobody has asked for the drafts of the step before
+            self.finish()
+        self._drafts = [[] for _ in sampled]
+        with self._no_fault():
+            self._step = self.seam.view(scheduler_output, sampled)
+            if self._drafting is not None:
+                self._drafting.begin(self._step)
+        self.stats.propose_seconds += time.perf_counter() - began
+        return self._drafts
+
+    def finish(self) -> None:
+        """Fill the lists of the last step, when the scheduler asks for them.
+
+        With at most `num_speculative_tokens` target ids each, never padded. By then the step's own
+        tokens are on their way to the user.
+        """
+        began = time.perf_counter()
+        step, self._step = self._step, None
+        if step is None:
+            return
+        with self._no_fault():
+            for draft, tokens in zip(self._drafts, self.propose_batch(step), strict=True):
+                draft[:] = tokens
         self.seam.handed_out()
         self.stats.propose_seconds += time.perf_counter() - began
-        return drafts
 
     def propose_batch(self, step: StepView) -> list[list[int]]:
-        """Drafts for a step, in target tokens, one list for each request of its batch."""
+        """Drafts for the step that was begun, in target tokens, a list for each of its requests."""
         assert self._verifier is not None
-        drafts = [] if self._drafting is None else self._drafting.draft(step)
+        drafts = [] if self._drafting is None else self._drafting.finish()
         self._verifier.expect(step, drafts)
         return step.in_order(drafts)
+
+    @contextlib.contextmanager
+    def _no_fault(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            logger.debug("proposing failed", exc_info=True)
+            text = f"{type(error).__name__}: {error}"
+            self.stats.skip("drafter_error", text, len(self._drafts))
 
     def snapshot(self) -> DraftStats:
         """The counters as they stand; zeros on other than the first rank, which drafts alike."""

@@ -11,7 +11,7 @@ On a CPU nothing has to be moved: a packet is memory that both sides see.
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,15 +24,16 @@ _SMALLEST = 4096
 class Sender:
     """Sends arrays to the device, all of one call in one copy.
 
-    Two buffers take turns: what a call gave out is good until the call after the next.
+    Buffers take turns: what a call gave out is good until so many further calls.
 
     Args:
         device: Where they go.
+        turns: How many.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, turns: int = 2) -> None:
         self._device = device
-        self._buffers = [_Buffer(0, device), _Buffer(0, device)]
+        self._buffers = [_Buffer(0, device) for _ in range(turns)]
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """The arrays as tensors on the device, of the same shapes and dtypes.
@@ -44,7 +45,7 @@ class Sender:
         for array in arrays:
             starts.append(size)
             size += -(-array.nbytes // _ALIGNED) * _ALIGNED
-        self._buffers.reverse()
+        self._buffers.append(self._buffers.pop(0))
         if self._buffers[0].size < size:
             self._buffers[0] = _Buffer(max(_SMALLEST, 2 * size), self._device)
         buffer = self._buffers[0]
@@ -134,6 +135,10 @@ class Receiver:
         return Fetched(here, self._copied)
 
 
+# A place in the queue of work: an event on a device, else the time.
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
 class Clock:
     """Tells how long queued work takes where it runs: by events on a device, else by the clock.
 
@@ -144,7 +149,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._on_host = device.type == "cpu"
 
-    def mark(self) -> "float | torch.cuda.Event":
+    def mark(self) -> Mark:
         """This place in the queue."""
         if self._on_host:
             return time.perf_counter()
@@ -153,9 +158,7 @@ class Clock:
         return event
 
     @staticmethod
-    def seconds(
-        marks: "Sequence[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]",
-    ) -> float:
+    def seconds(marks: Sequence[tuple[Mark, Mark]]) -> float:
         """Seconds between the marks of each pair, together; on a device all must have happened."""
         total = 0.0
         for first, last in marks:

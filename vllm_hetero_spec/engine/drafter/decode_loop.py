@@ -1,23 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop: one ragged catch-up forward, then single-token steps over the batch.
+"""The decode loop: one forward that catches every request up, then single-token steps.
 
-Steps do not wait for the device, unless a controller is to be asked between them: the next input is
-what the last step picked, all lengths are known on the host, and drafted ids are read at the end.
+A round has two halves. `begin` queues everything without waiting for the device: all lengths are
+known on the host, and the next input is what the last step picked. `finish` waits once, for what
+was picked. Where a controller is asked between steps, or a first token is judged, on a CPU, there
+is nothing to wait for; on a device the first token is judged while the steps behind it run, which
+begin anew where the judge wants another.
 """
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.forward_batches import ForwardBatches
-from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.graphs import Graphs
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
+from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner, RoundPlan
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import Picker, PickRules
+from vllm_hetero_spec.engine.drafter.token_choice import (
+    OwnPicks,
+    Picked,
+    PickedTokens,
+    PickRules,
+)
+from vllm_hetero_spec.engine.staging import Clock, Fetched, Mark, Receiver, Sender
+
+# How many of the drafter's best ids the first token is chosen from.
+_CANDIDATES = 8
+# Packets that what is drawn, penalised or judged in one round may take.
+_OWN_PACKETS = 6
+# Drafter tokens that a round may take for each target token of the longest lookahead.
+_STEPS_PER_TOKEN = 8
+
+
+@dataclass
+class _Round:
+    """A round on its way.
+
+    Attributes:
+        rows: Its requests, those with more steps first, those drafted by SLRS-n last.
+        order: Where each came from.
+        plan: Where everything goes.
+        own: What is not the drafter's best.
+        taken: Steps that were queued, catching up included; 0 where nothing is drafted.
+        marks: Before and behind what was queued.
+        candidates: int32 [n, 8], the drafter's best first ids, on their way, best first.
+        fetched: What was picked, on its way.
+        stand_ins: See `DrawBatch`, on their way.
+        spans: What SLRS-n drafted, already there.
+    """
+
+    rows: list[DraftRow]
+    order: list[int]
+    plan: RoundPlan
+    own: OwnPicks
+    taken: int = 0
+    marks: list[tuple[Mark, Mark]] = field(default_factory=list)
+    candidates: Fetched | None = None
+    fetched: Fetched | None = None
+    stand_ins: Fetched | None = None
+    spans: list[DrafterTokens] = field(default_factory=list)
 
 
 class Drafter:
@@ -27,10 +78,19 @@ class Drafter:
         model: The drafter.
         banned: Ids that are never drafted.
         vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
+        lookahead: Longest draft in target tokens.
+        max_requests: Most requests of a round.
         sampling: What sampled drafts propose; None where all are greedy.
         seed: Of the drafter's own random stream.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
+
+    Attributes:
+        max_length: Most tokens of a sequence.
+        most_steps: Most drafter tokens of one round.
+        forward_seconds: Time that the device has spent so far in forwards and in picking tokens.
+        forwards: How many there were.
+        overruled: Rounds of which the steps began anew behind another first token.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
     prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
@@ -41,37 +101,63 @@ class Drafter:
         model: DrafterModel,
         banned: Collection[int],
         vocab_size: int,
+        lookahead: int,
+        max_requests: int,
         sampling: SampledMethod | None = None,
         seed: int = 0,
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
     ) -> None:
+        device = model.device
         self.model = model
-        self.max_length: int = model.config.model_config.max_model_len
-        self._batches = ForwardBatches(model.block_size, model.device)
+        self.max_length = model.max_length
+        self.most_steps = _STEPS_PER_TOKEN * lookahead + 2
+        self.forward_seconds = 0.0
+        self.forwards = 0
+        self.overruled = 0
+        self._on_host = device.type == "cpu"
+        self._clock = Clock(device)
+        self._send = Sender(device).send
+        self._send_own = Sender(device, _OWN_PACKETS).send
+        with torch.inference_mode(mode=False):
+            picked = Picked(self.most_steps, max_requests, device, confidences=confidences)
+        self._receiver = Receiver(device, 4 * picked.packet.numel())
+        self._receiver_own = Receiver(device, 8 * max_requests * max(_CANDIDATES, self.most_steps))
         self._rules = PickRules(
             vocab_size=vocab_size,
-            banned=torch.tensor(sorted(banned), dtype=torch.long, device=model.device),
+            banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
             ends=ends,
             sampling=sampling,
-            generator=torch.Generator(model.device).manual_seed(seed),
+            generator=torch.Generator(device).manual_seed(seed),
             confidences=confidences,
+        )
+        self._planner = Planner(model.block_size, self.max_length)
+        self._forwards = Forwards(model, self._rules, self._send)
+        self._steps: Steps = EagerSteps(model, self._rules, self._send, picked)
+        self._round: _Round | None = None
+
+    def record(self, graphs: Graphs, sizes: Sequence[int], support: GraphSupport) -> None:
+        """Run rounds by graphs from now on.
+
+        Args:
+            graphs: Records them.
+            sizes: Numbers of requests to record for.
+            support: What the attention of the drafter can be recorded with.
+        """
+        self._steps = RecordedSteps(
+            self.model, self._rules, self._send, self._steps.picked, graphs, sizes, support
         )
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[DraftRow], control: Control | None = None) -> list[DrafterTokens]:
-        """Feed every row's pending ids and draft its steps.
+    def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:
+        """Feed every row's pending ids and draft its steps; `finish` has to follow.
 
         The sum of all pending ids is one forward: the caller keeps it within its token budget.
-        Rows with a `choose` cost one wait for the device after the first step.
 
         Args:
-            rows: The requests of the round.
+            rows: The requests of the round, none with more than `most_steps`.
             control: Asked after every step whether to go on, where it wants to be, at the cost of
                 a wait for the device.
-
-        Returns:
-            What was drafted for each row, in their order.
         """
         spans = [False] * len(rows)
         if self.merges:
@@ -79,21 +165,40 @@ class Drafter:
         order = sorted(range(len(rows)), key=lambda i: (spans[i], -rows[i].steps))
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
-        table = self._batches.table([row.sequence for row in rows])
-        picker = Picker(rows[:singles], self._rules, self.model.device)
-        logits = self._catch_up(rows, table)
-        drafted = [DrafterTokens([])] * len(rows)
+        current = self._round = self._planned(rows, order, singles)
+        clock = self._clock
+        began = clock.mark()
+        logits = self._steps.begin(current.plan)
+        if current.own:
+            current.own.pick(logits, self._steps.picked, 0)
+        current.marks.append((began, clock.mark()))
+        self.forwards += 1
+        for row in rows:
+            row.sequence.kv_ids.extend(row.pending)
         if singles < len(rows):
-            drafted[singles:] = self._along_spans(rows[singles:], table[singles:], logits[singles:])
-        active = sum(row.steps > 0 for row in rows[:singles])
-        if active:
-            drafted[:active] = self._step_by_step(
-                picker, rows[:active], table[:active], logits[:active], control
-            )
+            current.spans = self._along_spans(rows[singles:], logits[singles:])
+        if rows[0].steps and singles:
+            self._queue_steps(current, logits, control)
+
+    def finish(self) -> list[DrafterTokens]:
+        """Wait for the round that was begun: what was drafted for each row, in their order."""
+        current, self._round = self._round, None
+        assert current is not None
+        drafted = [DrafterTokens([])] * len(current.rows)
+        if current.taken:
+            drafted[: current.plan.active[0]] = self._collect(current)
+        if current.spans:
+            drafted[-len(current.spans) :] = current.spans
+        self.forward_seconds += self._clock.seconds(current.marks)
         restored = drafted.copy()
-        for index, tokens in zip(order, drafted, strict=True):
+        for index, tokens in zip(current.order, drafted, strict=True):
             restored[index] = tokens
         return restored
+
+    def run(self, rows: Sequence[DraftRow], control: Control | None = None) -> list[DrafterTokens]:
+        """A whole round."""
+        self.begin(rows, control)
+        return self.finish()
 
     @property
     def merges(self) -> bool:
@@ -107,61 +212,155 @@ class Drafter:
     @torch.inference_mode()
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, on the padding block, to be timed."""
-        ids = np.zeros(batch, np.int64)
-        nowhere = np.zeros((batch, 1), np.int32)
-        self._forward(ids, self._batches.single(nowhere, ids)).argmax(-1)
+        nowhere = [DraftSequence(BlockTable(blocks=[0])) for _ in range(batch)]
+        plan = self._planner.plan(nowhere, [[0]] * batch, [1] * batch, *self._shape(batch, 1, 1))
+        self._steps.begin(plan)
 
     @torch.inference_mode()
     def read(self, tokens: int) -> None:
         """One forward over so many context tokens, on the padding block, to be timed."""
-        nowhere = np.zeros((1, -(-tokens // self.model.block_size)), np.int32)
-        ids, batch = self._batches.ragged(nowhere, np.zeros(1, np.int64), [[0] * tokens])
-        self._forward(ids, batch).argmax(-1)
+        blocks = [0] * -(-tokens // self.model.block_size)
+        nowhere = DraftSequence(BlockTable(blocks=blocks, row=np.zeros(len(blocks), np.int32)))
+        self._steps.begin(self._planner.plan([nowhere], [[0] * tokens], [1]))
 
-    def _catch_up(self, rows: Sequence[DraftRow], table: np.ndarray) -> torch.Tensor:
-        """Feed what is pending; logits [n, V_D] behind each row's last id."""
-        cached = np.array([len(row.sequence.kv_ids) for row in rows])
-        ids, batch = self._batches.ragged(table, cached, [row.pending for row in rows])
-        logits = self._forward(ids, batch)
-        for row in rows:
-            row.sequence.kv_ids.extend(row.pending)
-        return logits
+    def _shape(self, count: int, pending: int, context: int) -> tuple[int, int]:
+        return self._steps.shape(count, pending, context)
 
-    def _step_by_step(
-        self,
-        picker: Picker,
-        rows: Sequence[DraftRow],
-        table: np.ndarray,
-        logits: torch.Tensor,
-        control: Control | None,
-    ) -> list[DrafterTokens]:
-        """Pick, feed what was picked, pick again."""
-        self._timed(picker.pick, logits)
+    def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> _Round:
+        sequences = [row.sequence for row in rows]
+        pending = [row.pending for row in rows]
+        longest = max(map(len, pending))
+        context = min(len(row.sequence.kv_ids) + len(row.pending) for row in rows)
+        steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
+        shape = self._shape(len(rows), longest, context)
+        plan = self._planner.plan(sequences, pending, steps, *shape)
+        return _Round(rows, order, plan, OwnPicks(rows[:singles], self._rules, self._send_own))
+
+    def _queue_steps(self, current: _Round, logits: torch.Tensor, control: Control | None) -> None:
+        """Everything behind catching up, to the way of what was picked to the host."""
+        judged = any(row.choose for row in current.rows)
+        if judged:
+            best = logits[: current.plan.active[0]].topk(min(_CANDIDATES, logits.shape[1]), -1)
+            current.candidates = self._receiver_own.fetch(best.indices)
+            if self._on_host or current.own:  # what was drawn behind it could not be drawn anew
+                self._judge(current)
+        self._take_steps(current, control)
+        self._fetch(current)
+
+    def _take_steps(self, current: _Round, control: Control | None) -> None:
         asks = control is not None and control.can_stop_early
-        cached = np.array([len(row.sequence.kv_ids) for row in rows])
-        for batch in self._batches.steps(table, cached, [row.steps - 1 for row in rows]):
-            if asks and control is not None and not control.continue_drafting(picker.so_far()):
-                break
-            ids = picker.newest[: len(batch.positions)]
-            self._timed(picker.pick, self.model.forward(ids, batch))
-        drafted = picker.collect()[: len(rows)]
-        for row, tokens in zip(rows, drafted, strict=True):
+        picked, clock, current.taken = self._steps.picked, self._clock, 1
+        confidences: dict[str, list[float]] = {row.task.req_id: [] for row in current.rows}
+        for number in range(1, current.plan.steps):
+            if asks and control is not None:
+                count = current.plan.active[number - 1]
+                for row, peak in zip(current.rows, picked.read(number - 1, count), strict=False):
+                    confidences[row.task.req_id].append(peak)
+                drafting = {row.task.req_id for row in current.rows[:count]}
+                so_far = {key: of for key, of in confidences.items() if key in drafting}
+                if not control.continue_drafting(so_far):
+                    break
+            began = clock.mark()
+            if current.own:
+                current.own.feed(picked.ids(number - 1, current.plan.active[number]))
+            logits = self._steps.step(number)
+            if current.own:
+                current.own.pick(logits, picked, number)
+            current.marks.append((began, clock.mark()))
+            current.taken += 1
+            self.forwards += 1
+
+    def _fetch(self, current: _Round) -> None:
+        current.fetched = self._receiver.fetch(self._steps.picked.packet[: current.taken])
+        if current.own.draws is not None and current.own.draws.stand_ins is not None:
+            current.stand_ins = self._receiver_own.fetch(current.own.draws.stand_ins)
+
+    def _judge(self, current: _Round) -> bool:
+        """Put other first tokens in place where a row's text asks for them; whether any was."""
+        assert current.candidates is not None
+        candidates = current.candidates.wait().tolist()
+        current.candidates = None
+        forced = {
+            index: chosen
+            for index, (row, ids) in enumerate(zip(current.rows, candidates, strict=False))
+            if row.choose and (chosen := row.choose(ids)) != ids[0]
+        }
+        if forced:
+            rows, ids = (np.array(list(of), np.int64) for of in (forced, forced.values()))
+            self._steps.picked.put(0, *self._send_own(rows, ids))
+        return bool(forced)
+
+    def _collect(self, current: _Round) -> list[DrafterTokens]:
+        if current.candidates is not None and self._judge(current):
+            self.overruled += 1
+            self._steps.again()
+            self._take_steps(current, None)
+            self._fetch(current)
+        assert current.fetched is not None
+        tokens = PickedTokens(current.fetched.wait())
+        active = current.plan.active[: current.taken]
+        draws = current.own.draws
+        row_of = current.own.row_of(active)
+        stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
+        probs = None if draws is None else draws.draft_probs  # one tensor for all
+        drafted = []
+        for index, row in enumerate(current.rows[: active[0]]):
+            count = min(row.steps, current.taken)
+            finite = tokens.finite[index, :count]
+            sound = bool(finite.all())
+            if not sound:
+                count = int(finite.argmin())
+            ids = tokens.ids[index, :count].tolist()
             # The last drafted token has been picked but never fed: it has no KV.
-            row.sequence.kv_ids.extend(tokens.tokens[:-1])
+            row.sequence.kv_ids.extend(ids[:-1])
+            peaks = tokens.peaks[index, :count].tolist() if self._rules.confidences else []
+            draft = None
+            if probs is not None and index in row_of:
+                drawn = ids if sound else []
+                draft = self._spelled_out(row, drawn, peaks, probs, row_of[index], stand_ins)
+            drafted.append(DrafterTokens(ids, sound, peaks, draft))
         return drafted
 
-    def _along_spans(
-        self, rows: Sequence[DraftRow], table: np.ndarray, logits: torch.Tensor
-    ) -> list[DrafterTokens]:
-        size = self.model.block_size
-        spans = SpanDrafting(rows, table, self._rules, self._batches, self._forward, size)
+    def _spelled_out(
+        self,
+        row: DraftRow,
+        drafted: Sequence[int],
+        confidences: Sequence[float],
+        probs: torch.Tensor,
+        rows: Sequence[int],
+        stand_ins: np.ndarray | None,
+    ) -> Draft:
+        """What was drawn as target tokens: the first of each draw with its row, the rest certain.
+
+        The draft ends by count or with a draw that says so itself, never by how likely it was.
+        """
+        sampling = self._rules.sampling
+        assert sampling is not None
+        proposal: list[int] = []
+        row_of: list[int] = []
+        peaks: list[float] = []
+        for place, (drawn, line) in enumerate(zip(drafted, rows, strict=False)):
+            tokens = sampling.spell(drawn)
+            ended = not len(tokens) or drawn in self._rules.ends
+            if not len(tokens) and stand_ins is not None:
+                tokens = [int(stand_ins[line])]
+            proposal += tokens
+            row_of += [line, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            if confidences:
+                peaks += [confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
+            if ended:
+                break
+        draft = Draft.chain(row.task.req_id, proposal, peaks, DraftProbs(probs, row_of))
+        return draft.first(row.task.lookahead)
+
+    def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:
+        spans = SpanDrafting(rows, self._rules, self._planner, self._feed, self._send_own)
         return spans.run(logits)
 
-    def _forward(self, ids: np.ndarray, batch: ForwardBatch) -> torch.Tensor:
-        ids[ids >= self._rules.vocab_size] = 0
-        return self.model.forward(self._batches.to_device(ids), batch)
-
-    def _timed(self, pick: Callable[[torch.Tensor], None], logits: torch.Tensor) -> None:
-        began = time.perf_counter()
-        pick(logits)
-        self.model.forward_seconds += time.perf_counter() - began
+    def _feed(self, feed: Feed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+        began = self._clock.mark()
+        logits = self._forwards.feed(feed, table, lengths)
+        assert self._round is not None
+        self._round.marks.append((began, self._clock.mark()))
+        self.forwards += 1
+        return logits

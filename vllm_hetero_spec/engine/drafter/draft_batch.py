@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -48,6 +49,24 @@ class _Greedy:
         return self.task.lookahead - len(self.proposal)
 
 
+class _Round(NamedTuple):
+    """A round that has begun.
+
+    Attributes:
+        rows: Its requests.
+        lent: Blocks for side branches.
+        control: Of this round.
+        before: Counters as they stood.
+        seconds: That it took to begin.
+    """
+
+    rows: list[DraftRow]
+    lent: BlockTable
+    control: Control | None
+    before: tuple[float, int, int, int]
+    seconds: float
+
+
 class DraftBatchRunner:
     """Runs rounds over one drafter.
 
@@ -67,46 +86,56 @@ class DraftBatchRunner:
         self._pool = pool
         self._stats = stats
         self._budget = budget
+        self._round: _Round | None = None
 
-    def draft(
+    def begin(
         self,
         tasks: Sequence[DraftTask],
         outside: Iterator[RequestState],
         control: Control | None = None,
-    ) -> list[Draft]:
-        """Draft as far as tokens, blocks and lengths allow.
+    ) -> None:
+        """Begin to draft as far as tokens, blocks and lengths allow; `finish` has to follow.
 
         Args:
             tasks: Requests whose text has been read and whose KV is aligned.
             outside: Requests outside the batch, whose KV may be taken.
             control: Asked between drafter steps whether to go on, and told what they took.
-
-        Returns:
-            A draft for each request that is drafted for, in target tokens.
         """
         before, began = self._counts(), time.perf_counter()
-        rows = self._admit(tasks, outside)
-        drafts = self._draft(rows, control) if rows else []
-        if control is not None:
-            took = time.perf_counter() - began
+        rows, lent = self._lend_side_blocks(self._admit(tasks, outside))
+        if rows:
+            self._drafter.begin(rows, control)
+        self._round = _Round(rows, lent, control, before, time.perf_counter() - began)
+
+    def finish(self) -> list[Draft]:
+        """What was begun: a draft for each request that is drafted for, in target tokens."""
+        current, self._round = self._round, None
+        assert current is not None
+        began = time.perf_counter()
+        drafts = self._drafts(current) if current.rows else []
+        if current.control is not None:
+            took = current.seconds + time.perf_counter() - began
             seconds, forwards, picked, caught_up = (
-                now - then for now, then in zip(self._counts(), before, strict=True)
+                now - then for now, then in zip(self._counts(), current.before, strict=True)
             )
             overhead = max(0.0, took - seconds)
             timing = DraftTiming(seconds, overhead, int(forwards), int(picked), int(caught_up))
-            control.drafted(timing, drafts)
+            current.control.drafted(timing, drafts)
         return drafts
 
     def _counts(self) -> tuple[float, int, int, int]:
-        model, stats = self._drafter.model, self._stats
-        return model.forward_seconds, model.forwards, stats.drafter_tokens, stats.catch_up_tokens
+        drafter, stats = self._drafter, self._stats
+        return (
+            drafter.forward_seconds,
+            drafter.forwards,
+            stats.drafter_tokens,
+            stats.catch_up_tokens,
+        )
 
-    def _draft(self, rows: list[DraftRow], control: Control | None) -> list[Draft]:
-        rows, lent = self._lend_side_blocks(rows)
-        try:
-            drafted = self._drafter.run(rows, control)
-        finally:
-            self._pool.close(lent)
+    def _drafts(self, current: "_Round") -> list[Draft]:
+        rows, control = current.rows, current.control
+        drafted = self._drafter.finish()
+        self._pool.close(current.lent)
         self._publish(rows, drafted)
         drafts: list[Draft] = []
         greedy: list[tuple[_Greedy, DraftRow, DrafterTokens]] = []
@@ -132,7 +161,8 @@ class DraftBatchRunner:
             if room < bool(task.lookahead):
                 self._skip(task, "drafter_length")
                 continue
-            pending, steps = state.num_uncached, self._steps(task, room)
+            steps = self._steps(task, min(room, self._drafter.most_steps))
+            pending = state.num_uncached
             if pending > budget:
                 self._skip(task, "catching_up")
                 pending, steps = budget, 0
@@ -255,7 +285,8 @@ class DraftBatchRunner:
         if made.missing <= 0 or ended or (left := self._most_steps(made.task) - made.steps) <= 0:
             return None
         covered = len(made.proposal) or 1
-        steps = min(left, max(1, round(made.missing * len(made.drafted) / covered)))
+        steps = max(1, round(made.missing * len(made.drafted) / covered))
+        steps = min(left, steps, self._drafter.most_steps)
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
         made.steps += steps

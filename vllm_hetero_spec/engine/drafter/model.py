@@ -1,44 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second model: its forward on our own paged KV."""
 
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import contextlib
+from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
 
 from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionMetadata
+# What the attention layers read of a forward, by layer.
+Metadata = dict[str, AttentionMetadata]
 
 
-@dataclass
-class ForwardBatch:
-    """Where the N tokens of a forward go; tensors on the device but for the `_cpu` ones.
+class ForwardBatch(NamedTuple):
+    """One forward over N tokens of B requests; on the device but for the `_cpu` ones.
 
     Attributes:
+        ids: [N] int32 or int64 drafter ids, requests one after the other.
         positions: [N] int64, of each token in its sequence.
-        slots: [N] int64, block number * block size + offset.
+        slots: [N] int64, block number * block size + offset; -1 where no KV is to be written.
         starts: [B+1] int32, offset of each request among the N tokens.
         lengths: [B] int32, tokens of each sequence after this forward.
-        block_table: [B, W] int32.
+        table: [B, W] int32, its KV blocks.
         max_query: Most tokens of one request.
-        last: [B] int64, each request's last token; None where every request has one token.
+        max_length: At least the longest of `lengths`.
+        last: [B] int64, each request's last token; None where every request has `max_query`.
     """
 
+    ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
     starts_cpu: torch.Tensor
     lengths: torch.Tensor
     lengths_cpu: torch.Tensor
-    block_table: torch.Tensor
-    max_query: int = 1
+    table: torch.Tensor
+    max_query: int
+    max_length: int
     last: torch.Tensor | None = None
+
+
+class GraphSupport(NamedTuple):
+    """What attention can be recorded with.
+
+    Attributes:
+        in_graph: Its metadata is brought up to date by operations of the graph itself; otherwise it
+            is made on the host before every replay.
+        several_tokens: Of each request in one forward.
+    """
+
+    in_graph: bool
+    several_tokens: bool
 
 
 class DrafterModel:
@@ -52,8 +71,6 @@ class DrafterModel:
     Attributes:
         num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
         block_size: Tokens per block.
-        forward_seconds: Time spent so far in forwards and in picking tokens from their logits.
-        forwards: How many there were.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -67,48 +84,85 @@ class DrafterModel:
     ) -> None:
         self.config = config
         self.device = device
-        self.forward_seconds = 0.0
-        self.forwards = 0
         loaded = load_drafter(config, device, kv_budget)
         self.model = loaded.model
         self.num_blocks, self.block_size = loaded.num_blocks, loaded.block_size
+        self.max_length: int = config.model_config.max_model_len
         self._groups, self._layers = loaded.groups, loaded.layers
 
-    def forward(self, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """One ragged forward; writes the KV of all its tokens.
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """One forward, its metadata made on the host; [B, V] logits after each last token."""
+        with self.context(self.metadata(batch), batch):
+            return self.logits(batch)
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """The model itself, inside a `context`: [B, V] logits after each request's last token."""
+        hidden = self.model(input_ids=batch.ids, positions=batch.positions)
+        if batch.last is not None:
+            hidden = hidden[batch.last]
+        elif batch.max_query > 1:
+            hidden = hidden.view(-1, batch.max_query, hidden.shape[-1])[:, -1]
+        logits: torch.Tensor = self.model.compute_logits(hidden)
+        return logits
+
+    def metadata(self, batch: ForwardBatch, *, to_capture: bool = False) -> Metadata:
+        """What the attention layers read of a forward, by layer.
 
         Args:
-            ids: [N] token ids, requests one after the other.
-            batch: Where they go.
-
-        Returns:
-            [B, V] logits after the last token of each request.
+            batch: The forward.
+            to_capture: For a graph that is going to be recorded.
         """
-        began = time.perf_counter()
         common = CommonAttentionMetadata(
             query_start_loc=batch.starts,
             query_start_loc_cpu=batch.starts_cpu,
             seq_lens=batch.lengths,
             seq_lens_cpu_upper_bound=batch.lengths_cpu,
-            num_reqs=batch.block_table.shape[0],
-            num_actual_tokens=ids.shape[0],
+            num_reqs=len(batch.lengths),
+            num_actual_tokens=len(batch.ids),
             max_query_len=batch.max_query,
-            max_seq_len=int(batch.lengths_cpu.max()),
-            block_table_tensor=batch.block_table,
+            max_seq_len=batch.max_length,
+            block_table_tensor=batch.table,
             slot_mapping=batch.slots,
             causal=True,
         )
-        metadata: dict[str, AttentionMetadata] = {}
+        metadata: Metadata = {}
         for group in self._groups:
-            metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(common)))
-        with set_forward_context(
+            build = group.build_metadata
+            if to_capture:
+                build = group.build_metadata_for_cudagraph_capture
+            metadata.update(dict.fromkeys(group.layer_names, build(common)))
+        return metadata
+
+    @property
+    def graph_support(self) -> GraphSupport | None:
+        """What its attention can be recorded with; None where it cannot."""
+        builders = [group.get_metadata_builder() for group in self._groups]
+        least = min(
+            (
+                builder.get_cudagraph_support(self.config, builder.kv_cache_spec)
+                for builder in builders
+            ),
+            key=lambda support: support.value,
+        )
+        if least == AttentionCGSupport.NEVER:
+            return None
+        return GraphSupport(
+            all(group.supports_draft_decode_metadata_update for group in self._groups),
+            least != AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        )
+
+    def update(self, metadata: Metadata) -> None:
+        """Bring metadata up to date with the tensors it was built from, by operations alone."""
+        for group in self._groups:
+            group.update_draft_decode_metadata(metadata)
+
+    def context(
+        self, metadata: Metadata, batch: ForwardBatch
+    ) -> "contextlib.AbstractContextManager[None]":
+        """In which a forward finds its metadata and slots."""
+        return set_forward_context(
             metadata,
             self.config,
-            num_tokens=ids.shape[0],
+            num_tokens=len(batch.ids),
             slot_mapping=dict.fromkeys(self._layers, batch.slots),
-        ):
-            hidden = self.model(input_ids=ids, positions=batch.positions)
-            logits = self.model.compute_logits(hidden if batch.last is None else hidden[batch.last])
-        self.forward_seconds += time.perf_counter() - began
-        self.forwards += 1
-        return logits
+        )

@@ -12,13 +12,14 @@ import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.path import Path
+from vllm_hetero_spec.draft.sending import Send
 from vllm_hetero_spec.draft.slrs import Slrs
-from vllm_hetero_spec.engine.drafter.forward_batches import ForwardBatches
-from vllm_hetero_spec.engine.drafter.model import ForwardBatch
+from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 
-Forward = Callable[[np.ndarray, ForwardBatch], torch.Tensor]
+# One forward of tokens, int32 [n, W] KV blocks and int32 [n] lengths after it: logits [n, V_D].
+Forward = Callable[[Feed, np.ndarray, np.ndarray], torch.Tensor]
 
 
 class SpanDrafting:
@@ -26,25 +27,23 @@ class SpanDrafting:
 
     Args:
         rows: The requests, caught up.
-        table: int32 [n, W], their KV blocks.
         rules: What holds for all.
-        batches: Makes the forwards' batches.
-        forward: One forward of the drafter over int64 [N] ids: logits [B, V_D].
-        block_size: Tokens of a KV block.
+        planner: Says where tokens go.
+        forward: The drafter.
+        send: Brings arrays to the device.
     """
 
     def __init__(
         self,
         rows: Sequence[DraftRow],
-        table: np.ndarray,
         rules: PickRules,
-        batches: ForwardBatches,
+        planner: Planner,
         forward: Forward,
-        block_size: int,
+        send: Send,
     ) -> None:
-        self._rows, self._table, self._rules = rows, table, rules
-        self._batches, self._forward, self._block_size = batches, forward, block_size
-        self._draws = rules.draws(rows, keep=False)
+        self._rows, self._rules, self._planner, self._forward = rows, rules, planner, forward
+        self._table = planner.table([row.sequence for row in rows])
+        self._draws = rules.draws(rows, send, range(len(rows)), keep=False)
         self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
         self._paths = [Path(row.steps, row.task.lookahead, len(row.side_blocks)) for row in rows]
 
@@ -83,19 +82,17 @@ class SpanDrafting:
         """See `draft.path.Feed`."""
         paths = self._paths
         cached = self._cached[indices] + [paths[index].written for index in indices]
-        if not side_branches and max(map(len, ids)) == 1:
-            batch = self._batches.single(self._table[indices], cached)
-            fed = np.array([token for (token,) in ids], np.int64)
-            return self._drawn_from(self._forward(fed, batch), indices)
         pending, lines = list(ids), self._table[indices]
-        spare = [iter(row.side_blocks) for row in self._rows]
+        size = self._planner.block_size
+        spare = [iter(row.side_blocks) for row in self._rows] if side_branches else []
         for line in range(len(indices) - side_branches, len(indices)):
-            index, block = indices[line], cached[line] // self._block_size
+            index, block = indices[line], cached[line] // size
             lines[line, block] = next(spare[index])
-            start = cached[line] = block * self._block_size
+            start = cached[line] = block * size
             before = self._rows[index].sequence.kv_ids[start:]
             path = paths[index]
             drafted = path.drafted[max(0, start - self._cached[index]) : path.fed]
             pending[line] = [*before, *drafted, *ids[line]]
-        fed, batch = self._batches.ragged(lines, cached, pending)
-        return self._drawn_from(self._forward(fed, batch), indices)
+        feed = self._planner.ragged(lines, cached, pending)
+        lengths = (cached + np.diff(feed.starts)).astype(np.int32)
+        return self._drawn_from(self._forward(feed, lines, lengths), indices)

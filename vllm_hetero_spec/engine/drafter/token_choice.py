@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which token comes next: the drafter's best for greedy drafts, a draw for others.
 
-All state is on the device until `collect`, which reads what was drafted once.
+What is picked stays on the device, where the next step feeds it, and is fetched at the end.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod, Send
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
 from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 
-# How many of the drafter's best ids the first token is chosen from.
-_CANDIDATES = 8
 _ONE_TOKEN = MergeSpan(1)
 
 
@@ -51,14 +50,18 @@ class PickRules:
         plain = draw.race_seed is None and task.penalty is None
         return sampling.merge_span if plain else _ONE_TOKEN
 
-    def draws(self, rows: Sequence[DraftRow], *, keep: bool = True) -> DrawBatch:
-        """The draws of rows that are drawn; `keep` makes room for as many as they have steps."""
+    def draws(
+        self, rows: Sequence[DraftRow], send: Send, drawn: Sequence[int], *, keep: bool = True
+    ) -> DrawBatch:
+        """The draws of some rows of a round; `keep` makes room for as many as they have steps."""
         assert self.sampling is not None
         return DrawBatch(
-            [row.task.draw for row in rows if row.task.draw is not None],
-            [row.steps if keep else 0 for row in rows],
+            drawn,
+            [draw for index in drawn if (draw := rows[index].task.draw) is not None],
+            [rows[index].steps if keep else 0 for index in drawn],
             self.sampling,
             self.generator,
+            send,
         )
 
     def only_real(self, logits: torch.Tensor) -> torch.Tensor:
@@ -67,153 +70,140 @@ class PickRules:
         return logits.index_fill_(1, self.banned, float("-inf"))
 
 
-class Picker:
-    """Picks the tokens of one round.
+class Picked:
+    """What was picked in up to T steps for up to B requests: one tensor, fetched at once.
+
+    Args:
+        steps: T.
+        size: B.
+        confidences: Whether the largest probability that each token competed with is kept.
+        device: Where the drafter runs.
+
+    Attributes:
+        packet: int32 [T, 3, B]: ids, then the bits of the float32 scores and confidences.
+        confidences: See above.
+    """
+
+    def __init__(self, steps: int, size: int, device: torch.device, *, confidences: bool) -> None:
+        self.packet = torch.zeros((steps, 3, size), dtype=torch.int32, device=device)
+        self.confidences = confidences
+        self._ids = self.packet[:, 0]
+        self._scores, self._peaks = (self.packet[:, i].view(torch.float32) for i in (1, 2))
+
+    def ids(self, step: int, count: int) -> torch.Tensor:
+        """int32 [count], picked in a step."""
+        return self._ids[step, :count]
+
+    def best(self, logits: torch.Tensor, step: int) -> None:
+        """Pick each row's likeliest token.
+
+        Args:
+            logits: float [n, V_D], of the first n requests.
+            step: 0 after catching up.
+        """
+        count = len(logits)
+        scores, ids = logits.max(-1)
+        self._ids[step, :count].copy_(ids)
+        self._scores[step, :count].copy_(scores)
+        if self.confidences:
+            self._peaks[step, :count].copy_((scores - logits.logsumexp(-1)).exp_())
+
+    def overrule(self, step: int, index: torch.Tensor, other: "Picked", count: int) -> None:
+        """In place of what was picked for some requests, what `other` has in its first step.
+
+        Args:
+            step: Of the round.
+            index: int64 [count], the requests.
+            other: Has them in this order.
+            count: How many.
+        """
+        self.packet[step].index_copy_(1, index, other.packet[0, :, :count])
+
+    def put(self, step: int, index: torch.Tensor, ids: torch.Tensor) -> None:
+        """Other ids in place of what was picked for the requests `index`, int64 [n]."""
+        self._ids[step].index_copy_(0, index, ids.to(torch.int32))
+
+    def read(self, step: int, count: int) -> list[float]:
+        """The confidences of a step; only on a CPU, where nobody has to be waited for."""
+        peaks: list[float] = self._peaks[step, :count].tolist()
+        return peaks
+
+
+class PickedTokens:
+    """`Picked.packet` on the host.
+
+    Args:
+        packet: int32 [S, 3, B].
+
+    Attributes:
+        ids: int32 [B, S]; of requests that ended earlier the first `steps` count.
+        finite: bool [B, S], whether the logits were.
+        peaks: float32 [B, S].
+    """
+
+    def __init__(self, packet: np.ndarray) -> None:
+        self.ids = packet[:, 0].T
+        self.finite = np.isfinite(packet[:, 1].view(np.float32)).T
+        self.peaks = packet[:, 2].view(np.float32).T
+
+
+class OwnPicks:
+    """The requests of a round whose tokens are not simply the drafter's best.
 
     Args:
         rows: The round's requests, those with more steps first.
         rules: What holds for all of them.
-        device: Where the logits are.
+        send: Brings arrays to the device.
     """
 
-    def __init__(self, rows: Sequence[DraftRow], rules: PickRules, device: torch.device) -> None:
-        self._rows, self._rules, self._device = rows, rules, device
-        self._penalties = self._penalised()
-        self._picked: list[torch.Tensor] = []
-        self._scores: list[torch.Tensor] = []
-        self._peaks: list[torch.Tensor] = []
-        drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
-        self._drawn = drawn
-        self._index = torch.tensor(drawn, device=device)
-        self._draws = rules.draws([rows[index] for index in drawn]) if drawn else None
-        self._confidences: list[list[float]] = [[] for _ in rows]
+    def __init__(self, rows: Sequence[DraftRow], rules: PickRules, send: Send) -> None:
+        device = rules.banned.device
+        penalised = [
+            PenalisedRow(index, penalty, row.task.state.count_tokens(rules.vocab_size, device))
+            for index, row in enumerate(rows)
+            if row.steps and (penalty := row.task.penalty) is not None
+        ]
+        self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
+        self.draws = rules.draws(rows, send, self.drawn) if self.drawn else None
+        self._penalties: Penalties | None = None
+        if penalised:
+            self._penalties = Penalties(penalised, send)
+            self._own = Picked(1, len(penalised), device, confidences=rules.confidences)
 
-    @property
-    def newest(self) -> torch.Tensor:
-        """int64 ids picked last, the next input."""
-        return self._picked[-1]
+    def __bool__(self) -> bool:
+        return self.draws is not None or self._penalties is not None
 
-    def pick(self, logits: torch.Tensor) -> None:
-        """Pick for the first len(logits) rows from logits [n, V], changed in place."""
-        logits = self._rules.only_real(logits)
-        if self._penalties is not None:
-            self._penalties.apply(logits)
-        if not self._picked and any(row.choose for row in self._rows):
-            scores, ids = self._choose(logits)
-        else:
-            scores, ids = logits.max(dim=-1)
-        if self._rules.confidences:
-            self._peaks.append((scores - logits.logsumexp(dim=-1)).exp())
-        if self._draws is not None:
-            count = sum(index < len(logits) for index in self._drawn)
-            if count:
-                index = self._index[:count]
-                ids[index] = self._draws.draw(logits[index])
+    def pick(self, logits: torch.Tensor, picked: Picked, step: int) -> None:
+        """Overrule what was picked from logits [n, V_D] for the requests concerned.
+
+        Args:
+            logits: Of the first n requests, changed in place.
+            picked: Of the round.
+            step: 0 after catching up.
+        """
+        if self._penalties is not None and (index := self._penalties.first(len(logits))).numel():
+            rows = self._penalties.apply(logits)
+            self._own.best(rows, 0)
+            picked.overrule(step, index, self._own, len(rows))
+        if self.draws is not None and (count := bisect_left(self.drawn, len(logits))):
+            index = self.draws.index[:count]
+            picked.put(step, index, self.draws.draw(logits[index]))
+
+    def feed(self, ids: torch.Tensor) -> None:
+        """These int32 ids [n] of the first n requests are going to be fed."""
         if self._penalties is not None:
             self._penalties.add(ids)
-        self._picked.append(ids)
-        self._scores.append(scores)
 
-    def so_far(self) -> dict[str, Sequence[float]]:
-        """The confidences of the rows that picked last; waits for the device."""
-        self._read_confidences(self._peaks[-1:])
-        picked = self._rows[: len(self._peaks[-1])]
-        return {
-            row.task.req_id: so_far for row, so_far in zip(picked, self._confidences, strict=False)
-        }
+    def row_of(self, active: Sequence[int]) -> dict[int, list[int]]:
+        """For each request that is drawn, where its draft_probs lie: step by step, row by row.
 
-    def collect(self) -> list[DrafterTokens]:
-        """Read everything: what was drafted for each row."""
-        finite = torch.isfinite(torch.cat(self._scores))
-        chosen = torch.where(finite, torch.cat(self._picked), -1)
-        picked = iter(chosen.tolist())  # the one wait for the device
-        drafted: list[list[int]] = [[] for _ in self._rows]
-        for ids in self._picked:
-            for tokens, token in zip(drafted[: len(ids)], picked, strict=False):
-                tokens.append(token)
-        sound = [min(tokens, default=0) >= 0 for tokens in drafted]
-        kept = [tokens[: tokens.index(-1)] if -1 in tokens else tokens for tokens in drafted]
-        # What `so_far` has read already is not read again.
-        self._read_confidences(self._peaks[len(self._confidences[0]) :])
-        row_of = self._row_of()
-        probs = None if self._draws is None else self._draws.draft_probs  # one tensor for all
-        return [
-            DrafterTokens(
-                tokens,
-                finite,
-                confidences,
-                self._spelled_out(row, tokens if finite else [], confidences, probs, row_of[index])
-                if probs is not None and index in row_of
-                else None,
-            )
-            for index, (row, tokens, finite, confidences) in enumerate(
-                zip(self._rows, kept, sound, self._confidences, strict=True)
-            )
-        ]
-
-    def _read_confidences(self, peaks: Sequence[torch.Tensor]) -> None:
-        for step in peaks:
-            for confidences, peak in zip(self._confidences, step.tolist(), strict=False):
-                confidences.append(peak)
-
-    def _row_of(self) -> dict[int, list[int]]:
-        """For each row that is drawn, where its draft_probs lie: step by step, row by row."""
-        row_of: dict[int, list[int]] = {index: [] for index in self._drawn}
-        position = 0
-        for ids in self._picked:
-            for index in self._drawn:
-                if index < len(ids):
-                    row_of[index].append(position)
-                    position += 1
-        return row_of
-
-    def _spelled_out(
-        self,
-        row: DraftRow,
-        drafted: Sequence[int],
-        confidences: Sequence[float],
-        probs: torch.Tensor,
-        rows: Sequence[int],
-    ) -> Draft:
-        """What was drawn as target tokens: the first of each draw with its row, the rest certain.
-
-        The draft ends by count or with a draw that says so itself, never by how likely it was.
+        Args:
+            active: Requests that were picked for in each step.
         """
-        sampling = self._rules.sampling
-        assert sampling is not None
-        proposal: list[int] = []
-        row_of: list[int] = []
-        peaks: list[float] = []
-        for place, (drawn, line) in enumerate(zip(drafted, rows, strict=False)):
-            tokens = sampling.spell(drawn)
-            ended = not len(tokens) or drawn in self._rules.ends
-            if not len(tokens) and not sampling.tokens.renormalise:
-                tokens = [int(probs[line].argmax())]  # what stands in for nothing
-            proposal += tokens
-            row_of += [line, *[-1] * (len(tokens) - 1)][: len(tokens)]
-            if confidences:
-                peaks += [confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
-            if ended:
-                break
-        draft = Draft.chain(row.task.req_id, proposal, peaks, DraftProbs(probs, row_of))
-        return draft.first(row.task.lookahead)
-
-    def _penalised(self) -> Penalties | None:
-        vocab_size = self._rules.vocab_size
-        penalised = [
-            PenalisedRow(
-                index, row.task.penalty, row.task.state.count_tokens(vocab_size, self._device)
-            )
-            for index, row in enumerate(self._rows)
-            if row.task.penalty is not None and row.steps
-        ]
-        return Penalties(penalised, self._device) if penalised else None
-
-    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first step of rows that have a say in it; its score tells whether it is finite."""
-        best = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-        ids = [
-            row.choose(candidates) if row.choose else candidates[0]
-            for row, candidates in zip(self._rows, best.indices.tolist(), strict=False)
-        ]
-        return best.values[:, 0], torch.tensor(ids, device=logits.device)
+        row_of: dict[int, list[int]] = {index: [] for index in self.drawn}
+        position = 0
+        for count in active:
+            for index in self.drawn[: bisect_left(self.drawn, count)]:
+                row_of[index].append(position)
+                position += 1
+        return row_of

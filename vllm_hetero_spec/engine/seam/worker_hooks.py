@@ -2,7 +2,7 @@
 """Hooks in vLLM's worker and model runner, installed where vLLM builds the proposer.
 
 vLLM's `custom_class` calls `propose` without request ids. The hook on `propose_draft_token_ids`
-hands our proposer the scheduler's output instead.
+hands our proposer the scheduler's output instead; the one on `take_draft_token_ids` lets it finish.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,10 @@ class Proposer(transport.Reporter, Protocol):
     def after_step(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Drafts for every request of the batch."""
+        """Begin to draft for every request of the batch; the lists that `finish` fills."""
+
+    def finish(self) -> None:
+        """The scheduler asks for the drafts."""
 
     def snapshot(self) -> DraftStats:
         """The counters as they stand."""
@@ -52,6 +55,7 @@ def install_worker_hooks(proposer: type[Proposer]) -> None:
         if "load_model" in vars(runner):
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
+    patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", wrap_take(proposer))
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
@@ -115,6 +119,23 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
 
         return propose_draft_token_ids
+
+    return wrap
+
+
+def wrap_take(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`take_draft_token_ids` that first lets a drafter of ours finish."""
+
+    def wrap(original: _Original) -> _Original:
+        def take_draft_token_ids(
+            runner: "GPUModelRunner", *args: object, **kwargs: object
+        ) -> object:
+            drafter = getattr(runner, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.finish()
+            return original(runner, *args, **kwargs)
+
+        return take_draft_token_ids
 
     return wrap
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every token of a round goes, worked out on the host before anything is queued.
+
+A round catches every request up in one forward and then takes single steps. All lengths are known
+from the start, so positions and KV slots of all steps are too: they cross to the device at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+
+# The slot of a token whose KV is not to be written.
+NOWHERE = -1
+
+
+@dataclass
+class Feed:
+    """The tokens of one forward: int64 [N], one request's after the other's.
+
+    Attributes:
+        ids: Drafter ids.
+        positions: Of each in its sequence.
+        slots: Block number * block size + offset, NOWHERE for tokens whose KV is written already.
+        starts: int32 [B+1], offset of each request among the N tokens.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def max_query(self) -> int:
+        """Most tokens of one request."""
+        return int(np.diff(self.starts).max())
+
+    @property
+    def last(self) -> np.ndarray:
+        """int64 [B], each request's last token."""
+        return self.starts[1:].astype(np.int64) - 1
+
+
+@dataclass
+class RoundPlan:
+    """A round of B requests, those with more steps first; behind the n real ones, idle places.
+
+    Attributes:
+        feed: What catches the n requests up.
+        table: int32 [B, W], their KV blocks, 0 behind the last.
+        lengths: int32 [S, B], tokens of each sequence after catching up and after each step.
+        places: int64 [S, 2, B], position and slot of the token that each step feeds; row 0, which
+            catches up, is not read.
+        active: Requests that still draft in each of the S steps; the first is n where all do.
+        uniform: Whether every place is fed as many tokens, idle ones too.
+    """
+
+    feed: Feed
+    table: np.ndarray
+    lengths: np.ndarray
+    places: np.ndarray
+    active: Sequence[int]
+    uniform: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Drafter tokens of the longest draft, S; at least 1."""
+        return len(self.lengths)
+
+
+class Planner:
+    """Plans the rounds of one drafter.
+
+    Args:
+        block_size: Tokens of a KV block.
+        max_length: Most tokens of a sequence.
+    """
+
+    def __init__(self, block_size: int, max_length: int) -> None:
+        self.block_size, self._max_length = block_size, max_length
+
+    def plan(
+        self,
+        sequences: Sequence[DraftSequence],
+        pending: Sequence[Sequence[int]],
+        steps: Sequence[int],
+        size: int = 0,
+        width: int = 0,
+    ) -> RoundPlan:
+        """A round.
+
+        Args:
+            sequences: Of the n requests.
+            pending: Drafter ids that each is to be fed first, at least one.
+            steps: Drafter tokens that each is to draft, not increasing; may be 0.
+            size: Places of the round, B; n where smaller.
+            width: Feed every place so many tokens, the last of its text, in the place of `pending`,
+                of which none may have more: those whose KV is written already are read again and
+                written nowhere. 0 feeds what is pending.
+        """
+        count = len(sequences)
+        cached = np.array([len(sequence.kv_ids) for sequence in sequences], np.int64)
+        queries = np.array([len(ids) for ids in pending], np.int64)
+        table = self.table(sequences, size)
+        size = len(table)
+        feed = self.ragged(table, cached, pending)
+        if width:
+            feed = self._uniform(feed, sequences, cached, queries, size, width)
+        rounds = max(1, steps[0])
+        lengths = np.ones((rounds, size), np.int32)
+        after = cached + queries + np.arange(rounds)[:, None]  # tokens behind each step
+        lengths[:, :count] = np.minimum(after, self._max_length)
+        places = np.zeros((rounds, 2, size), np.int64)
+        positions = lengths[:, :count] - 1
+        places[:, 0, :count] = positions
+        places[:, 1] = NOWHERE
+        blocks = np.minimum(positions // self.block_size, table.shape[1] - 1)
+        slots = np.take_along_axis(table[:count], blocks.T, 1).T.astype(np.int64)
+        slots = slots * self.block_size + positions % self.block_size
+        drafts = np.arange(rounds)[:, None] < np.array(steps)
+        places[:, 1, :count] = np.where(drafts, slots, NOWHERE)
+        return RoundPlan(feed, table, lengths, places, drafts.sum(1).tolist(), width > 0)
+
+    def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
+        """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""
+        width = max(len(sequence.table.blocks) for sequence in sequences)
+        table = np.zeros((max(size, len(sequences)), width), np.int32)
+        for line, sequence in zip(table, sequences, strict=False):
+            count = len(sequence.table.blocks)
+            line[:count] = sequence.table.row[:count]
+        return table
+
+    def ragged(
+        self, table: np.ndarray, cached: np.ndarray, pending: Sequence[Sequence[int]]
+    ) -> Feed:
+        """Every line's pending ids, behind the tokens that it has cached.
+
+        Args:
+            table: int32 [n, W] or more.
+            cached: int64 [n], tokens of each line whose KV is written.
+            pending: Drafter ids to feed, at least one for each line.
+        """
+        queries = np.array([len(ids) for ids in pending], np.int32)
+        starts = np.zeros(len(pending) + 1, np.int32)
+        np.cumsum(queries, out=starts[1:])
+        ids = np.fromiter(chain.from_iterable(pending), np.int64, starts[-1])
+        lines = np.repeat(np.arange(len(pending)), queries)
+        positions = np.arange(len(ids)) + (cached - starts[:-1])[lines]
+        blocks = table[lines, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        return Feed(ids, positions, slots, starts)
+
+    @staticmethod
+    def _uniform(
+        ragged: Feed,
+        sequences: Sequence[DraftSequence],
+        cached: np.ndarray,
+        queries: np.ndarray,
+        size: int,
+        width: int,
+    ) -> Feed:
+        """As many tokens for every place, padded to the left with what is known."""
+        ids = np.zeros((size, width), np.int64)
+        positions = np.zeros((size, width), np.int64)
+        slots = np.full((size, width), NOWHERE, np.int64)
+        count = len(sequences)
+        positions[:count] = (cached + queries)[:, None] + np.arange(-width, 0)
+        new = np.zeros((size, width), bool)
+        new[:count] = np.arange(width) >= width - queries[:, None]
+        ids[new], slots[new] = ragged.ids, ragged.slots
+        for line, (sequence, query) in enumerate(zip(sequences, queries.tolist(), strict=True)):
+            if query < width:
+                ids[line, : width - query] = sequence.kv_ids[query - width :]
+        starts = np.arange(0, size * width + 1, width, dtype=np.int32)
+        return Feed(ids.ravel(), positions.ravel(), slots.ravel(), starts)

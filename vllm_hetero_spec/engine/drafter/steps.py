@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round on the device: catch up, then one step after the other, none of which is waited for."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.sending import Send
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.round_plan import Feed, RoundPlan
+from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
+
+
+class Shape(NamedTuple):
+    """How a round is to be planned: see `Planner.plan`."""
+
+    size: int = 0
+    width: int = 0
+
+
+class Steps(Protocol):
+    """Runs a round's forwards, and leaves each row's best in `picked`."""
+
+    picked: Picked
+
+    def shape(self, count: int, pending: int, context: int) -> Shape:
+        """How to plan a round.
+
+        Args:
+            count: Its requests.
+            pending: Most tokens that one of them is to be fed first.
+            context: Fewest tokens that one of them has in all.
+        """
+
+    def begin(self, plan: RoundPlan) -> torch.Tensor:
+        """Catch up; logits [n, V_D] of the tokens that may be picked."""
+
+    def step(self, number: int) -> torch.Tensor:
+        """Feed what step `number` - 1 picked; logits of the requests that still draft."""
+
+    def again(self) -> None:
+        """The steps of this round begin anew, behind what is picked now in step 0."""
+
+
+class Forwards:
+    """Single forwards, made on the host: whatever is not a plain step of a round.
+
+    Args:
+        model: The drafter.
+        rules: What may be picked.
+        send: Brings arrays to the device.
+    """
+
+    def __init__(self, model: DrafterModel, rules: PickRules, send: Send) -> None:
+        self._model, self._rules, self._send = model, rules, send
+
+    def feed(self, feed: Feed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+        """One forward; logits [n, V_D] of the tokens that may be picked.
+
+        Args:
+            feed: Its tokens.
+            table: int32 [n, W], the KV blocks of its requests.
+            lengths: int32 [n], their tokens after it.
+        """
+        ids = real_ids(feed.ids, self._rules)
+        arrays = (ids, feed.positions, feed.slots, feed.starts, lengths, table, feed.last)
+        batch = ragged_batch(self._send(*arrays), feed, lengths)
+        return self._rules.only_real(self._model.forward(batch))
+
+
+def real_ids(ids: np.ndarray, rules: PickRules) -> np.ndarray:
+    """Ids that the drafter has; it reads id 0 in the place of others."""
+    return np.where(ids < rules.vocab_size, ids, 0)
+
+
+def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
+    """A forward over what was sent: ids, positions, slots, starts, lengths, table, last."""
+    ids, positions, slots, starts, device_lengths, table, last = sent
+    return ForwardBatch(
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        starts=starts,
+        starts_cpu=torch.from_numpy(feed.starts),
+        lengths=device_lengths,
+        lengths_cpu=torch.from_numpy(lengths),
+        table=table,
+        max_query=feed.max_query,
+        max_length=int(lengths.max()),
+        last=last if feed.max_query > 1 else None,
+    )
+
+
+class EagerSteps:
+    """Runs rounds of any shape.
+
+    Args:
+        model: The drafter.
+        rules: What may be picked.
+        send: Brings arrays to the device.
+        picked: Where each row's best goes.
+    """
+
+    def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
+        self._model, self._rules, self._send, self.picked = model, rules, send, picked
+
+    def shape(self, count: int, pending: int, context: int) -> Shape:
+        """See `Steps`: any shape will do."""
+        return Shape()
+
+    def begin(self, plan: RoundPlan) -> torch.Tensor:
+        """See `Steps`."""
+        feed, count = plan.feed, len(plan.feed.starts) - 1
+        ids, positions, slots, starts, lengths, table, last, places, firsts = self._send(
+            real_ids(feed.ids, self._rules),
+            feed.positions,
+            feed.slots,
+            feed.starts,
+            plan.lengths,
+            plan.table,
+            feed.last,
+            plan.places,
+            np.arange(count + 1, dtype=np.int32),
+        )
+        self._plan, self._lengths, self._places = plan, lengths, places
+        self._table, self._starts = table, firsts
+        self._lengths_cpu = torch.from_numpy(plan.lengths)
+        self._starts_cpu = torch.arange(count + 1, dtype=torch.int32)
+        self._longest = plan.lengths.max(1).tolist()
+        sent = (ids, positions, slots, starts, lengths[0], table, last)
+        logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0]))
+        logits = self._rules.only_real(logits)
+        self.picked.best(logits, 0)
+        return logits
+
+    def step(self, number: int) -> torch.Tensor:
+        """See `Steps`."""
+        count = self._plan.active[number]
+        batch = ForwardBatch(
+            ids=self.picked.ids(number - 1, count),
+            positions=self._places[number, 0, :count],
+            slots=self._places[number, 1, :count],
+            starts=self._starts[: count + 1],
+            starts_cpu=self._starts_cpu[: count + 1],
+            lengths=self._lengths[number, :count],
+            lengths_cpu=self._lengths_cpu[number, :count],
+            table=self._table[:count],
+            max_query=1,
+            max_length=self._longest[number],
+        )
+        logits = self._rules.only_real(self._model.forward(batch))
+        self.picked.best(logits, number)
+        return logits
+
+    def again(self) -> None:
+        """See `Steps`: every step is told its number."""
