@@ -14,6 +14,10 @@ FIRST = torch.tensor([2, 0, 2, 1, 3])
 REQUESTS = 9
 
 
+def send(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
 def batch(races: bool, steps: int = 3) -> DrawBatch:
     draws = [
         Draw(
@@ -24,7 +28,7 @@ def batch(races: bool, steps: int = 3) -> DrawBatch:
     lengths = torch.tensor([1, 2, 1, 3, 1])
     method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
     generator = torch.Generator().manual_seed(3)
-    return DrawBatch(draws, [steps] * REQUESTS, method, generator)
+    return DrawBatch(range(REQUESTS), draws, [steps] * REQUESTS, method, generator, send)
 
 
 def logits(step: int) -> torch.Tensor:

@@ -5,18 +5,27 @@ import ctypes
 from typing import Any
 
 import torch
+from toy_drafter import ToyDrafterModel
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import Picker, PickRules
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.text.context import IdentityContext
 
 WIDTH = 5
+
+
+class SameRows(ToyDrafterModel):
+    """Expects the same next token whatever the text."""
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        return torch.arange(3.0).repeat(len(batch.lengths), 1)
 
 
 def drafted(steps: list[int]) -> list[Draft]:
@@ -24,24 +33,14 @@ def drafted(steps: list[int]) -> list[Draft]:
     tokens = TokenMap(torch.tensor([4, 0, 2]), WIDTH)
     lengths = torch.ones(3, dtype=torch.int64)
     method = SampledMethod(tokens, lengths, lambda d: (int(tokens.first[d]),))
-    nothing = torch.zeros(0, dtype=torch.int64)
-    rules = PickRules(
-        vocab_size=3,
-        banned=nothing,
-        ends=frozenset(),
-        sampling=method,
-        generator=torch.Generator().manual_seed(1),
-    )
     rows = []
     for index, count in enumerate(steps):
         state = RequestState(str(index), IdentityContext())
         task = DraftTask(state, lookahead=count, draw=Draw(1.0))
-        rows.append(DraftRow(task, DraftSequence(BlockTable()), [0], count))
-    picker = Picker(rows, rules, torch.device("cpu"))
-    for step in range(max(steps)):
-        count = sum(n > step for n in steps)
-        picker.pick(torch.arange(3.0).expand(count, 3).clone())
-    drafts = [row.proposal for row in picker.collect()]
+        table = BlockTable(blocks=[1, 2, 3])
+        rows.append(DraftRow(task, DraftSequence(table), [0], count))
+    drafter = Drafter(SameRows(), (), 3, max(steps), len(steps), method)  # type: ignore[arg-type]
+    drafts = [row.proposal for row in drafter.run(rows)]
     assert all(drafts)
     return drafts
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.staging import Sender
 
 
 def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> RequestParams:
@@ -79,7 +80,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
     from vllm.model_executor.layers.utils import apply_penalties
 
     torch.manual_seed(0)
-    vocab, device = 50, torch.device("cpu")
+    vocab = 50
     prompts = [torch.randint(vocab, (9,)).tolist() for _ in range(3)]
     outputs = [torch.randint(vocab, (n,)).tolist() for n in (0, 5, 12)]
     penalties = [Penalty(0.5, 0.3, 1.0), Penalty(0.0, 0.0, 1.4), Penalty(-0.2, 0.7, 0.8)]
@@ -87,7 +88,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
         PenalisedRow(2 * i, penalty, counts_of(prompts[i], outputs[i], vocab))
         for i, penalty in enumerate(penalties)
     ]
-    ours = Penalties(rows, device)
+    ours = Penalties(rows, Sender(torch.device("cpu"), turns=4).send)
     for step in range(4):
         logits = torch.randn(5, vocab)
         expected = logits.clone()
@@ -111,7 +112,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
 
 def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
     rows = [PenalisedRow(row, Penalty(1.0), counts_of([], [3], 5)) for row in (1, 3)]
-    ours = Penalties(rows, torch.device("cpu"))
+    ours = Penalties(rows, Sender(torch.device("cpu"), turns=4).send)
     logits = torch.zeros(2, 5)
     ours.apply(logits)
     assert logits.nonzero().tolist() == [[1, 3]]
@@ -129,6 +130,7 @@ def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
     unchanged = 0
     for _ in range(40):
         counts.update(ids, unchanged)
+        counts.flush(*map(torch.from_numpy, counts.news()))
         known = torch.tensor([i if i < 7 else 0 for i in ids])  # what does not exist counts as 0
         assert torch.equal(counts.everywhere, torch.bincount(known, minlength=7).float())
         assert torch.equal(counts.output, torch.bincount(known[prompt:], minlength=7).float())

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs without a GPU: the operations that work queues are taped, and replayed as they were.
+
+Python does not run in a replay, so a value that was baked in, a tensor that was bound to another
+name or made anew, and a branch that should have been taken again all show as differences. What a
+real capture refuses is refused: reading a value on the host, and shapes that depend on values. The
+tape holds no tensor but those it made itself.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+_REFUSED = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+}
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._made: dict[int, tuple[int, torch.Tensor]] = {}  # by id: number on the tape
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _REFUSED:
+            raise RuntimeError(f"{func} cannot be captured: it waits for the device")
+        if func is aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise RuntimeError("indexing by a boolean mask cannot be captured")
+        noted = tree_map(self._note, (args, kwargs))
+        result = func(*args, **kwargs)
+        outs = []
+        for out in tree_flatten(result)[0]:
+            if isinstance(out, torch.Tensor) and id(out) not in self._made:
+                self._made[id(out)] = self._count, out
+                self._count += 1
+            outs.append(self._made[id(out)][0] if isinstance(out, torch.Tensor) else None)
+        self.calls.append((func, *noted, outs))
+        return result
+
+    def _note(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in self._made:
+            return _Made(self._made[id(value)][0])
+        return _Outside(value)
+
+    def finish(self) -> None:
+        """Let go of all that was made while taping."""
+        self._made.clear()
+
+
+class _Made:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Outside:
+    """A tensor that must be there for as long as the tape is replayed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._address = tensor.data_ptr()
+
+    def get(self) -> torch.Tensor:
+        tensor = self._tensor()
+        if tensor is None:
+            raise RuntimeError("a replay reads a tensor that nobody keeps")
+        if tensor.data_ptr() != self._address:
+            raise RuntimeError("a replay reads a tensor that has moved")
+        return tensor
+
+
+class TapeGraphs:
+    """`Graphs` for a CPU.
+
+    Attributes:
+        replays: How often a tape was replayed.
+        captured: How many there are.
+    """
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.captured = 0
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()  # as a warm-up
+        tape = _Tape()
+        with tape:
+            work()
+        tape.finish()
+        self.captured += 1
+
+        def replay() -> None:
+            self.replays += 1
+            made: dict[int, torch.Tensor] = {}
+
+            def now(value: Any) -> Any:
+                if isinstance(value, _Made):
+                    return made[value.number]
+                return value.get() if isinstance(value, _Outside) else value
+
+            for func, args, kwargs, outs in tape.calls:
+                args, kwargs = tree_map(now, (args, kwargs))
+                result = func(*args, **kwargs)
+                for number, out in zip(outs, tree_flatten(result)[0], strict=True):
+                    if number is not None:
+                        made[number] = out
+
+        return replay

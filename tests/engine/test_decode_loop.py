@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of drafting on a toy model: by graphs as eagerly, and what crosses to the device."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tape_graphs import TapeGraphs
+from torch.overrides import TorchFunctionMode
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine import staging
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.text.context import IdentityContext
+
+LOOKAHEAD, REQUESTS = 3, 8
+
+
+class World:
+    """A drafter, and texts that go on as a target would write them."""
+
+    def __init__(self, *, sampled: bool = False) -> None:
+        first = torch.arange(VOCAB)
+        method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
+        self.model = ToyDrafterModel()
+        self.drafter = Drafter(
+            self.model,  # type: ignore[arg-type]
+            {0},
+            VOCAB,
+            LOOKAHEAD,
+            REQUESTS,
+            method if sampled else None,
+            confidences=True,
+        )
+        self.pool = KVPool(BLOCKS, SIZE)
+        self.states: dict[str, RequestState] = {}
+
+    def row(self, name: str, text: Sequence[int], steps: int, choose: Any = None) -> DraftRow:
+        """What an engine makes of a request whose text is `text` now."""
+        context = IdentityContext()
+        context.ids = list(text)
+        old = self.states.get(name)
+        state = self.states[name] = RequestState(name, context, num_prompt=2)
+        if old is not None:
+            state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
+            state.counts = old.counts
+        state.align(self.pool, 0)
+        assert state.sequence is not None
+        pending = list(text[state.num_kv_valid :])
+        assert self.pool.grow(state.sequence.table, len(text) + steps)
+        state.num_kv_valid = len(text)
+        return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps, choose)
+
+    def close(self, name: str) -> None:
+        self.states.pop(name).close(self.pool)
+
+
+def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) -> TapeGraphs:
+    graphs = TapeGraphs()
+    world.drafter.record(graphs, sizes, GraphSupport(in_graph, several_tokens=True))
+    return graphs
+
+
+def alike(first: Sequence[DrafterTokens], second: Sequence[DrafterTokens]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert one.tokens == other.tokens
+        assert one.finite == other.finite
+        assert one.confidences == pytest.approx(other.confidences)
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("optimistic", [True, False])
+def test_graphs_draft_as_without(in_graph: bool, optimistic: bool) -> None:
+    """Random rounds: batches of every size, long and short catching up, early ends, other first
+    tokens, texts that are taken back, requests that leave. The eager drafter takes the same."""
+    chance = random.Random(2)
+    eager, recorded = World(), World()
+    graphs = record(recorded, in_graph=in_graph)
+    recorded.drafter._on_host = not optimistic
+    texts: dict[str, list[int]] = {}
+    addresses: dict[str, int] = {}
+    for number in range(60):
+        while len(texts) < chance.randint(1, 6):
+            texts[str(len(texts) + 100 * number)] = chance.choices(range(1, VOCAB), k=3)
+        batch = chance.sample(sorted(texts), chance.randint(1, len(texts)))
+        steps = [chance.choice((0, 1, 3, 5)) for _ in batch]
+        wanted = {name: chance.randrange(8) for name in batch if chance.random() < 0.3}
+        drafted = []
+        for world in (eager, recorded):
+            rows = [
+                world.row(
+                    name,
+                    texts[name],
+                    count,
+                    (lambda ids, i=wanted[name]: ids[i]) if name in wanted and count else None,
+                )
+                for name, count in zip(batch, steps, strict=True)
+            ]
+            drafted.append(world.drafter.run(rows))
+        alike(*drafted)
+        for name, count in zip(batch, steps, strict=True):
+            assert eager.states[name].sequence.kv_ids == recorded.states[name].sequence.kv_ids
+            tokens = next(d.tokens for d, n in zip(drafted[0], batch, strict=True) if n == name)
+            assert len(tokens) == count
+            texts[name] += tokens[: chance.randint(0, len(tokens))]
+            texts[name] += chance.choices(range(1, VOCAB), k=chance.choice((1, 1, 2, 11)))
+            if len(texts[name]) > 100 or chance.random() < 0.1:
+                del texts[name]
+                eager.close(name)
+                recorded.close(name)
+        tensors = {
+            name: of.data_ptr()
+            for name, of in vars(recorded.drafter._steps).items()
+            if isinstance(of, torch.Tensor)
+        }
+        addresses = addresses or tensors
+        assert tensors == addresses
+    assert graphs.captured == 3 * 4
+    assert graphs.replays > 100
+    if optimistic:
+        assert recorded.drafter.overruled > 3
+    assert eager.drafter.overruled == 0
+
+
+def test_reading_again_what_is_known_writes_nothing() -> None:
+    """Catching up is padded to the left with known tokens: their KV stays as it is, to the bit."""
+    world = World()
+    record(world, in_graph=True, sizes=(4,))
+    rows = [world.row(str(i), [1 + i] * (9 + i), 1) for i in range(3)]
+    world.drafter.run(rows)
+    before = world.model.cache.clone()
+    rows = [world.row(str(i), [1 + i] * (9 + i) + [7, 9][: 1 + i % 2], 0) for i in range(3)]
+    fresh = [
+        block * SIZE + place % SIZE
+        for row in rows
+        for place in range(len(row.sequence.kv_ids), len(row.task.state.context.ids))
+        for block in [row.sequence.table.blocks[place // SIZE]]
+    ]
+    world.drafter.run(rows)
+    changed = (world.model.cache != before).any(-1).any(0).any(0)[:-1]
+    assert changed.nonzero()[:, 0].tolist() == sorted(fresh)
+
+
+def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
+    """They read what the graphs left, and feed the graphs what they drew."""
+    drafted = []
+    for graphs in (False, True):
+        world = World(sampled=True)
+        if graphs:
+            record(world, in_graph=True)
+        rows = [world.row(str(i), [3 + i, 4, 5 + i], LOOKAHEAD) for i in range(4)]
+        changed = [
+            rows[0],
+            rows[1]._replace(task=rows[1].task._replace(draw=Draw(1.3))),
+            rows[2]._replace(task=rows[2].task._replace(penalty=Penalty(5.0, 5.0, 2.0))),
+            rows[3]._replace(
+                task=rows[3].task._replace(draw=Draw(0.8, top_k=5), penalty=Penalty(3.0))
+            ),
+        ]
+        drafted.append(world.drafter.run(changed))
+    alike(*drafted)
+    for one, other in zip(*drafted, strict=True):
+        assert (one.proposal is None) == (other.proposal is None)
+        if one.proposal is not None:
+            assert one.proposal.tokens == other.proposal.tokens
+            rows = [of.proposal.draft_probs.rows for of in (one, other)]
+            torch.testing.assert_close(*rows)
+            assert one.proposal.draft_probs.row_of == other.proposal.draft_probs.row_of
+    assert len(set(drafted[0][2].tokens)) == LOOKAHEAD  # nothing twice under such a penalty
+
+
+class Crossings(TorchFunctionMode):
+    """Counts what brings data to a device, or back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "to"):
+            self.seen.append(name)
+        if name in ("tensor", "as_tensor") and kwargs.get("device") is not None:
+            self.seen.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) -> None:
+    sent, fetched = [], []
+    send, fetch = staging.Sender.send, staging.Receiver.fetch
+    monkeypatch.setattr(
+        staging.Sender, "send", lambda self, *of: sent.append(len(of)) or send(self, *of)
+    )
+    monkeypatch.setattr(
+        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
+    )
+    for graphs in (False, True):
+        world = World()
+        if graphs:
+            record(world, in_graph=True)
+        world.drafter._on_host = False
+        choose = (lambda ids: ids[0]) if judged else None
+        rows = [world.row(str(i), [3, 4, 5 + i], LOOKAHEAD, choose) for i in range(3)]
+        sent.clear()
+        fetched.clear()
+        with Crossings() as crossings:
+            world.drafter.begin(rows)
+            world.drafter.finish()
+        assert len(sent) == 1
+        assert len(fetched) == 1 + judged  # the candidates, which are looked at on the way
+        assert crossings.seen == []
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    """The tape has the power to fail."""
+    static, index = torch.zeros(4), torch.tensor([1])
+    for work in (
+        lambda: static.add_(float(static.sum())),
+        lambda: static[static > 0],
+        lambda: static.nonzero(),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            TapeGraphs().capture(work)
+    kept = [torch.ones(4)]
+    replay = TapeGraphs().capture(lambda: static.add_(kept[0]))
+    kept[0] = torch.ones(4)
+    with pytest.raises(RuntimeError, match="nobody keeps"):
+        replay()
+    count = [0]
+
+    def baked() -> None:
+        count[0] += 1
+        static.index_fill_(0, index, count[0])
+
+    replay = TapeGraphs().capture(baked)
+    replay()
+    replay()
+    assert static[1] == 2 == count[0]

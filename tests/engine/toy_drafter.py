@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small random drafter with paged attention in tensor operations, in the place of a real one."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_hetero_spec.engine.drafter.model import ForwardBatch
+
+SIZE, BLOCKS, VOCAB, WIDTH, LAYERS = 4, 256, 31, 16, 2
+
+
+class ToyDrafterModel:
+    """Stands in for `DrafterModel`: its forward is the same for any batch that holds the same text.
+
+    Attributes:
+        cache: float64 [layers, 2, slots + 1, width]; the last slot takes what is written nowhere.
+        fed: Tokens of all forwards whose metadata was made on the host.
+    """
+
+    def __init__(self, max_length: int = 128) -> None:
+        random = torch.Generator().manual_seed(5)
+
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=random, dtype=torch.float64) / WIDTH**0.5
+
+        self.device = torch.device("cpu")
+        self.block_size, self.num_blocks, self.max_length = SIZE, BLOCKS, max_length
+        self.cache = torch.zeros(LAYERS, 2, BLOCKS * SIZE + 1, WIDTH, dtype=torch.float64)
+        self.embedding, self.places = weight(VOCAB, WIDTH) * 4, weight(max_length, WIDTH) * 2
+        self.layers = [[weight(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
+        self.head = weight(WIDTH, VOCAB) * 4
+        self.fed = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.metadata(batch)
+        return self.logits(batch)
+
+    def metadata(self, batch: ForwardBatch, *, to_capture: bool = False) -> Any:
+        self.fed += len(batch.ids)
+        return {}
+
+    def update(self, metadata: Any) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def context(self, metadata: Any, batch: ForwardBatch) -> Iterator[None]:
+        yield
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        count = len(batch.ids)
+        request_of = torch.searchsorted(batch.starts[1:], torch.arange(count), right=True)
+        places = torch.arange(batch.table.shape[1] * SIZE)
+        slots = batch.table[request_of][:, places // SIZE].long() * SIZE + places % SIZE
+        seen = places[None] <= batch.positions[:, None]
+        written = torch.where(batch.slots < 0, BLOCKS * SIZE, batch.slots)
+        hidden = self.embedding[batch.ids.long()] + self.places[batch.positions]
+        for layer, (q, k, v, out) in enumerate(self.layers):
+            keys, values = self.cache[layer]
+            keys.index_copy_(0, written, hidden @ k)
+            values.index_copy_(0, written, hidden @ v)
+            scores = (keys[slots] @ (hidden @ q)[:, :, None])[:, :, 0]
+            share = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            hidden = (hidden + ((share[:, None] @ values[slots])[:, 0] @ out)).tanh()
+        if batch.last is not None:
+            hidden = hidden[batch.last]
+        elif batch.max_query > 1:
+            hidden = hidden.view(-1, batch.max_query, WIDTH)[:, -1]
+        return hidden @ self.head
