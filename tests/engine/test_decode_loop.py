@@ -119,7 +119,7 @@ def test_graphs_draft_as_without(in_graph: bool, optimistic: bool) -> None:
                 recorded.close(name)
         tensors = {
             name: of.data_ptr()
-            for name, of in vars(recorded.drafter._steps).items()
+            for name, of in vars(recorded.drafter._steps._on).items()
             if isinstance(of, torch.Tensor)
         }
         addresses = addresses or tensors

@@ -47,9 +47,9 @@ def test_the_drafter_waits_for_all_first_tokens(
     demo_pair: Path, ids: list[int], alone: dict[int, dict[str, list[int]]]
 ) -> None:
     with engine(demo_pair / "target", slem(demo_pair / "drafter"), **CHUNKS) as llm:
-        model = proposer_of(llm).drafting.drafter.model
-        before = model.forwards  # of calibration and profiling
-        steps = [(out, model.forwards - before) for out in serve(llm, ids, LONG)]
+        drafter = proposer_of(llm).drafting.drafter
+        before = drafter.forwards  # of calibration and profiling
+        steps = [(out, drafter.forwards - before) for out in serve(llm, ids, LONG)]
         waited = [forwards for out, forwards in steps if not all(map(len, out.values()))]
         assert len(waited) >= 2  # the prompts came in chunks
         assert not any(waited)
@@ -63,8 +63,8 @@ def test_the_drafter_waits_for_all_first_tokens(
         assert stats["skipped"]["catching_up"] >= REQUESTS
 
         # Short prompts are read, and drafted for, where the first token is sampled.
-        before, skipped = model.forwards, stats["skipped"]["catching_up"]
-        steps = [(out, model.forwards - before) for out in serve(llm, ids, SHORT)]
+        before, skipped = drafter.forwards, stats["skipped"]["catching_up"]
+        steps = [(out, drafter.forwards - before) for out in serve(llm, ids, SHORT)]
         assert steps[0][1] > 0
         assert steps[-1][0] == alone[SHORT]
         assert read_stats(llm)["skipped"]["catching_up"] == skipped

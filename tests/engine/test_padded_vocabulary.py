@@ -47,7 +47,7 @@ class Watch:
         self.ids: set[int] = set()
         self.steps = self.padding_won = 0
         drafter = proposer_of(llm).drafting.drafter
-        forward, run = drafter.model.forward, drafter.run
+        forward, finish = drafter.model.forward, drafter.finish
 
         def watched_forward(*args: Any) -> torch.Tensor:
             logits = forward(*args)
@@ -55,13 +55,13 @@ class Watch:
             self.padding_won += int((logits.argmax(-1) >= size).sum())
             return logits
 
-        def watched_run(rows: list[Any], *control: Any) -> Any:
-            drafted = run(rows, *control)
+        def watched_finish() -> Any:
+            drafted = finish()
             self.ids |= {i for row in drafted for i in row.tokens}
             return drafted
 
         patch.setattr(drafter.model, "forward", watched_forward)
-        patch.setattr(drafter, "run", watched_run)
+        patch.setattr(drafter, "finish", watched_finish)
 
 
 @pytest.mark.engine
@@ -73,7 +73,7 @@ def test_padded_rows_of_the_drafter_are_never_drafted(
     with engine(demo_pair / "target", slem(drafter)) as llm:
         watch = Watch(llm, monkeypatch, size)
         assert generate(llm, texts, greedy()) == alone
-        assert read_stats(llm)["skipped"] == {}
+        assert set(read_stats(llm)["skipped"]) <= {"catching_up"}
         assert metrics_of(llm)["num_accepted_tokens"] > 0
     assert watch.padding_won > watch.steps * 0.9  # else nothing is shown
     assert watch.ids
@@ -95,7 +95,7 @@ def test_prompts_may_name_rows_that_only_the_target_has(demo_pair: Path, tmp_pat
         alone = [generate(llm, prompts, params) for params in (greedy(), penalised)]
     with engine(target, slem(model)) as llm:
         assert [generate(llm, prompts, params) for params in (greedy(), penalised)] == alone
-        assert read_stats(llm)["skipped"] == {}
+        assert set(read_stats(llm)["skipped"]) <= {"catching_up"}
         assert metrics_of(llm)["num_drafts"] > 0
 
 
@@ -116,7 +116,7 @@ def test_special_tokens_without_a_row_are_left_out(
     drafter = with_token(demo_pair / "drafter", tmp_path / "drafter", "<|pad|>", special=True)
     with engine(demo_pair / "target", slem(drafter)) as llm:
         assert generate(llm, texts, greedy()) == alone
-        assert read_stats(llm)["skipped"] == {}
+        assert set(read_stats(llm)["skipped"]) <= {"catching_up"}
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
@@ -316,42 +316,10 @@ class Drafter:
             peaks = tokens.peaks[index, :count].tolist() if self._rules.confidences else []
             draft = None
             if probs is not None and index in row_of:
-                drawn = ids if sound else []
-                draft = self._spelled_out(row, drawn, peaks, probs, row_of[index], stand_ins)
+                drawn = Drawn(ids if sound else [], row_of[index], peaks)
+                draft = drawn.draft(row.task, self._rules, probs, stand_ins)
             drafted.append(DrafterTokens(ids, sound, peaks, draft))
         return drafted
-
-    def _spelled_out(
-        self,
-        row: DraftRow,
-        drafted: Sequence[int],
-        confidences: Sequence[float],
-        probs: torch.Tensor,
-        rows: Sequence[int],
-        stand_ins: np.ndarray | None,
-    ) -> Draft:
-        """What was drawn as target tokens: the first of each draw with its row, the rest certain.
-
-        The draft ends by count or with a draw that says so itself, never by how likely it was.
-        """
-        sampling = self._rules.sampling
-        assert sampling is not None
-        proposal: list[int] = []
-        row_of: list[int] = []
-        peaks: list[float] = []
-        for place, (drawn, line) in enumerate(zip(drafted, rows, strict=False)):
-            tokens = sampling.spell(drawn)
-            ended = not len(tokens) or drawn in self._rules.ends
-            if not len(tokens) and stand_ins is not None:
-                tokens = [int(stand_ins[line])]
-            proposal += tokens
-            row_of += [line, *[-1] * (len(tokens) - 1)][: len(tokens)]
-            if confidences:
-                peaks += [confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
-            if ended:
-                break
-        draft = Draft.chain(row.task.req_id, proposal, peaks, DraftProbs(probs, row_of))
-        return draft.first(row.task.lookahead)
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:
         spans = SpanDrafting(rows, self._rules, self._planner, self._feed, self._send_own)

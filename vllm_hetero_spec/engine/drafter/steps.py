@@ -93,6 +93,26 @@ def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) 
     )
 
 
+class _Sent(NamedTuple):
+    """A round's plan, and what of it is on the device.
+
+    Attributes:
+        plan: On the host.
+        lengths, places, table: See `RoundPlan`.
+        starts: int32 [n+1], where every request has one token.
+        longest: Of each step's `lengths`.
+    """
+
+    plan: RoundPlan
+    lengths: torch.Tensor
+    lengths_cpu: torch.Tensor
+    places: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor
+    starts_cpu: torch.Tensor
+    longest: Sequence[int]
+
+
 class EagerSteps:
     """Runs rounds of any shape.
 
@@ -105,6 +125,7 @@ class EagerSteps:
 
     def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
+        self._sent: _Sent | None = None
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """See `Steps`: any shape will do."""
@@ -124,11 +145,16 @@ class EagerSteps:
             plan.places,
             np.arange(count + 1, dtype=np.int32),
         )
-        self._plan, self._lengths, self._places = plan, lengths, places
-        self._table, self._starts = table, firsts
-        self._lengths_cpu = torch.from_numpy(plan.lengths)
-        self._starts_cpu = torch.arange(count + 1, dtype=torch.int32)
-        self._longest = plan.lengths.max(1).tolist()
+        self._sent = _Sent(
+            plan=plan,
+            lengths=lengths,
+            lengths_cpu=torch.from_numpy(plan.lengths),
+            places=places,
+            table=table,
+            starts=firsts,
+            starts_cpu=torch.arange(count + 1, dtype=torch.int32),
+            longest=plan.lengths.max(1).tolist(),
+        )
         sent = (ids, positions, slots, starts, lengths[0], table, last)
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0]))
         logits = self._rules.only_real(logits)
@@ -137,18 +163,20 @@ class EagerSteps:
 
     def step(self, number: int) -> torch.Tensor:
         """See `Steps`."""
-        count = self._plan.active[number]
+        sent = self._sent
+        assert sent is not None
+        count = sent.plan.active[number]
         batch = ForwardBatch(
             ids=self.picked.ids(number - 1, count),
-            positions=self._places[number, 0, :count],
-            slots=self._places[number, 1, :count],
-            starts=self._starts[: count + 1],
-            starts_cpu=self._starts_cpu[: count + 1],
-            lengths=self._lengths[number, :count],
-            lengths_cpu=self._lengths_cpu[number, :count],
-            table=self._table[:count],
+            positions=sent.places[number, 0, :count],
+            slots=sent.places[number, 1, :count],
+            starts=sent.starts[: count + 1],
+            starts_cpu=sent.starts_cpu[: count + 1],
+            lengths=sent.lengths[number, :count],
+            lengths_cpu=sent.lengths_cpu[number, :count],
+            table=sent.table[:count],
             max_query=1,
-            max_length=self._longest[number],
+            max_length=sent.longest[number],
         )
         logits = self._rules.only_real(self._model.forward(batch))
         self.picked.best(logits, number)

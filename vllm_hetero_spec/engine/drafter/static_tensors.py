@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that graphs of the drafter read and write: made once, and never bound anew."""
+
+import torch
+
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE
+from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
+
+
+class StaticTensors:
+    """Of rounds of up to B requests.
+
+    Args:
+        model: The drafter.
+        rules: What may be picked.
+        picked: Where each row's best goes; stays where it is.
+        size: B.
+        tokens: Of the largest forward.
+        widths: Tokens of each request in a forward.
+
+    Attributes:
+        ids, positions, slots, lengths, table: See `ForwardBatch`; int32 ids.
+        plan_lengths, plan_places: See `RoundPlan`.
+        step: int64 [1], the number of the next step.
+        logits: [B, V_D], behind the last token of each request.
+        now: What a step picks, before it is put into its place.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        rules: PickRules,
+        picked: Picked,
+        size: int,
+        tokens: int,
+        widths: tuple[int, ...],
+    ) -> None:
+        device, steps = model.device, len(picked.packet)
+        self._max_length = model.max_length
+        # What is made in inference mode may not be written to outside.
+        with torch.inference_mode(mode=False):
+
+            def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+                return torch.full(shape, value, dtype=dtype, device=device)
+
+            self.ids = filled(0, torch.int32, tokens)
+            self.positions = filled(0, torch.int64, tokens)
+            self.slots = filled(NOWHERE, torch.int64, tokens)
+            self.lengths = filled(1, torch.int32, size)
+            self.table = filled(0, torch.int32, size, -(-model.max_length // model.block_size))
+            self.plan_lengths = filled(1, torch.int32, steps, size)
+            self.plan_places = filled(NOWHERE, torch.int64, steps, 2, size)
+            self.step = filled(1, torch.int64, 1)
+            self.now = Picked(1, size, device, confidences=picked.confidences)
+            self._picked = picked
+            self._starts_cpu = {
+                width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
+                for width in widths
+            }
+            self._starts = {width: of.to(device) for width, of in self._starts_cpu.items()}
+            self._longest = torch.full((size,), model.max_length, dtype=torch.int32)
+            with torch.inference_mode():
+                like = rules.only_real(model.forward(self.batch(size, 1)))
+            self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+    def batch(self, size: int, width: int) -> ForwardBatch:
+        """A forward of the first `size` requests, `width` tokens each."""
+        tokens = size * width
+        return ForwardBatch(
+            ids=self.ids[:tokens],
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            starts=self._starts[width][: size + 1],
+            starts_cpu=self._starts_cpu[width][: size + 1],
+            lengths=self.lengths[:size],
+            lengths_cpu=self._longest[:size],
+            table=self.table[:size],
+            max_query=width,
+            max_length=self._max_length,
+        )
+
+    def clear(self) -> None:
+        """No text, no place: what a graph is recorded over."""
+        self.positions.zero_()
+        self.lengths.fill_(1)
+        self.slots.fill_(NOWHERE)
+        self.step.fill_(1)
+
+    def advance(self, size: int) -> None:
+        """The step's line of the plan, and what the step before picked, as its input."""
+        before = self._picked.packet.index_select(0, self.step - 1)
+        places = self.plan_places.index_select(0, self.step)
+        lengths = self.plan_lengths.index_select(0, self.step)
+        self.ids[:size].copy_(before[0, 0, :size])
+        self.positions[:size].copy_(places[0, 0, :size])
+        self.slots[:size].copy_(places[0, 1, :size])
+        self.lengths[:size].copy_(lengths[0, :size])
+
+    def pick(self, logits: torch.Tensor, *, first: bool) -> None:
+        """Each row's best of logits [n, V_D], which are kept; of the first step, or the next."""
+        kept = self.logits[: len(logits)]
+        kept.copy_(logits)
+        if first:
+            self._picked.best(kept, 0)
+            self.step.fill_(1)
+            return
+        self.now.best(kept, 0)
+        size = self.now.packet.shape[2]
+        self._picked.packet[:, :, :size].index_copy_(0, self.step, self.now.packet)
+        self.step.add_(1)
