@@ -40,7 +40,7 @@ def test_same_tokens_on_two_ranks(
         counts = read_stats(llm)
     assert counts["drafts"] > 0
     assert counts["draft_tokens"] <= 4 * counts["drafts"]
-    assert not counts["skipped"]
+    assert set(counts["skipped"]) <= {"catching_up"}
 
 
 @pytest.mark.parametrize(

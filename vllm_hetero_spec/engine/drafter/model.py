@@ -2,21 +2,20 @@
 """The second model: its forward on our own paged KV."""
 
 import contextlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionMetadata
+
 # What the attention layers read of a forward, by layer.
-Metadata = dict[str, AttentionMetadata]
+Metadata: TypeAlias = "dict[str, AttentionMetadata]"
 
 
 class ForwardBatch(NamedTuple):
