@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far to draft, in the engine: what is learnt, what requests ask for, nothing lost by it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,25 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
     assert read({"a": 3, "b": 2, "c": 1}, long, long, short) == ("c", 2)
     assert read({"a": 4, "b": 3, "c": 2}, long, long, short) == ("abc", 0)
     assert read({"a": 5, "b": 4, "d": 0}, long, long, long) == ("a", 1)
+
+
+def test_no_probe_holds_up_a_first_token() -> None:
+    """Off from the second step on: who has just begun is not looked at, but for its own wish."""
+    limits: list[list[int]] = []
+
+    class Limited(Scripted):
+        def plan(self, batch: int, given: Any, *rest: Any) -> LookaheadPlan:
+            limits.append(list(given))
+            return super().plan(batch, given, *rest)
+
+    control = LookaheadControl(Limited(2), can_stop_early=False)
+    for _ in range(2):
+        step = prompted({"a": 1, "b": 2})
+        control.observe(step)
+        control.plan(step, [40, 40])
+    assert limits == [[4, 4], [0, 4]]
+    wishing = [request._replace(params=RequestParams(0, lookahead=3)) for request in step.requests]
+    assert control.plan(replace(step, requests=wishing), [40, 40]).lookahead == [3, 3]
 
 
 def test_long_contexts_are_read_for_drafts_alone() -> None:

@@ -202,7 +202,7 @@ def test_greedy_and_random_loads_in_turn(target: str) -> None:
     assert [regime for _, regime in changes] == ["drafting", "target alone"] * 3
     for number, (at, _) in enumerate(changes, 2):
         assert at % 2.0 < 0.4, number
-    assert ours.rate > 1.04 * alike.rate
+    assert ours.rate > 1.03 * alike.rate
 
 
 def test_a_drafter_that_becomes_slow_and_recovers() -> None:
@@ -234,7 +234,7 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
     budget, probes, lost = ProbeBudget(0.0), 0, 0.02
     for step in range(20 * 50):
         now = 60.0 * (step // 50) + 0.02 * (step % 50)
-        if not budget.early(now) and budget.affords(lost):
+        if not budget.early(now) and budget.affords(lost, free=True):
             budget.begin()
             budget.charge(lost)
             budget.end()

@@ -5,7 +5,8 @@ Steps with prompts in them teach nothing. A request that asks for a lookahead of
 teaches nothing either. Knows neither where drafts come from nor which model runner asks.
 
 First tokens go first: while any request waits for its first token, or has just sampled it, the
-drafter reads no long context of a request that has only begun.
+drafter reads no long context of a request that has only begun; and no probe, be its context short,
+holds up the first token.
 """
 
 import logging
@@ -112,17 +113,18 @@ class LookaheadControl:
         """
         first_tokens = any(request.begins for request in step.requests)
         limits, num_waiting = [], 0
-        for request, left in zip(step.requests, unread, strict=True):
-            begun = first_tokens and request.num_output_tokens <= _PATIENCE
-            waits = bool(request.new_tokens) and begun and left > _LONG
-            limits.append(step.lookahead if request.new_tokens and not waits else 0)
-            num_waiting += waits
         self._stopped = False
         self._own = {}
-        for index, request in enumerate(step.requests):
+        for request, left in zip(step.requests, unread, strict=True):
+            limit = step.lookahead if request.new_tokens else 0
+            if limit and first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG:
+                limit, num_waiting = 0, num_waiting + 1
             if request.params.lookahead is not None:
-                self._own[request.req_id] = min(request.params.lookahead, limits[index])
-                limits[index] = 0
+                self._own[request.req_id] = min(request.params.lookahead, limit)
+                limit = 0
+            elif request.begins and self.controller.off:
+                limit = 0
+            limits.append(limit)
         self._plan = self.controller.plan(len(limits), limits, unread, self._random)
         self._say(len(limits))
         lookahead = list(self._plan.lookahead)

@@ -24,7 +24,7 @@ _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are ap
 _RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
 # While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
 _WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
-_WARM_UP_SECONDS = 0.1  # lost at most before a useless drafter is given up
+_WARM_UP_LOST = 1.0  # plain steps, at most, before a useless drafter is given up
 # Forecasts are made anew after probes, for another load, and else
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
@@ -72,7 +72,7 @@ class Goodput(Controller):
         self._throughput = Throughput()
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
-        self._warm_up_lost = 0.0  # seconds
+        self._warm_up_lost = 0.0  # plain steps
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
@@ -170,7 +170,8 @@ class Goodput(Controller):
         """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
         if not self.off and self._warming_up():
-            self._warm_up_lost += seconds - tokens * self._target_seconds_per_token()
+            plain = self._target_seconds_per_token()
+            self._warm_up_lost += (seconds / plain - tokens) / self._batch
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
@@ -219,7 +220,7 @@ class Goodput(Controller):
 
     def _warming_up(self) -> bool:
         drafts, lost = self._acceptance.drafts, self._warm_up_lost
-        return drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_SECONDS
+        return drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_LOST
 
     def _warm_up_gain(self, limits: Sequence[int]) -> float:
         """The gain if drafts were good, while warming up; then 0."""
@@ -279,7 +280,7 @@ class Goodput(Controller):
             sizes.add(min(self._familiar(), len(able)))
         losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
         for count in (min(sizes, key=lambda n: losses[n] / n), 1):
-            if self._budget.affords(losses[count]):
+            if self._budget.affords(losses[count], free=not self._acceptance.drafts):
                 self._costs.loosen_drafter(_LOOSE * min(1.0, (now - self._learnt_at) / _MEMORY))
                 self._budget.begin()
                 return LookaheadPlan(_lookahead_of(able[:count], length, limits), probe=True)

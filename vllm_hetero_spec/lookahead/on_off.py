@@ -41,7 +41,7 @@ class OnOff:
 
 
 class ProbeBudget:
-    """Seconds to spend on probes; the first need not be saved up for unless it is dear.
+    """Seconds to spend on probes.
 
     Args:
         now: Seconds of the caller's clock, here and below.
@@ -63,9 +63,14 @@ class ProbeBudget:
         self._counted = now
         return now < self._next
 
-    def affords(self, cost: float) -> bool:
-        """Whether a probe that is expected to lose so many seconds may be made."""
-        if not self._probed and cost <= _FREE:
+    def affords(self, cost: float, *, free: bool = False) -> bool:
+        """Whether a probe that is expected to lose so many seconds may be made.
+
+        Args:
+            cost: Those seconds.
+            free: Nothing is known of drafts: the first probe need not be saved up for.
+        """
+        if free and not self._probed and cost <= _FREE:
             return True
         self._credit = min(self._credit, _SAVED * cost)
         return self._credit >= cost
