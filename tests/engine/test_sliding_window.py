@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters of which some layers look back no further than a window share KV blocks with others."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine, metrics_of, slem
+from scenarios import Outputs, generate, greedy
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from vllm_hetero_spec import read_stats
+
+pytestmark = pytest.mark.engine
+
+WINDOW = 24
+KINDS = ("sliding_attention", "full_attention")
+
+
+@pytest.fixture(scope="module")
+def gemma(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Gemma 3 with random weights and the demo drafter's tokenizer."""
+    out = tmp_path_factory.mktemp("gemma")
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
+    tokenizer.save_pretrained(out)
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        layer_types=[*KINDS, *KINDS],
+        sliding_window=WINDOW,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:  # large enough that the context decides, and not the last token
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(out)
+    return out
+
+
+def everywhere(gemma: Path, out: Path, kind: str) -> Path:
+    """The same weights with one kind of attention in all layers."""
+    shutil.copytree(gemma, out)
+    config = json.loads((gemma / "config.json").read_text())
+    config["layer_types"] = [kind] * len(config["layer_types"])
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.fixture(scope="module")
+def gemma_alone(gemma: Path, texts: list[str]) -> Outputs:
+    with engine(gemma) as llm:
+        return generate(llm, texts, greedy())
+
+
+def accepted(llm: Any) -> float:
+    metrics = metrics_of(llm)
+    return metrics["num_accepted_tokens"] / metrics["num_draft_tokens"]
+
+
+def test_drafts_for_another_target(
+    demo_pair: Path, gemma: Path, texts: list, alone: Outputs
+) -> None:
+    with engine(demo_pair / "target", slem(gemma)) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        assert metrics_of(llm)["num_draft_tokens"] > 100
+        assert "drafter_error" not in read_stats(llm)["skipped"]
+
+
+def test_drafts_look_back_as_far_as_the_target(
+    gemma: Path, texts: list, gemma_alone: Outputs
+) -> None:
+    """The target's windows are vLLM's affair: a drafter that is the target has all accepted."""
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    assert min(len(tokenizer(text)["input_ids"]) for text in texts) > 2 * WINDOW
+    with engine(gemma, slem(gemma)) as llm:
+        assert generate(llm, texts, greedy()) == gemma_alone
+        assert accepted(llm) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_windows_are_other_drafts(
+    gemma: Path, texts: list, gemma_alone: Outputs, kind: str, tmp_path: Path
+) -> None:
+    """What the test above proves: these weights draft otherwise where the windows differ."""
+    with engine(gemma, slem(everywhere(gemma, tmp_path / kind, kind))) as llm:
+        assert generate(llm, texts, greedy()) == gemma_alone
+        assert metrics_of(llm)["num_draft_tokens"] > 100
+        assert accepted(llm) < 0.8
+
+
+def test_state_that_cannot_be_rolled_back_is_refused(demo_pair: Path, tmp_path: Path) -> None:
+    """A recurrent state is not kept by token: rejected drafts would stay in it."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
+    tokenizer.save_pretrained(tmp_path)
+    config = MambaConfig(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with (
+        pytest.raises(Exception, match="MambaSpec, which cannot share KV blocks"),
+        engine(demo_pair / "target", slem(tmp_path)),
+    ):
+        pass
