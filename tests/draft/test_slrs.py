@@ -159,7 +159,7 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
     paths, draft_probs, _ = drafted(world, 4, span, candidates)
     lengths = [len(path.proposal) for path in paths]
     tokens = torch.tensor([t for path in paths for t in path.proposal])
-    row_of = torch.tensor([row for path in paths for row in path.row_of])
+    row_of = [row for path in paths for row in path.row_of]
     p = torch.tensor(
         np.array(
             [world.p(tuple(path.proposal[:j])) for path in paths for j in range(len(path.proposal))]
@@ -167,7 +167,8 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
         dtype=torch.float32,
     )
     bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
-    verdict = token_rule(DraftBatch(tokens, lengths, draft_probs, row_of), p, bonus, Noise(CPU))
+    drafts = DraftBatch.of(tokens, lengths, draft_probs, row_of)
+    verdict = token_rule(drafts, p, bonus, Noise(CPU))
     expected = dict(enumerate(world.p(())))
     assert follows(Counter(verdict.tokens[:, 0].tolist()), expected)
     # Drafts that pass as they are would be caught.

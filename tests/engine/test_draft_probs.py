@@ -15,6 +15,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.text.context import IdentityContext
 
@@ -26,6 +27,10 @@ class SameRows(ToyDrafterModel):
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.arange(3.0).repeat(len(batch.lengths), 1)
+
+
+def view(*req_ids: str) -> BatchView:
+    return BatchView(req_ids, [0] * len(req_ids), [0] * len(req_ids))
 
 
 def drafted(steps: list[int]) -> list[Draft]:
@@ -52,7 +57,7 @@ def test_a_round_has_one_table() -> None:
     pending = PendingDraftProbs()
     pending.put("a", first)
     pending.put("b", second)
-    batch = pending.batch(["a", "x", "b"], [2, 1, 2], torch.tensor([4, 1, 0, 2, 2]))
+    batch = pending.batch(view("a", "x", "b"), [2, 1, 2], torch.tensor([4, 1, 0, 2, 2]))
     assert batch.draft_probs is not None
     assert batch.draft_probs.data_ptr() == first.rows.data_ptr()
     assert batch.row_of.tolist() == [0, 2, -1, 1, 3]
@@ -66,11 +71,11 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
     pending = PendingDraftProbs()
     pending.put("early", early.draft_probs)
     pending.put("late", late.draft_probs)
-    batch = pending.batch(["late", "early"], [2, 1], torch.tensor([0, 0, 0]))
+    batch = pending.batch(view("late", "early"), [2, 1], torch.tensor([0, 0, 0]))
     assert batch.draft_probs is not None
     assert len(batch.draft_probs) == 3
     assert batch.row_of.tolist() == [0, 1, 2]
-    assert pending.batch(["late"], [1], torch.tensor([0])).draft_probs is None
+    assert pending.batch(view("late"), [1], torch.tensor([0])).draft_probs is None
 
 
 def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
@@ -84,7 +89,7 @@ def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
 
 def test_requests_that_do_not_exist_have_certain_drafts() -> None:
     """vLLM profiles with an empty batch."""
-    batch = PendingDraftProbs().batch([], [1, 1], torch.tensor([0, 0]))
+    batch = PendingDraftProbs().batch(view(), [1, 1], torch.tensor([0, 0]))
     assert batch.draft_probs is None
     assert batch.size == 2
 

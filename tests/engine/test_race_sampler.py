@@ -5,17 +5,25 @@ import pytest
 import torch
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier.race_sampler import Races, RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.verify.drafts import DraftBatch
+from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.rules import race_rule
 
 SEEDS = [7, 16]
 WRITTEN = [5, 0]
 LOGITS = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
 
 
-def races() -> Races:
+def racing() -> RacingSampler:
     batch = BatchView(["a", "b"], WRITTEN, SEEDS)
-    return Races(lambda: batch, torch.device("cpu"))
+    return RacingSampler(lambda: batch, "raw_logprobs")
+
+
+def drafts(lengths: list[int]) -> DraftBatch:
+    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+    return DraftBatch.of(tokens, lengths, seeds=SEEDS, places=WRITTEN)
 
 
 def drawn(sampler: RacingSampler) -> list[int]:
@@ -30,20 +38,28 @@ def expected(behind: list[int]) -> list[int]:
 
 def test_tokens_are_raced_for_behind_the_drafts() -> None:
     """For as long as the sampler is told so, one call within the other, faults included."""
-    sampler = RacingSampler(races(), "raw_logprobs")
-    with sampler.behind([4, 2]):
+    sampler = racing()
+    with sampler.behind(drafts([4, 2])):
         assert drawn(sampler) == expected([4, 2])
-        with sampler.behind([1, 0]):
+        with sampler.behind(drafts([1, 0])):
             assert drawn(sampler) == expected([1, 0])
-        with pytest.raises(ValueError, match="shorter"), sampler.behind([1]):
-            drawn(sampler)
+        with pytest.raises(ZeroDivisionError), sampler.behind(drafts([1, 1])):
+            _ = 1 / 0
         assert drawn(sampler) == expected([4, 2])
     assert drawn(sampler) == expected([0, 0])
     assert expected([0, 0]) != expected([4, 2])
 
 
 def test_drafts_are_no_part_of_the_places_that_a_rule_starts_from() -> None:
-    own = races()
-    with RacingSampler(own, "raw_logprobs").behind([4, 2]):
-        assert own.seeds_and_places(2)[1].tolist() == WRITTEN
-    assert own.seeds_and_places(2, [4, 2])[1].tolist() == [9, 2]
+    winners = race(LOGITS.softmax(-1), torch.tensor(SEEDS), torch.tensor(WRITTEN))
+    batch = DraftBatch.of(winners, [1, 1], seeds=SEEDS, places=WRITTEN)
+    with racing().behind(batch):
+        verdict = race_rule(batch, LOGITS.softmax(-1), torch.tensor([8, 9]), Noise(winners.device))
+    assert verdict.accepted.tolist() == [1, 1]
+
+
+def test_requests_that_do_not_exist_all_race_alike() -> None:
+    """vLLM profiles with an empty batch."""
+    sampler = RacingSampler(lambda: BatchView([], [], []), "raw_logprobs")
+    tokens, _ = sampler(LOGITS[:1].repeat(3, 1), {}, None, None)
+    assert len(set(tokens.tolist())) == 1

@@ -6,32 +6,98 @@ target's vocabulary, or one-hot where the token is certain (greedy drafts, the r
 already drawn). One-hot rows are never stored. Drafts may differ in length, or have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+import numpy as np
 import torch
 
 # What fills a verdict's line after the last emitted token.
 FILLER = -1
 
 
+def on_host(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """The arrays as tensors of a CPU, of the same memory."""
+    return [torch.from_numpy(array) for array in arrays]
+
+
 @dataclass(frozen=True)
 class DraftBatch:
-    """Drafts of B requests, N tokens in all, one request's after the other's.
+    """Drafts of B requests, N tokens in all, one request's after the other's; made by `of`.
+
+    What follows from the lengths is known on the host, and lies on the device from the start: no
+    rule has to ask the device for a number.
 
     Attributes:
         tokens: int64 [N], target ids; -1 stands for no token and is never accepted.
-        lengths: Tokens of each request's draft, [B].
+        lengths: Tokens of each request's draft, [B], on the host.
+        counts: int64 [B], `lengths` on the device.
+        starts: int64 [B], index of each request's first token in `tokens`.
+        drafted: int64 [D], the requests that have a draft.
+        request_of: int64 [N], the request of each token.
+        place_of: int64 [N], each token's place in its request's draft.
+        later: int64 [N - D], the tokens that follow another of their draft.
+        seeds: int64 [B], of each request's races.
+        places: int64 [B], index of each draft's first token in its request's output.
         draft_probs: float32 [R, V], distributions that tokens were drawn from; a row may add up to
-            less than 1, the rest standing for "nothing proposed".
-        row_of: int64 [N], row of `draft_probs`, -1 for a certain token; None where all are certain.
+            less than 1, the rest standing for "nothing proposed". None where all are certain.
+        row_of: int64 [N], row of `draft_probs`, -1 for a certain token; None where all are.
     """
 
     tokens: torch.Tensor
     lengths: Sequence[int]
+    counts: torch.Tensor
+    starts: torch.Tensor
+    drafted: torch.Tensor
+    request_of: torch.Tensor
+    place_of: torch.Tensor
+    later: torch.Tensor
+    seeds: torch.Tensor
+    places: torch.Tensor
     draft_probs: torch.Tensor | None = None
     row_of: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        draft_probs: torch.Tensor | None = None,
+        row_of: Sequence[int] = (),
+        seeds: Sequence[int] = (),
+        places: Sequence[int] = (),
+        send: Callable[..., list[torch.Tensor]] = on_host,
+    ) -> "DraftBatch":
+        """A batch of what is known on the host; see the attributes.
+
+        Args:
+            tokens: int64 [N].
+            lengths: [B].
+            draft_probs: float32 [R, V], with `row_of` [N], where tokens were drawn.
+            row_of: [N].
+            seeds: [B], with `places` [B], where tokens are raced for; else 0.
+            places: [B].
+            send: Brings arrays to where `tokens` is; called once.
+        """
+        counts = np.array(lengths, np.int64)
+        starts = counts.cumsum() - counts
+        request_of = np.arange(len(counts)).repeat(counts)
+        place_of = np.arange(len(request_of)) - starts[request_of]
+        nowhere = np.zeros(len(counts), np.int64)
+        arrays = {
+            "counts": counts,
+            "starts": starts,
+            "drafted": np.flatnonzero(counts),
+            "request_of": request_of,
+            "place_of": place_of,
+            "later": np.flatnonzero(place_of),
+            "seeds": np.array(seeds, np.int64) if len(seeds) else nowhere,
+            "places": np.array(places, np.int64) if len(places) else nowhere,
+        }
+        if draft_probs is not None:
+            arrays["row_of"] = np.array(row_of, np.int64)
+        sent = dict(zip(arrays, send(*arrays.values()), strict=True))
+        return cls(tokens, lengths, draft_probs=draft_probs, **sent)
 
     @property
     def size(self) -> int:
@@ -43,31 +109,9 @@ class DraftBatch:
         """Length of the longest draft, K."""
         return max(self.lengths, default=0)
 
-    @cached_property
-    def counts(self) -> torch.Tensor:
-        """int64 [B], `lengths` on the device."""
-        return torch.tensor(self.lengths, dtype=torch.int64).to(self.tokens.device)
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """int64 [B], index of each request's first token in `tokens`."""
-        return self.counts.cumsum(0) - self.counts
-
-    @cached_property
-    def request_of(self) -> torch.Tensor:
-        """int64 [N], the request of each token."""
-        every = torch.arange(self.size, device=self.tokens.device)
-        return every.repeat_interleave(self.counts, output_size=len(self.tokens))
-
-    @cached_property
-    def place_of(self) -> torch.Tensor:
-        """int64 [N], each token's place in its request's draft."""
-        index = torch.arange(len(self.tokens), device=self.tokens.device)
-        return index - self.starts[self.request_of]
-
     def padded(self, values: torch.Tensor, fill: float | int | bool) -> torch.Tensor:
-        """[N] values as [B, K], `fill` behind the end of each draft."""
-        table = values.new_full((self.size, self.width), fill)
+        """[N] values as [B, K + 1], `fill` behind the end of each draft, at least once."""
+        table = values.new_full((self.size, self.width + 1), fill)
         table[self.request_of, self.place_of] = values
         return table
 
@@ -79,22 +123,24 @@ class DraftBatch:
         return torch.where(self.row_of >= 0, drawn, 1.0)
 
     def residual(
-        self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor
+        self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor | None = None
     ) -> torch.Tensor:
         """float32 [n, V], (support * target_probs - draft_probs)+ at some tokens.
 
         Args:
             target_probs: float32 [N, V], the target's at each token.
             index: int64 [n] into `tokens`; few of them at a time, to bound the memory.
-            support: float32 [n].
+            support: float32 [n]; 1 where None.
         """
-        rest = target_probs[index].mul_(support[:, None])
+        rest = target_probs.index_select(0, index)  # on a CPU faster than by brackets
+        if support is not None:
+            rest.mul_(support[:, None])
         tokens = self.tokens[index, None]
         dense = torch.zeros_like(index, dtype=torch.bool)
         if self.draft_probs is not None and self.row_of is not None:
             row_of = self.row_of[index]
             dense = row_of >= 0
-            probs = self.draft_probs[row_of.clamp_min(0)]
+            probs = self.draft_probs.index_select(0, row_of.clamp_min(0))
             rest.addcmul_(probs, dense[:, None].to(rest.dtype), value=-1)
         certain = ~dense[:, None] & (tokens >= 0)
         places = tokens.clamp_min(0)
@@ -116,12 +162,7 @@ class Verdict:
     accepted: torch.Tensor
 
     @classmethod
-    def of(cls, drafts: DraftBatch, accepted: torch.Tensor, last: torch.Tensor) -> "Verdict":
-        """`accepted` [B] draft tokens of each request, followed by its `last` [B] token."""
-        tokens = drafts.tokens.new_full((drafts.size, drafts.width + 1), FILLER)
-        if drafts.width:
-            places = torch.arange(drafts.width, device=accepted.device)
-            table = drafts.padded(drafts.tokens, FILLER)
-            tokens[:, :-1] = torch.where(places < accepted[:, None], table, FILLER)
-        tokens.scatter_(1, accepted[:, None], last[:, None].to(tokens.dtype))
-        return cls(tokens, accepted)
+    def of(cls, tokens: torch.Tensor, accepted: torch.Tensor) -> "Verdict":
+        """The first `accepted` [B] of each request's `tokens` [B, K + 1], and one more."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(tokens.masked_fill(places > accepted[:, None], FILLER), accepted)

@@ -13,7 +13,7 @@ import torch
 
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import Noise, slices
-from vllm_hetero_spec.verify.rules import at_tokens, corrected, passes
+from vllm_hetero_spec.verify.rules import at_tokens, corrected, in_a_row, passes
 
 # Smoothing of the drafter's row under "kl", which is infinite where the target has mass and the
 # drafter none, as always between different vocabularies.
@@ -59,19 +59,18 @@ def fuzzy_rule(
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
     if drafts.draft_probs is not None and drafts.row_of is not None:
-        sampled = ((drafts.row_of >= 0) & (target > 0)).nonzero()[:, 0]
-        for part in slices(len(sampled), target_probs.shape[1], target_probs.device):
-            index = sampled[part]
-            p, q = target_probs[index], drafts.draft_probs[drafts.row_of[index]]
-            near[index] = diverge(p, q, divergence) < threshold
-            variation[index] = diverge(p, q, "tv") * near[index]
-    accept = drafts.padded(strict | near, False).long().cumprod(1)
-    accepted = accept.sum(1)
-    emitted = accept.bool()
-    rescued = drafts.padded(near & ~strict, False) & emitted
-    spent = drafts.padded(variation, 0.0) * emitted
-    support = torch.ones_like(accepted, dtype=target_probs.dtype)
-    verdict = corrected(drafts, target_probs, accepted, support, bonus, noise)
+        for part in slices(len(target), target_probs.shape[1], target_probs.device):
+            row_of = drafts.row_of[part]
+            p = target_probs[part]
+            q = drafts.draft_probs.index_select(0, row_of.clamp_min(0))
+            sampled = (row_of >= 0) & (target[part] > 0)
+            near[part] = sampled & (diverge(p, q, divergence) < threshold)
+            variation[part] = diverge(p, q, "tv") * near[part]
+    accepted = in_a_row(drafts, strict | near)
+    emitted = drafts.place_of < accepted[drafts.request_of]
+    rescued = drafts.padded(near & ~strict & emitted, False)
+    spent = drafts.padded(variation * emitted, 0.0)
+    verdict = corrected(drafts, target_probs, accepted, None, bonus, noise)
     return FuzzyVerdict(verdict, rescued.sum(1), spent.sum(1))
 
 

@@ -22,19 +22,13 @@ _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _LATEST = 1.0 - 2.0**-24
 
 
-def race(
-    rows: torch.Tensor,
-    seeds: torch.Tensor,
-    places: torch.Tensor,
-    index: torch.Tensor | None = None,
-) -> torch.Tensor:
+def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The winner of each row's race.
 
     Args:
-        rows: float32 [m, V], rates: probabilities, or any multiple of them.
+        rows: float32 [n, V], rates: probabilities, or any multiple of them.
         seeds: int64 [n], of each row's request.
         places: int64 [n], index of the token in the request's output.
-        index: int64 [n], the rows that race; all of them where None.
 
     Returns:
         int64 [n] token ids; tokens of rate 0 never win.
@@ -43,8 +37,7 @@ def race(
     keys = _mixed(_mixed(seeds + _GAMMA) ^ _mixed(places + 1 + _GAMMA))
     ids = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * _GAMMA
     for part in slices(len(seeds), rows.shape[-1], rows.device):
-        rates = rows[part if index is None else index[part]]
-        winners[part] = (rates / _arrivals(keys[part, None] + ids)).argmax(-1)
+        winners[part] = (rows[part] / _arrivals(keys[part, None] + ids)).argmax(-1)
     return winners
 
 

@@ -26,9 +26,7 @@ def token_rule(
         noise: Uniform numbers.
     """
     accept = passes(drafts, target_probs, noise)
-    accepted = drafts.padded(accept, False).long().cumprod(1).sum(1)
-    support = torch.ones_like(accepted, dtype=target_probs.dtype)
-    return corrected(drafts, target_probs, accepted, support, bonus, noise)
+    return corrected(drafts, target_probs, in_a_row(drafts, accept), None, bonus, noise)
 
 
 def block_rule(
@@ -41,25 +39,27 @@ def block_rule(
     Arguments as of `token_rule`.
     """
     ratios = drafts.padded(at_tokens(target_probs, drafts.tokens) / drafts.mass(), 0.0)
-    support = target_probs.new_ones(drafts.size)
-    accepted = torch.zeros_like(drafts.counts)
-    reached = support.clone()
+    running = [target_probs.new_ones(drafts.size)]
+    for place in range(drafts.width):
+        running.append((running[-1] * ratios[:, place]).clamp_max(1.0))
+    support = torch.stack(running, 1)
+    survival = support.clone()  # at a draft's end S_j is all of P_j
+    for part in slices(len(drafts.later), target_probs.shape[1], target_probs.device):
+        index = drafts.later[part]
+        cells = drafts.request_of[index], drafts.place_of[index]
+        behind = support[cells]
+        excess = drafts.residual(target_probs, index, behind).sum(-1)
+        survival[cells] = excess / (1.0 - behind + excess)
+    survival.nan_to_num_(0.0)
     uniform = drafts.padded(noise.uniform(drafts.lengths), 0.0)
-    for place in range(1, drafts.width + 1):
-        # Padding has ratio 0, so a draft that has ended changes no more.
-        support = (support * ratios[:, place - 1]).clamp_max(1.0)
-        inside = (drafts.counts > place).nonzero()[:, 0]
-        survival = support.clone()  # at a draft's end S_j is all of P_j
-        for part in slices(len(inside), target_probs.shape[1], target_probs.device):
-            some = inside[part]
-            index = drafts.starts[some] + place
-            excess = drafts.residual(target_probs, index, support[some]).sum(-1)
-            survival[some] = excess / (1.0 - support[some] + excess)
-        survival.nan_to_num_(0.0)
-        survives = (uniform[:, place - 1] < survival) & (drafts.counts >= place)
-        accepted = torch.where(survives, place, accepted)
-        reached = torch.where(survives, support, reached)
-    return corrected(drafts, target_probs, accepted, reached, bonus, noise)
+    places = torch.arange(1, drafts.width + 1, device=support.device)
+    survives = (uniform[:, :-1] < survival[:, 1:]) & (places <= drafts.counts[:, None])
+    # A column of 0 beside them: the empty prefix survives always.
+    accepted = drafts.counts.new_zeros(drafts.size, drafts.width + 1)
+    accepted[:, 1:] = places * survives
+    longest = accepted.amax(1)
+    reached = support.gather(1, longest[:, None])[:, 0]
+    return corrected(drafts, target_probs, longest, reached, bonus, noise)
 
 
 def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
@@ -70,39 +70,20 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
         best: int64 [N], the target's first choice at each draft token.
         bonus: int64 [B], its first choice behind each draft.
     """
-    accepted = drafts.padded(drafts.tokens == best, False).long().cumprod(1).sum(1)
-    last = bonus.clone()
-    short = (accepted < drafts.counts).nonzero()[:, 0]
-    last[short] = best[drafts.starts[short] + accepted[short]]
-    return Verdict.of(drafts, accepted, last)
+    own = drafts.padded(best, FILLER).scatter_(1, drafts.counts[:, None], bonus[:, None])
+    return Verdict.of(own, in_a_row(drafts, drafts.tokens == best))
 
 
 def race_rule(
-    drafts: DraftBatch,
-    target_probs: torch.Tensor,
-    bonus: torch.Tensor,
-    seeds: torch.Tensor,
-    places: torch.Tensor,
+    drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor, noise: Noise
 ) -> Verdict:
     """Accept while the draft is what the target's own race gives (`verify.race`).
 
-    Nothing is raced for behind a token that is not accepted.
-
-    Args:
-        drafts: N draft tokens of B requests; rows do not matter.
-        target_probs: float32 [N, V], the target's at each draft token.
-        bonus: int64 [B], the winner of the race behind each draft.
-        seeds: int64 [B], of the requests' races.
-        places: int64 [B], index of each draft's first token in its request's output.
+    Arguments as of `token_rule`; `bonus` are the winners behind the drafts, and `noise` is not
+    used. All draft tokens are raced for: how far each draft is accepted is not known in time.
     """
-    best = drafts.tokens.new_full((len(drafts.tokens),), FILLER)
-    alive = torch.arange(drafts.size, device=target_probs.device)
-    for place in range(drafts.width):
-        alive = alive[drafts.counts[alive] > place]
-        index = drafts.starts[alive] + place
-        best[index] = race(target_probs, seeds[alive], places[alive] + place, index)
-        alive = alive[best[index] == drafts.tokens[index]]
-    return greedy_rule(drafts, best, bonus)
+    seeds, places = drafts.seeds[drafts.request_of], drafts.places[drafts.request_of]
+    return greedy_rule(drafts, race(target_probs, seeds, places + drafts.place_of), bonus)
 
 
 def passes(drafts: DraftBatch, target_probs: torch.Tensor, noise: Noise) -> torch.Tensor:
@@ -116,27 +97,41 @@ def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(tokens >= 0, target_probs.gather(1, tokens.clamp_min(0)[:, None])[:, 0], 0.0)
 
 
+def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
+    """int64 [B], tokens of each draft before its first that is not to be accepted, of bool [N]."""
+    return drafts.padded(accept, False).long().cumprod(1).sum(1)
+
+
 def corrected(
     drafts: DraftBatch,
     target_probs: torch.Tensor,
     accepted: torch.Tensor,
-    support: torch.Tensor,
+    support: torch.Tensor | None,
     bonus: torch.Tensor,
     noise: Noise,
 ) -> Verdict:
-    """The token behind what was accepted: the bonus, or a draw from (support * p - q)+."""
-    last = bonus.clone()
+    """The token behind what was accepted: the bonus, or a draw from (support * p - q)+.
+
+    Where it is the bonus, a correction of the last token is drawn and not used: only the device
+    knows where that is.
+    """
     # A request without a draft uses up none of its numbers, as in a step where nobody has one: its
     # seed means the same whoever is in the batch.
+    some = drafts.drafted
     uniform = noise.uniform([min(1, length) for length in drafts.lengths])
-    number = (drafts.counts > 0).cumsum(0) - 1
-    short = (accepted < drafts.counts).nonzero()[:, 0]
-    for part in slices(len(short), target_probs.shape[1], target_probs.device):
-        some = short[part]
-        index = drafts.starts[some] + accepted[some]
-        rest = drafts.residual(target_probs, index, support[some])
+    ends, counts = accepted[some], drafts.counts[some]
+    places = drafts.starts[some] + ends.minimum(counts - 1)
+    drawn = torch.empty_like(some)
+    for part in slices(len(some), target_probs.shape[1], target_probs.device):
+        index = places[part]
+        rest = drafts.residual(
+            target_probs, index, None if support is None else support[some[part]]
+        )
         # Rounding can leave nothing where both distributions are the same; then p itself is right.
-        empty = rest.sum(-1) <= 0
-        rest[empty] = target_probs[index[empty]]
-        last[some] = choose(rest, uniform[number[some]])
-    return Verdict.of(drafts, accepted, last)
+        empty = rest.sum(-1, keepdim=True) <= 0
+        rest.addcmul_(target_probs.index_select(0, index), empty.to(rest.dtype))
+        drawn[part] = choose(rest, uniform[part])
+    last = bonus.clone()
+    last[some] = torch.where(ends < counts, drawn, bonus[some])
+    tokens = drafts.padded(drafts.tokens, FILLER).scatter_(1, accepted[:, None], last[:, None])
+    return Verdict.of(tokens, accepted)

@@ -6,22 +6,28 @@ shorten it, or leave its request out for some steps. What it was drawn from wait
 Where several ranks verify together, all use those of the first: they have to agree on every token.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
-from vllm_hetero_spec.verify.drafts import DraftBatch
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.verify.drafts import DraftBatch, on_host
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
 class PendingDraftProbs:
-    """`DraftProbs` of outstanding drafts; a request that has none has a certain draft."""
+    """`DraftProbs` of outstanding drafts; a request that has none has a certain draft.
 
-    def __init__(self) -> None:
+    Args:
+        send: Brings arrays to the device, once for each batch (`engine.staging.Sender`).
+    """
+
+    def __init__(self, send: Callable[..., list[torch.Tensor]] = on_host) -> None:
+        self._send = send
         self._pending: dict[str, DraftProbs] = {}
 
     def put(self, req_id: str, draft_probs: DraftProbs | None) -> None:
@@ -36,25 +42,23 @@ class PendingDraftProbs:
         for req_id in self._pending.keys() - live:
             del self._pending[req_id]
 
-    def batch(
-        self, req_ids: Sequence[str], lengths: Sequence[int], tokens: torch.Tensor
-    ) -> DraftBatch:
+    def batch(self, view: BatchView, lengths: Sequence[int], tokens: torch.Tensor) -> DraftBatch:
         """The drafts of a step with their draft_probs, which are handed out once.
 
         Args:
-            req_ids: Requests of the batch, [B]; none where vLLM profiles with made-up ones, whose
+            view: The batch of B requests; empty where vLLM profiles with made-up ones, whose
                 drafts are certain.
             lengths: Tokens left of each request's draft; cut at the end, never elsewhere.
             tokens: int64 [N], the draft tokens.
         """
-        if not req_ids:
-            return DraftBatch(tokens, lengths)
+        if not view.req_ids:
+            return DraftBatch.of(tokens, lengths, send=self._send)
         # A round of drafting is known by its table, which all its requests share: rows by round,
         # and where they will start.
         rounds: dict[int, tuple[torch.Tensor, int]] = {}
         row_of: list[int] = []
         total = 0
-        for req_id, length in zip(req_ids, lengths, strict=True):
+        for req_id, length in zip(view.req_ids, lengths, strict=True):
             probs = self._pending.pop(req_id, None) if length else None
             if probs is None:
                 row_of += [-1] * length
@@ -64,14 +68,15 @@ class PendingDraftProbs:
                 total += len(probs.rows)
             start = rounds[id(probs.rows)][1]
             row_of += [row + start if row >= 0 else -1 for row in probs.row_of[:length]]
-        if not rounds:
-            return DraftBatch(tokens, lengths)
         every = [rows for rows, _ in rounds.values()]
-        return DraftBatch(
-            tokens=tokens,
-            lengths=lengths,
-            draft_probs=every[0] if len(every) == 1 else torch.cat(every),
-            row_of=torch.tensor(row_of).to(tokens.device),
+        return DraftBatch.of(
+            tokens,
+            lengths,
+            draft_probs=torch.cat(every) if len(every) > 1 else next(iter(every), None),
+            row_of=row_of if every else (),
+            seeds=view.race_seeds,
+            places=view.num_output_tokens,
+            send=self._send,
         )
 
 

@@ -2,13 +2,14 @@
 """Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.staging import Fetched, Receiver
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import Noise
@@ -28,10 +29,13 @@ class _Account:
 class FuzzyRule:
     """`verify.fuzzy` with its accounts.
 
+    They are read once a step, when the step's tokens have been: nothing waits for them.
+
     Args:
         divergence: One of `config.DIVERGENCES`.
         threshold: Divergence below which a sampled draft passes.
         batch: Gives the batch that tokens are being chosen for.
+        receiver: Brings the accounts of a batch, three float64 for each request.
         stats: Where the sums over all requests are counted.
     """
 
@@ -40,10 +44,12 @@ class FuzzyRule:
         divergence: str,
         threshold: float,
         batch: Callable[[], BatchView],
+        receiver: Receiver,
         stats: DraftStats,
     ) -> None:
         self._divergence, self._threshold = divergence, threshold
-        self._batch, self._stats = batch, stats
+        self._batch, self._receiver, self._stats = batch, receiver, stats
+        self._coming: tuple[Sequence[str], Fetched] | None = None
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
@@ -58,24 +64,15 @@ class FuzzyRule:
         req_ids = self._batch().req_ids
         if not req_ids:  # vLLM profiles with requests that do not exist
             return found.verdict
-        figures = zip(
-            req_ids,
-            (found.verdict.accepted + 1).tolist(),
-            found.only_fuzzy.tolist(),
-            found.variation.tolist(),
-            strict=True,
-        )
-        for req_id, tokens, only_fuzzy, variation in figures:
-            account = self._accounts.setdefault(req_id, _Account())
-            account.tokens += tokens
-            account.only_fuzzy += only_fuzzy
-            account.variation += variation
-            self._stats.fuzzy_tokens += only_fuzzy
-            self._stats.fuzzy_variation += variation
+        self._settle()
+        figures = [found.verdict.accepted + 1, found.only_fuzzy, found.variation]
+        stacked = torch.stack([figure.to(torch.float64) for figure in figures])
+        self._coming = req_ids, self._receiver.fetch(stacked)
         return found.verdict
 
     def keep(self, live: Collection[str]) -> None:
-        """Report the requests that are gone."""
+        """Report the requests that are gone; called when a step's tokens are on the host."""
+        self._settle()
         for req_id in self._accounts.keys() - live:
             account = self._accounts.pop(req_id)
             logger.info(
@@ -86,3 +83,17 @@ class FuzzyRule:
                 account.tokens,
                 min(1.0, account.variation),
             )
+
+    def _settle(self) -> None:
+        """Enter what the step before gave up."""
+        if self._coming is None:
+            return
+        req_ids, fetched = self._coming
+        self._coming = None
+        for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):
+            account = self._accounts.setdefault(req_id, _Account())
+            account.tokens += int(tokens)
+            account.only_fuzzy += int(only_fuzzy)
+            account.variation += float(variation)
+            self._stats.fuzzy_tokens += int(only_fuzzy)
+            self._stats.fuzzy_variation += float(variation)

@@ -10,11 +10,12 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.staging import Receiver, Sender
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler import Races, RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler, Rule
-from vllm_hetero_spec.verify.rules import block_rule, token_rule
+from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -32,18 +33,22 @@ class Verifier:
     """
 
     def __init__(self, options: HeteroOptions, seam: RunnerV1, stats: DraftStats) -> None:
-        self._pending = PendingDraftProbs()
+        send = Sender(seam.device).send
+        self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._group: GroupCoordinator | None = None
         racing: RacingSampler | None = None
         rule: Rule = block_rule if options.verification == "block" else token_rule
         if options.verification == "race":
-            races = Races(seam.batch, seam.device)
-            racing = seam.replace_randomness(lambda mode: RacingSampler(races, mode))
-            rule = races.rule
+            racing = seam.replace_randomness(lambda mode: RacingSampler(seam.batch, mode, send))
+            rule = race_rule
         elif options.verification == "fuzzy":
             assert options.threshold is not None
-            self._fuzzy = FuzzyRule(options.divergence, options.threshold, seam.batch, stats)
+            # At most one request for each token of a step, three float64 for each.
+            receiver = Receiver(seam.device, 24 * seam.max_num_tokens)
+            self._fuzzy = FuzzyRule(
+                options.divergence, options.threshold, seam.batch, receiver, stats
+            )
             rule = self._fuzzy
             logger.warning(
                 "Fuzzy verification is LOSSY: sampled drafts whose %s divergence from the target "

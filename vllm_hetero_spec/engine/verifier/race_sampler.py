@@ -6,17 +6,16 @@ the token's place in its output, also in steps without drafts: vLLM's last step 
 replaced, as well as the rule of verification.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise
+from vllm_hetero_spec.verify.drafts import DraftBatch, on_host
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.rules import race_rule
 
 # The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
 _PROCESSED = {
@@ -25,73 +24,38 @@ _PROCESSED = {
 }
 
 
-class Races:
-    """The races of the batch that tokens are being chosen for.
-
-    Args:
-        batch: Gives that batch.
-        device: Where the target runs.
-    """
-
-    def __init__(self, batch: Callable[[], BatchView], device: torch.device) -> None:
-        self._batch, self._device = batch, device
-
-    def seeds_and_places(
-        self, size: int, drafted: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [B] seeds, and places of the next token in each request's output, behind its draft.
-
-        Args:
-            size: Of the batch; vLLM profiles with requests that do not exist, which all race alike.
-            drafted: Draft tokens of each request; none where empty.
-        """
-        batch = self._batch()
-        if not batch.req_ids:
-            nothing = torch.zeros(size, dtype=torch.int64, device=self._device)
-            return nothing, nothing.clone()
-        places = batch.num_output_tokens
-        if drafted:
-            places = list(map(sum, zip(places, drafted, strict=True)))
-        seeds = torch.tensor(batch.race_seeds).to(self._device)
-        return seeds, torch.tensor(places).to(self._device)
-
-    def rule(
-        self,
-        drafts: DraftBatch,
-        target_probs: torch.Tensor,
-        bonus: torch.Tensor,
-        noise: Noise,
-    ) -> Verdict:
-        """Accept while the draft is what the target's own race gives (`verify.rules`)."""
-        return race_rule(drafts, target_probs, bonus, *self.seeds_and_places(drafts.size))
-
-
 class RacingSampler(torch.nn.Module):
     """vLLM's top-k and top-p sampler with races as its randomness.
 
     Args:
-        races: Of the batch.
+        batch: Gives the batch that tokens are being chosen for.
         logprobs_mode: vLLM's, of the sampler whose part this is.
+        send: Brings arrays to the device (`engine.staging.Sender`).
     """
 
-    def __init__(self, races: Races, logprobs_mode: str) -> None:
+    def __init__(
+        self,
+        batch: Callable[[], BatchView],
+        logprobs_mode: str,
+        send: Callable[..., list[torch.Tensor]] = on_host,
+    ) -> None:
         super().__init__()
-        self._races = races
-        self._drafted: Sequence[int] = ()
+        self._batch, self._send = batch, send
+        self._drafts: DraftBatch | None = None
         self._processed = _PROCESSED.get(logprobs_mode, lambda logits: None)
 
     @contextmanager
-    def behind(self, drafted: Sequence[int]) -> Iterator[None]:
-        """While entered, tokens are drawn behind so many draft tokens of each request.
+    def behind(self, drafts: DraftBatch) -> Iterator[None]:
+        """While entered, tokens are drawn behind the requests' drafts.
 
         vLLM's sampler hands on logits and sampling parameters alone, so that where its tokens are
         to stand has to be said around the call.
         """
-        before, self._drafted = self._drafted, drafted
+        before, self._drafts = self._drafts, drafts
         try:
             yield
         finally:
-            self._drafted = before
+            self._drafts = before
 
     def forward(
         self,
@@ -102,5 +66,13 @@ class RacingSampler(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One token for each request of the batch, behind its draft if it has one."""
         logits = apply_top_k_top_p(logits, k, p)
-        seeds, places = self._races.seeds_and_places(len(logits), self._drafted)
+        seeds, places = self._seeds_and_places(len(logits))
         return race(logits.softmax(-1), seeds, places), self._processed(logits)
+
+    def _seeds_and_places(self, size: int) -> list[torch.Tensor]:
+        """int64 [B] each. vLLM profiles with requests that do not exist, which all race alike."""
+        if self._drafts is not None:
+            return [self._drafts.seeds, self._drafts.places + self._drafts.counts]
+        view = self._batch()
+        seeds, places = view.race_seeds or [0] * size, view.num_output_tokens or [0] * size
+        return self._send(np.array(seeds, np.int64), np.array(places, np.int64))

@@ -3,7 +3,11 @@
 
 vLLM's own sampler prepares the logits (penalties, bad words, grammar) and draws the bonus tokens;
 temperature, top-k and top-p of the draft rows are applied here, and `verify` decides. A batch may
-mix greedy and random requests, certain and sampled drafts of any length.
+mix greedy and random requests, certain and sampled drafts of any length. Nothing here waits for the
+device: one packet goes to it, and what is sampled stays there until vLLM reads it.
+
+Memory: vLLM's processors want the logits of all draft rows as one float32 table, and target_probs
+take its place. All else is worked on in parts (`verify.noise.slices`).
 """
 
 import time
@@ -24,7 +28,7 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise
+from vllm_hetero_spec.verify.noise import Noise, slices
 from vllm_hetero_spec.verify.rules import greedy_rule
 
 Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor, Noise], Verdict]
@@ -72,12 +76,10 @@ class HeteroRejectionSampler(RejectionSampler):
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
-        behind = (
-            self._racing.behind(metadata.num_draft_tokens)
-            if self._racing is not None
-            else nullcontext()
+        drafts = self._pending.batch(
+            self._batch(), metadata.num_draft_tokens, metadata.draft_token_ids.long()
         )
-        with behind:
+        with self._racing.behind(drafts) if self._racing is not None else nullcontext():
             bonus = self.sampler(
                 logits=logits[metadata.bonus_logits_indices],
                 sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1)
@@ -87,17 +89,15 @@ class HeteroRejectionSampler(RejectionSampler):
                 logprobs_mode_override="processed_logits" if processed else "raw_logits",
             )
         raw = logits[metadata.target_logits_indices].to(torch.float32)
-        wants_raw = sampling_metadata.max_num_logprobs is not None and not processed
+        wanted = sampling_metadata.max_num_logprobs is not None
         target = self.apply_logits_processors(
-            raw.clone() if wants_raw else raw, sampling_metadata, metadata
-        )
-        drafts = self._pending.batch(
-            self._batch().req_ids, metadata.num_draft_tokens, metadata.draft_token_ids.long()
+            raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
         )
         last = bonus.sampled_token_ids[:, 0].long()
-        tokens = self._verdict(drafts, target, last, sampling_metadata).tokens.to(torch.int32)
+        verdict = self._verdict(drafts, target, last, sampling_metadata, wanted and processed)
+        tokens = verdict.tokens.to(torch.int32)
         logprobs = None
-        if sampling_metadata.max_num_logprobs is not None:
+        if wanted:
             logprobs = self._get_logprobs_tensors(
                 sampling_metadata.max_num_logprobs,
                 metadata,
@@ -115,6 +115,7 @@ class HeteroRejectionSampler(RejectionSampler):
         logits: torch.Tensor,
         bonus: torch.Tensor,
         sampling: SamplingMetadata,
+        keep_logits: bool,
     ) -> Verdict:
         """Greedy requests by comparison, random ones by the rule, each blind to the other."""
         if sampling.all_greedy:
@@ -122,7 +123,7 @@ class HeteroRejectionSampler(RejectionSampler):
         greedy = None
         if not sampling.all_random:
             greedy = greedy_rule(drafts, logits.argmax(-1), bonus)
-        target_probs = _constrained(logits, drafts.request_of, sampling).softmax(-1)
+        target_probs = _target_probs(logits, drafts.request_of, sampling, keep_logits)
         noise = Noise(logits.device, sampling.generators)
         verdict = self._rule(drafts, target_probs, bonus, noise)
         if greedy is None:
@@ -134,12 +135,25 @@ class HeteroRejectionSampler(RejectionSampler):
         )
 
 
-def _constrained(
-    logits: torch.Tensor, request_of: torch.Tensor, sampling: SamplingMetadata
+def _target_probs(
+    logits: torch.Tensor, request_of: torch.Tensor, sampling: SamplingMetadata, keep_logits: bool
 ) -> torch.Tensor:
-    """[N, V] logits under their requests' temperature, top-k and top-p, in place."""
-    temperature = sampling.temperature[request_of]
-    logits.div_(torch.where(temperature == 0, 1.0, temperature)[:, None])
+    """[N, V] probabilities under the requests' temperature, top-k and top-p.
+
+    They take the place of the logits; those under the same constraints do where they are kept.
+    """
+    temperature = sampling.temperature[request_of, None]
+    temperature = torch.where(temperature == 0, 1.0, temperature)
     top_k = sampling.top_k[request_of] if sampling.top_k is not None else None
     top_p = sampling.top_p[request_of] if sampling.top_p is not None else None
-    return apply_top_k_top_p(logits, top_k, top_p)
+    target_probs = torch.empty_like(logits) if keep_logits else logits
+    for part in slices(*logits.shape):
+        rows = apply_top_k_top_p(
+            logits[part] / temperature[part],
+            None if top_k is None else top_k[part],
+            None if top_p is None else top_p[part],
+        )
+        if keep_logits:
+            logits[part] = rows
+        torch.softmax(rows, -1, out=target_probs[part])
+    return target_probs
