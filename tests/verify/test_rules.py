@@ -178,6 +178,27 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     assert all(weights[index] > 0 for index in chosen.tolist())
 
 
+@pytest.mark.parametrize("width", [4096, 4097, 3 * 4096, 30_001])
+def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
+    """As if the weights were added up one by one, at both ends of every block, and nowhere at 0."""
+    generator = np.random.default_rng(width)
+    weights = generator.dirichlet(np.full(width, 0.5)) * (generator.random(width) < 0.8)
+    weights[4096:8000] = 0.0
+    weights[[0, 4095, -1]] = 1 / width
+    row = torch.tensor(weights, dtype=torch.float32)
+    sums = row.to(torch.float64).cumsum(0)
+    uniform = torch.from_numpy(generator.random(5000))
+    uniform[:3] = torch.tensor([0.0, 1 - 2**-53, float(sums[4095] / sums[-1])])
+    chosen = choose(row.expand(5000, -1), uniform)
+    assert (row[chosen] > 0).all()
+    assert chosen[0] == 0
+    assert chosen[1] == width - 1
+    below = torch.where(chosen > 0, sums[chosen - 1], 0.0)
+    aim = uniform * sums[-1]
+    assert (aim > below - 1e-6).all()
+    assert (aim < sums[chosen] + 1e-6).all()
+
+
 # ------------------------------------------------------------------------------------- races
 
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of a mixed batch inside vLLM's sampler: a packet to the device, no read of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_hetero_spec.draft.draft import DraftProbs
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.staging import Receiver, Sender
+from vllm_hetero_spec.engine.verifier import race_sampler, rejection_sampler
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
+from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.verify.drafts import FILLER
+from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
+
+CPU = torch.device("cpu")
+WIDTH = 40
+# A greedy request, a random one without a draft, one that drew, one that drew at first alone, one
+# with a certain draft.
+IDS = ["greedy", "idle", "drew", "drew at first", "certain"]
+LENGTHS = [2, 0, 3, 4, 2]
+TEMPERATURE = [0.0, 0.7, 1.0, 0.8, 1.2]
+VIEW = BatchView(IDS, [5, 0, 3, 9, 1], [11, 12, 13, 14, 15])
+RULES = ["token", "block", "race", "fuzzy"]
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"}
+MAKERS = {"tensor", "as_tensor", "from_numpy"}
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down what goes to the device and what is read of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.copies: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        index = index if isinstance(index, tuple) else (index,)
+        masks = [i for i in index if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
+        if name in READS or masks:
+            self.reads.append(name)
+        moved = name == "to" and any(isinstance(arg, torch.device) for arg in args)
+        if name in MAKERS or moved or (name == "to" and "device" in kwargs):
+            self.copies.append(name)
+        return func(*args, **kwargs)
+
+
+class Sampler(torch.nn.Module):
+    """Stands in for vLLM's, whose reads are its own: draws the bonus tokens, by races if any."""
+
+    logprobs_mode = "raw_logprobs"
+
+    def __init__(self, racing: RacingSampler | None) -> None:
+        super().__init__()
+        self.racing = racing
+
+    def forward(self, logits: torch.Tensor, **_: Any) -> SamplerOutput:
+        tokens = logits.argmax(-1)
+        if self.racing is not None:
+            tokens, _ = self.racing(logits.float(), {}, None, None)
+        kept = LogprobsTensors(None, logits, None)
+        return SamplerOutput(tokens[:, None].to(torch.int32), logprobs_tensors=kept)
+
+
+class Engine:
+    """A verifier between two steps, all its drafts outstanding."""
+
+    def __init__(self, name: str, send: Callable | None = None) -> None:
+        self.packets = 0
+        self.send = Sender(CPU).send if send is None else send
+        pending = PendingDraftProbs(self.counted)
+        rows = torch.rand(6, WIDTH).softmax(-1)
+        pending.put("drew", DraftProbs(rows, [0, 2, 4]))
+        pending.put("drew at first", DraftProbs(rows, [1, -1, -1, 3]))
+        racing = RacingSampler(lambda: VIEW, "raw_logprobs", self.counted)
+        racing = racing if name == "race" else None
+        self.stats = DraftStats()
+        self.fuzzy = FuzzyRule("js", 0.3, lambda: VIEW, Receiver(CPU, 1 << 10), self.stats)
+        rules = {"token": token_rule, "block": block_rule, "race": race_rule, "fuzzy": self.fuzzy}
+        self.sampler = HeteroRejectionSampler(
+            rules[name], pending, racing, lambda: VIEW, self.stats, Sampler(racing)
+        )
+
+    def counted(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        self.packets += 1
+        with torch._C.DisableTorchFunction():
+            return self.send(*arrays)
+
+
+def arguments(logprobs: int | None = None) -> tuple:
+    """What vLLM calls the sampler with: 11 draft rows, and a bonus row behind each draft."""
+    drafts = sum(LENGTHS)
+    ends = np.cumsum([length + 1 for length in LENGTHS]) - 1
+    is_bonus = np.isin(np.arange(drafts + len(IDS)), ends)
+    metadata = SpecDecodeMetadata(
+        draft_token_ids=torch.randint(WIDTH, (drafts,), dtype=torch.int32),
+        num_draft_tokens=LENGTHS,
+        cu_num_draft_tokens=torch.tensor(np.cumsum(LENGTHS)),
+        cu_num_sampled_tokens=torch.tensor(ends + 1),
+        target_logits_indices=torch.tensor(np.flatnonzero(~is_bonus)),
+        bonus_logits_indices=torch.tensor(ends),
+        logits_indices=torch.arange(drafts + len(IDS)),
+    )
+    nothing = torch.zeros(len(IDS))
+    sampling = SamplingMetadata(
+        temperature=torch.tensor(TEMPERATURE),
+        all_greedy=False,
+        all_random=False,
+        top_p=torch.tensor([1.0, 1.0, 0.9, 1.0, 0.8]),
+        top_k=torch.tensor([WIDTH, 10, WIDTH, 20, 5], dtype=torch.int32),
+        generators={2: torch.Generator().manual_seed(4)},
+        max_num_logprobs=logprobs,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[[] for _ in IDS],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    return metadata, None, torch.randn(drafts + len(IDS), WIDTH), sampling
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verification_sends_one_packet_and_reads_nothing(rule: str) -> None:
+    torch.manual_seed(0)
+    engine, given, recorder = Engine(rule), arguments(), Recorder()
+    with recorder:
+        output = engine.sampler(*given)
+    assert (engine.packets, recorder.copies, recorder.reads) == (1, [], [])
+    assert output.sampled_token_ids.shape == (len(IDS), max(LENGTHS) + 1)
+    counts = (output.sampled_token_ids != FILLER).sum(1)
+    assert ((counts >= 1) & (counts <= torch.tensor(LENGTHS) + 1)).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verification_needs_no_number_of_the_device(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors raise where one is read. vLLM's top-k reads on a CPU alone."""
+    for module in (race_sampler, rejection_sampler):
+        monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
+
+    def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
+
+    given = arguments()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        fakes = [_faked(fake, argument) for argument in given]
+        output = Engine(rule, sent).sampler(*fakes)
+    assert output.sampled_token_ids.shape == (len(IDS), max(LENGTHS) + 1)
+
+
+def _faked(fake: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fake.from_tensor(value)
+    if isinstance(value, SpecDecodeMetadata | SamplingMetadata):
+        for name, field in vars(value).items():
+            setattr(value, name, _faked(fake, field))
+    return value
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_logits_are_kept_where_they_are_asked_for(processed: bool) -> None:
+    """target_probs take the place of the logits, but not of those that logprobs are made of."""
+    seen: dict[bool, list[torch.Tensor]] = {}
+    for wanted in (False, True):
+        torch.manual_seed(3)
+        sampler = Engine("token").sampler
+        sampler.is_processed_logprobs_mode = processed
+        found: list[torch.Tensor] = []
+        sampler._get_logprobs_tensors = lambda *args, into=found: into.append(args[3])  # type: ignore[method-assign, misc]
+        output = sampler(*arguments(2 if wanted else None))
+        seen[wanted] = [output.sampled_token_ids, *found]
+    assert torch.equal(seen[True][0], seen[False][0])
+    assert len(seen[False]) == 1
+    logits = seen[True][1]
+    assert (logits < 0).any()  # no probabilities
+    assert bool(logits.isinf().any()) is processed  # top-k and top-p leave -inf
+
+
+def test_fuzzy_accounts_are_settled_when_tokens_are_on_the_host() -> None:
+    torch.manual_seed(0)
+    engine = Engine("fuzzy")
+    output = engine.sampler(*arguments())
+    assert engine.stats.fuzzy_variation == 0
+    engine.fuzzy.keep(IDS)
+    tokens = (output.sampled_token_ids[2] != FILLER).sum()
+    assert engine.fuzzy._accounts["drew"].tokens == tokens
+    assert sum(account.variation for account in engine.fuzzy._accounts.values()) == (
+        pytest.approx(engine.stats.fuzzy_variation)
+    )
+    engine.fuzzy.keep([])
+    assert not engine.fuzzy._accounts

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No rule asks the device for a number: fake tensors have none, and raise where one is read."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from vllm_hetero_spec.verify import noise
+from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
+from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
+from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
+
+CPU = torch.device("cpu")
+LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough for a draw to look at blocks
+SAMPLED = {"token": token_rule, "block": block_rule, "race": race_rule}
+
+
+def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays under way to the device: what is in them is no longer known."""
+    return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
+
+
+def batch(certain: bool) -> DraftBatch:
+    count = sum(LENGTHS)
+    tokens = torch.empty(count, dtype=torch.int64)
+    if certain:
+        return DraftBatch.of(tokens, LENGTHS, send=sent)
+    row_of = np.arange(count) - 1
+    return DraftBatch.of(tokens, LENGTHS, torch.rand(count, WIDTH), row_of, send=sent)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("cells", [noise._CELLS_ON_CPU, WIDTH])
+@pytest.mark.parametrize("name", [*SAMPLED, "greedy", "js", "tv", "kl"])
+def test_a_rule_reads_nothing(
+    name: str, certain: bool, cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and in parts; seeded requests among others."""
+    monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
+    own = {index: torch.Generator().manual_seed(index) for index in (1, 2)}
+    with FakeTensorMode():
+        drafts, p = batch(certain), torch.rand(sum(LENGTHS), WIDTH)
+        bonus = torch.empty(len(LENGTHS), dtype=torch.int64)
+        if name == "greedy":
+            verdict = greedy_rule(drafts, p.argmax(-1), bonus)
+        elif name in SAMPLED:
+            verdict = SAMPLED[name](drafts, p, bonus, Noise(CPU, own))
+        else:
+            verdict = fuzzy_rule(drafts, p, bonus, Noise(CPU, own), name, 0.1).verdict
+    assert verdict.tokens.shape == (len(LENGTHS), max(LENGTHS) + 1)
+    assert verdict.accepted.shape == (len(LENGTHS),)
+
+
+def test_what_reads_is_caught() -> None:
+    """Else the tests above say nothing."""
+
+    def reads(drafts: DraftBatch) -> Verdict:
+        short = (drafts.counts > 1).nonzero()[:, 0]
+        return Verdict(drafts.tokens[short], short)
+
+    with FakeTensorMode(), pytest.raises(DynamicOutputShapeException):
+        reads(batch(True))
+
+
+@pytest.mark.parametrize("width", [5, WIDTH])
+def test_a_draw_reads_nothing(width: int) -> None:
+    with FakeTensorMode():
+        chosen = choose(torch.rand(7, width), torch.rand(7, dtype=torch.float64))
+    assert chosen.shape == (7,)
+
+
+def test_one_packet_brings_all_that_the_host_knows() -> None:
+    """And what is in it is what follows from the lengths."""
+    packets = []
+
+    def counted(*arrays: np.ndarray) -> list[torch.Tensor]:
+        packets.append(len(arrays))
+        return [torch.from_numpy(array) for array in arrays]
+
+    make = partial(DraftBatch.of, torch.zeros(8, dtype=torch.int64), LENGTHS, send=counted)
+    rows = {"draft_probs": torch.zeros(1, 3), "row_of": [0, -1] * 4}
+    drafts = make(**rows, seeds=[5, 6, 7, 8], places=[4, 3, 2, 1])
+    assert len(packets) == 1
+    assert drafts.counts.tolist() == LENGTHS
+    assert drafts.starts.tolist() == [0, 3, 3, 7]
+    assert drafts.drafted.tolist() == [0, 2, 3]
+    assert drafts.request_of.tolist() == [0, 0, 0, 2, 2, 2, 2, 3]
+    assert drafts.place_of.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert drafts.later.tolist() == [1, 2, 4, 5, 6]
+    assert drafts.row_of is not None
+    assert drafts.row_of.tolist() == [0, -1] * 4
+    assert (drafts.seeds.tolist(), drafts.places.tolist()) == ([5, 6, 7, 8], [4, 3, 2, 1])
+    assert make().seeds.tolist() == make().places.tolist() == [0] * 4
