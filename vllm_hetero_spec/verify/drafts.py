@@ -6,19 +6,16 @@ target's vocabulary, or one-hot where the token is certain (greedy drafts, the r
 already drawn). One-hot rows are never stored. Drafts may differ in length, or have none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.verify.sending import Send, on_host
+
 # What fills a verdict's line after the last emitted token.
 FILLER = -1
-
-
-def on_host(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """The arrays as tensors of a CPU, of the same memory."""
-    return [torch.from_numpy(array) for array in arrays]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class DraftBatch:
         row_of: Sequence[int] = (),
         seeds: Sequence[int] = (),
         places: Sequence[int] = (),
-        send: Callable[..., list[torch.Tensor]] = on_host,
+        send: Send = on_host,
     ) -> "DraftBatch":
         """A batch of what is known on the host; see the attributes.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hetero_spec.draft.sending import Send
+from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan

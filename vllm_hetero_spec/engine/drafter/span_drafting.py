@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.draft.path import Path
-from vllm_hetero_spec.draft.sending import Send
 from vllm_hetero_spec.draft.slrs import Slrs
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.sending import Send
+from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, RoundPlan
 from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules

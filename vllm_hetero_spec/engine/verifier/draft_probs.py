@@ -6,14 +6,15 @@ shorten it, or leave its request out for some steps. What it was drawn from wait
 Where several ranks verify together, all use those of the first: they have to agree on every token.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.verify.drafts import DraftBatch, on_host
+from vllm_hetero_spec.verify.drafts import DraftBatch
+from vllm_hetero_spec.verify.sending import Send, on_host
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -26,7 +27,7 @@ class PendingDraftProbs:
         send: Brings arrays to the device, once for each batch (`engine.staging.Sender`).
     """
 
-    def __init__(self, send: Callable[..., list[torch.Tensor]] = on_host) -> None:
+    def __init__(self, send: Send = on_host) -> None:
         self._send = send
         self._pending: dict[str, DraftProbs] = {}
 

@@ -14,8 +14,9 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.verify.drafts import DraftBatch, on_host
+from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.sending import Send, on_host
 
 # The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
 _PROCESSED = {
@@ -37,7 +38,7 @@ class RacingSampler(torch.nn.Module):
         self,
         batch: Callable[[], BatchView],
         logprobs_mode: str,
-        send: Callable[..., list[torch.Tensor]] = on_host,
+        send: Send = on_host,
     ) -> None:
         super().__init__()
         self._batch, self._send = batch, send

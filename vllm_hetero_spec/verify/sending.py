@@ -10,6 +10,6 @@ import torch
 Send = Callable[..., list[torch.Tensor]]
 
 
-def send_nowhere(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """For drafting on the CPU: tensors over the arrays' own memory."""
+def on_host(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """Where the CPU is the device: tensors over the arrays' own memory."""
     return [torch.from_numpy(array) for array in arrays]
