@@ -45,6 +45,12 @@ if [ -z "$target" ]; then
     ln -sfn "$demo" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
     target="$demo/target-wide" drafter="$demo/drafter"
     options=(--prompts "$demo/prompts.jsonl" ${options[@]+"${options[@]}"})
+    if nvidia-smi -L >/dev/null 2>&1; then
+        say "is drafting right on this GPU? (two or three minutes; a line of JSON for each part)"
+        python "$ROOT/scripts/measure_gpu.py" --parts 0 A --target "$demo/target" \
+            --drafter "$demo/drafter" --prompts "$demo/prompts.jsonl" ||
+            say "something is wrong on this machine: see the lines above"
+    fi
 fi
 
 say "the target alone and with the drafter, one engine after the other"

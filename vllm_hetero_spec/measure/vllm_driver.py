@@ -77,11 +77,7 @@ class Driver:
         Raises:
             ConfigError: vLLM refused a request.
         """
-        kind = (load.batch_size, load.temperature > 0)
-        if kind not in self._warm:
-            prompts = [WARM_UP] * load.batch_size
-            self._drive(replace(load, prompts=prompts, max_tokens=16, ignore_eos=True, seed=None))
-            self._warm.add(kind)
+        self.warm_up(load)
         before = self._counters()
         traces, seconds = self._drive(load)
         grown = since(before, self._counters())
@@ -95,6 +91,14 @@ class Driver:
             worker=grown["worker"],
             peak_memory_bytes=self._device_peak(),
         )
+
+    def warm_up(self, load: Load) -> None:
+        """Generate a little of the load's kind, where it is the first."""
+        kind = (load.batch_size, load.temperature > 0)
+        if kind not in self._warm:
+            prompts = [WARM_UP] * load.batch_size
+            self._drive(replace(load, prompts=prompts, max_tokens=16, ignore_eos=True, seed=None))
+            self._warm.add(kind)
 
     def _drive(self, load: Load) -> tuple[list[Trace], float]:
         """Run a load to its end; its traces, and the seconds it took."""
@@ -184,8 +188,8 @@ def refusal(error: Exception) -> ConfigError:
     return ConfigError(f"vLLM refuses this: {one_line(text.removeprefix('Value error, '))}")
 
 
-def build(spec: EngineSpec) -> Callable[[Load], Sample]:
-    """Start vLLM.
+def start(spec: EngineSpec) -> Any:
+    """A `vllm.LLM`.
 
     Raises:
         ConfigError: vLLM or the plugin refused the models or the configuration.
@@ -193,7 +197,7 @@ def build(spec: EngineSpec) -> Callable[[Load], Sample]:
     from vllm import LLM
 
     try:
-        llm = LLM(
+        return LLM(
             model=spec.model,
             speculative_config=spec.speculative_config,
             max_num_seqs=spec.max_batch_size,
@@ -204,6 +208,15 @@ def build(spec: EngineSpec) -> Callable[[Load], Sample]:
         raise
     except (OSError, ValueError) as error:  # of vLLM's front end; engine failures are others
         raise refusal(error) from error
+
+
+def build(spec: EngineSpec) -> Callable[[Load], Sample]:
+    """Start vLLM, to run loads on it.
+
+    Raises:
+        ConfigError: vLLM or the plugin refused the models or the configuration.
+    """
+    llm = start(spec)
     threading.Thread(target=_end_with_core, args=(llm.llm_engine.engine_core,), daemon=True).start()
     return Driver(llm).run
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts 0, A, B and D of `measure_gpu.py`: does it run, is it right, and what does a step take."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import _gpu_graphs
+import torch
+from _gpu_engine import Facts, Lesson, Outcome, Profile, Record, Setup, StepTimes, Task
+from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, shells, tried
+
+from vllm_hetero_spec.cli.health import examine
+from vllm_hetero_spec.machine import provenance
+
+# Conditional acceptance of a token that gives an acceptance length of 3 at a lookahead of 5.
+RATE = 0.71
+# Share of drafts; a captured batch is padded, may take other kernels, and they round otherwise.
+_MAY_DIFFER = 0.01
+_SELF = "target as drafter"
+_FIXED = {"controller": "fixed"}
+
+Result = dict[str, Any]
+Report = Callable[[Result], None]
+
+
+def part_0(options: Options, report: Report) -> bool:
+    """Versions, the machine, the bandwidth of a copy, and whether a pair runs at all."""
+    result: Result = provenance()
+    result["checks"] = [asdict(finding) for finding in examine(run=False)]
+    result["copy_gb_per_s"] = _bandwidth(options.on_gpu)
+    report(result)
+    setup = Setups(options, exact=True, batch=1).ours({"enforce_eager": True, **_FIXED})
+    outcome = _serve(options, setup, Task(options.texts(1), 16, ignore_eos=True), result)
+    report(result)
+    return outcome.drafts > 0 and not outcome.failures
+
+
+def part_a(options: Options, report: Report) -> bool:
+    """Is the output the target's own, token by token, and are the drafts the same ones?"""
+    texts = options.texts(16 if options.on_gpu else 4)
+    task = Task(texts, 64 if options.on_gpu else 24, 8, ignore_eos=True, watched=True)
+    setups = Setups(options, exact=True, batch=8)
+    *_, fastest = modes(options).values()
+    own = {**_FIXED, **fastest}
+    wanted: dict[str, Setup] = {
+        "alone": setups.alone(),
+        **{mode: setups.ours({**_FIXED, **given}) for mode, given in modes(options).items()},
+        _SELF: setups.ours({"translation": "identity", **own}, options.target),
+        f"{_SELF}, through text": setups.ours({"translation": "text", **own}, options.target),
+    }
+    result: Result = {"prompts": len(texts), "setups": {}, "graphs": _graphs(options)}
+    outcomes: dict[str, Outcome] = {}
+    good = True
+    for name, setup in wanted.items():
+        row: Result = {}
+        result["setups"][name] = row
+
+        def serve(name: str = name, setup: Setup = setup, row: Result = row) -> Result:
+            outcomes[name] = _serve(options, setup, task, row)
+            return {}
+
+        row |= tried(serve)
+        if name not in outcomes or "alone" not in outcomes:
+            good = False
+        else:
+            alone = [trace.token_ids for trace in outcomes["alone"].traces]
+            row["same"] = outcomes[name].same_as(alone)
+            row["waits"] = outcomes[name].waits
+            good &= row["same"] == len(texts) and not outcomes[name].failures
+        report(result)
+    if _SELF in outcomes:
+        good &= 0 < outcomes[_SELF].accepted_tokens == outcomes[_SELF].draft_tokens
+    if {"eager", "graphs"} <= outcomes.keys():
+        drafts, differing = _compared(outcomes["eager"], outcomes["graphs"])
+        result["drafts_that_differ"] = {"of": drafts, "differ": differing}
+        good &= differing <= _MAY_DIFFER * drafts
+        report(result)
+    return good
+
+
+def part_b(options: Options, report: Report) -> bool:
+    """What a forward of a drafter of real size takes, and what comes on top of its replay."""
+    good = True
+    with shells(options) as (_, drafter):
+        result: Result = {"shape": drafter.name, "modes": {}, "graphs": _graphs(options)}
+        setups = Setups(options, exact=False, batch=64, drafter=drafter)
+        for mode, given in modes(options).items():
+            setup = setups.ours({**_FIXED, **given})
+
+            def measure(setup: Setup = setup) -> Result:
+                with running(options, setup) as engine:
+                    return {
+                        "engine": engine.ask(Facts()),
+                        **engine.ask(StepTimes(batches=(1, 8, 64), widths=(4, 8))),
+                    }
+
+            result["modes"][mode] = tried(measure)
+            good &= "error" not in result["modes"][mode]
+            report(result)
+    return good
+
+
+def part_d(options: Options, report: Report) -> bool:
+    """What the device does in a round: its idle time, copies, waits."""
+    *_, (mode, given) = modes(options).items()
+    with shells(options) as (target, drafter):
+        setups = Setups(options, exact=False, batch=8, target=target, drafter=drafter)
+        result: Result = {"mode": mode, "imposed_rate": RATE, "batches": {}}
+        with running(options, setups.ours({**_FIXED, **given})) as engine:
+            result["engine"] = engine.ask(Facts())
+            for batch in (1, 8):
+                texts = options.texts(batch)
+                known = engine.ask(Record(texts, 40 + LOOKAHEAD))
+                lesson = Lesson([text.token_ids for text in known], RATE)
+                task = Task(texts, 40, batch, ignore_eos=True, lesson=lesson)
+                result["batches"][batch] = engine.ask(Profile(task))
+                report(result)
+    return True
+
+
+def _serve(options: Options, setup: Setup, task: Task, row: Result) -> Outcome:
+    """A task in an engine of its own; what is to be told of it goes into the row."""
+    began = time.perf_counter()
+    with running(options, setup) as engine:
+        row["start_seconds"] = round(time.perf_counter() - began, 1)
+        row["engine"] = engine.ask(Facts())
+        outcome: Outcome = engine.ask(task)
+    row |= outcome.figures()
+    return outcome
+
+
+def _compared(one: Outcome, other: Outcome) -> tuple[int, int]:
+    """Drafts of the first, and how many the second made otherwise or not at all."""
+    drafts = differing = 0
+    for mine, theirs in zip(one.made, other.made, strict=True):
+        drafts += len(mine)
+        differing += abs(len(mine) - len(theirs))
+        differing += sum(a != b for a, b in zip(mine, theirs, strict=False))
+    return drafts, differing
+
+
+def _graphs(options: Options) -> str:
+    return "captured" if options.on_gpu else _gpu_graphs.NONE_HERE
+
+
+def _bandwidth(on_gpu: bool) -> float:
+    """Bytes read and written per second by one large copy, in GB."""
+    size = (1 << 30) if on_gpu else (1 << 26)
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    there = source.clone()
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        there.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return round(2 * size / best / 1e9, 1)

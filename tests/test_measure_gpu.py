@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script for GPU machines, kept alive on a CPU: what it counts, never what it times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _gpu_engine import Lesson
+from _gpu_profile import device_use
+from _gpu_watch import is_right
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_gpu.py"
+
+
+def measured(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], int]:
+    """What the script prints of a folder's pair, and its exit code."""
+    files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
+    given = [str(x) for name, file in files.items() for x in (f"--{name}", folder / file)]
+    command = [sys.executable, str(SCRIPT), *given, "--parts", *parts]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+
+
+@pytest.fixture(scope="module")
+def parts(demo_pair: Path) -> dict[str, dict[str, Any]]:
+    """What parts 0, A and B found on the demo pair, by part."""
+    found, code = measured(demo_pair, "0", "A", "B")
+    assert [part["part"] for part in found] == ["0", "A", "B"]
+    assert all(part["ok"] for part in found), found
+    assert code == 0
+    return {part["part"]: part for part in found}
+
+
+@pytest.mark.engine
+def test_a_pair_runs_at_all(parts: dict[str, dict[str, Any]]) -> None:
+    assert parts["0"]["drafts"] > 0
+    assert parts["0"]["engine"]["runner"] == "V1"
+
+
+@pytest.mark.engine
+def test_tokens_are_compared_one_by_one(parts: dict[str, dict[str, Any]]) -> None:
+    setups = parts["A"]["setups"]
+    assert list(setups) == [
+        "alone", "eager", "target as drafter", "target as drafter, through text",
+    ]  # fmt: skip
+    assert {setup["same"] for setup in setups.values()} == {parts["A"]["prompts"]}
+    assert 0 < setups["eager"]["accepted"] < setups["eager"]["drafted"]
+    own = setups["target as drafter"]
+    assert 0 < own["accepted"] == own["drafted"]
+    assert parts["A"]["graphs"].startswith("there are no CUDA graphs")
+
+
+@pytest.mark.engine
+def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -> None:
+    eager = parts["B"]["modes"]["eager"]
+    assert list(eager["step"]) == ["1", "8", "64"]
+    assert list(eager["read"]) == ["4", "8"]
+    assert set(eager["replay"].values()) == {None}
+
+
+def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
+    for name in ("target", "drafter", "prompts.jsonl"):
+        (tmp_path / name).mkdir()
+    found, code = measured(tmp_path, "A", "B")
+    assert [(part["part"], part["ok"]) for part in found] == [("A", False), ("B", False)]
+    assert "prompts" in found[0]["error"]
+    assert code == 1
+
+
+def test_acceptance_is_imposed_at_the_rate_that_is_printed() -> None:
+    lesson = Lesson([], 0.71)
+    right = sum(is_right(lesson, index, place) for index in range(40) for place in range(100))
+    assert right / 4000 == pytest.approx(0.71, abs=0.03)
+    assert is_right(lesson, 3, 7) == is_right(lesson, 3, 7)
+
+
+def test_a_profile_tells_what_the_device_did() -> None:
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        event("cpu_op", "aten::mm", 0, 5000),
+        event("kernel", "gemm", 1000, 1000),
+        event("kernel", "beside it", 1500, 1000),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 4000, 1000),
+        event("cuda_runtime", "cudaLaunchKernel", 900, 10),
+        event("cuda_runtime", "cudaStreamSynchronize", 2000, 3000),
+        {"ph": "M", "name": "process_name"},
+    ]
+    gpu = device_use(events, rounds=2)["gpu"]
+    assert gpu["ms"] == 2.0
+    assert gpu["idle"] == pytest.approx(1 - 2500 / 4000)
+    assert gpu["kernels"] == 1
+    assert gpu["copies"] == {"Memcpy HtoD (Pageable -> Device)": 0.5}
+    assert gpu["calls"] == {"cudaLaunchKernel": 0.5, "cudaStreamSynchronize": 0.5}
+    assert gpu["waited_ms"] == 1.5
+    assert device_use(events[:1], rounds=2) == {"gpu": None}
