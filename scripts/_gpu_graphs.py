@@ -4,21 +4,32 @@
 from collections.abc import Callable
 from typing import Any
 
-# Options of the drafter by mode.
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True},
-    "graphs": {"enforce_eager": False},
-}
+# Options of the drafter by mode, the fastest last.
+MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {}}
 NONE_HERE = "there are no CUDA graphs on this machine"
 
 
 def facts(drafting: Any) -> dict[str, Any]:
-    """What a rank that drafts has captured; empty where it runs eagerly."""
-    graphs = getattr(drafting.drafter, "graphs", None)
-    return {} if graphs is None else dict(graphs.facts())
+    """How many graphs a rank that drafts has, and rounds that began anew for a first token."""
+    return {"recorded": len(_recordings(drafting)), "overruled": drafting.drafter.overruled}
 
 
-def bare_replay(drafting: Any, batch: int) -> Callable[[], Any] | None:
-    """One replay of the captured step for so many requests and nothing else; None without one."""
-    graphs = getattr(drafting.drafter, "graphs", None)
-    return None if graphs is None else graphs.replay_of(batch)
+def bare_replay(drafting: Any, batch: int) -> Callable[[], None] | None:
+    """One replay of a step for so many requests and nothing else; None where there is no graph."""
+    found = _recordings(drafting)
+    size = min((size for size, width in found if size >= batch and not width), default=None)
+    if size is None:
+        return None
+    steps, replay = drafting.drafter._steps, found[size, 0].replay
+
+    def replayed() -> None:
+        steps.again()  # else its counter would leave the plan
+        replay()
+
+    return replayed
+
+
+def _recordings(drafting: Any) -> dict[tuple[int, int], Any]:
+    """By number of requests and tokens of each, which are 0 for a step."""
+    found: dict[tuple[int, int], Any] = getattr(drafting.drafter._steps, "_recordings", {})
+    return found

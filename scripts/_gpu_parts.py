@@ -32,7 +32,9 @@ def part_0(options: Options, report: Report) -> bool:
     result["copy_gb_per_s"] = _bandwidth(options.on_gpu)
     report(result)
     setup = Setups(options, exact=True, batch=1).ours({"enforce_eager": True, **_FIXED})
-    outcome = _serve(options, setup, Task(options.texts(1), 16, ignore_eos=True), result)
+    pair: Result = {}
+    result["pair"] = pair
+    outcome = _serve(options, setup, Task(options.texts(1), 16, ignore_eos=True), pair)
     report(result)
     return outcome.drafts > 0 and not outcome.failures
 
@@ -50,7 +52,7 @@ def part_a(options: Options, report: Report) -> bool:
         _SELF: setups.ours({"translation": "identity", **own}, options.target),
         f"{_SELF}, through text": setups.ours({"translation": "text", **own}, options.target),
     }
-    result: Result = {"prompts": len(texts), "setups": {}, "graphs": _graphs(options)}
+    result: Result = {"prompts": len(texts), "setups": {}, **_without_graphs(options)}
     outcomes: dict[str, Outcome] = {}
     good = True
     for name, setup in wanted.items():
@@ -69,6 +71,8 @@ def part_a(options: Options, report: Report) -> bool:
             row["same"] = outcomes[name].same_as(alone)
             row["waits"] = outcomes[name].waits
             good &= row["same"] == len(texts) and not outcomes[name].failures
+        if name in modes(options) and name in outcomes:
+            good &= _is(name, row["engine"])
         report(result)
     if _SELF in outcomes:
         good &= 0 < outcomes[_SELF].accepted_tokens == outcomes[_SELF].draft_tokens
@@ -84,7 +88,7 @@ def part_b(options: Options, report: Report) -> bool:
     """What a forward of a drafter of real size takes, and what comes on top of its replay."""
     good = True
     with shells(options) as (_, drafter):
-        result: Result = {"shape": drafter.name, "modes": {}, "graphs": _graphs(options)}
+        result: Result = {"shape": drafter.name, "modes": {}, **_without_graphs(options)}
         setups = Setups(options, exact=False, batch=64, drafter=drafter)
         for mode, given in modes(options).items():
             setup = setups.ours({**_FIXED, **given})
@@ -96,8 +100,8 @@ def part_b(options: Options, report: Report) -> bool:
                         **engine.ask(StepTimes(batches=(1, 8, 64), widths=(4, 8))),
                     }
 
-            result["modes"][mode] = tried(measure)
-            good &= "error" not in result["modes"][mode]
+            result["modes"][mode] = row = tried(measure)
+            good &= "error" not in row and _is(mode, row["engine"])
             report(result)
     return good
 
@@ -109,13 +113,13 @@ def part_d(options: Options, report: Report) -> bool:
         setups = Setups(options, exact=False, batch=8, target=target, drafter=drafter)
         result: Result = {"mode": mode, "imposed_rate": RATE, "batches": {}}
         with running(options, setups.ours({**_FIXED, **given})) as engine:
-            result["engine"] = engine.ask(Facts())
             for batch in (1, 8):
                 texts = options.texts(batch)
                 known = engine.ask(Record(texts, 40 + LOOKAHEAD))
                 lesson = Lesson([text.token_ids for text in known], RATE)
                 task = Task(texts, 40, batch, ignore_eos=True, lesson=lesson)
                 result["batches"][batch] = engine.ask(Profile(task))
+                result["engine"] = engine.ask(Facts())
                 report(result)
     return True
 
@@ -125,8 +129,8 @@ def _serve(options: Options, setup: Setup, task: Task, row: Result) -> Outcome:
     began = time.perf_counter()
     with running(options, setup) as engine:
         row["start_seconds"] = round(time.perf_counter() - began, 1)
-        row["engine"] = engine.ask(Facts())
         outcome: Outcome = engine.ask(task)
+        row["engine"] = engine.ask(Facts())
     row |= outcome.figures()
     return outcome
 
@@ -141,8 +145,13 @@ def _compared(one: Outcome, other: Outcome) -> tuple[int, int]:
     return drafts, differing
 
 
-def _graphs(options: Options) -> str:
-    return "captured" if options.on_gpu else _gpu_graphs.NONE_HERE
+def _without_graphs(options: Options) -> Result:
+    return {} if options.on_gpu else {"graphs": _gpu_graphs.NONE_HERE}
+
+
+def _is(mode: str, facts: Result) -> bool:
+    """Whether an engine has graphs if it was to have them, and none else."""
+    return bool(facts["graphs"]["recorded"]) == (mode != "eager")
 
 
 def _bandwidth(on_gpu: bool) -> float:

@@ -95,7 +95,7 @@ class Rounds:
             }
 
     def _task(self, variant: Variant, batch: int) -> Task:
-        texts = self._texts[: max(2, batch)]
+        texts = self._texts[: max(4, batch)]
         lesson = None
         if variant.taught:
             lesson = Lesson([known.token_ids for known in self._known[: len(texts)]], RATE)

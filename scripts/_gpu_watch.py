@@ -42,10 +42,11 @@ class Watch:
         self._taught = 0
         self._vocabulary = vocabulary
         self._on_gpu = proposer.seam.device.type == "cuda"
-        self._draft = proposer.drafting.draft
-        vars(proposer.drafting)["draft"] = self._drafts
-        vars(proposer)["propose_batch"] = self._noting_waits(proposer.propose_batch)
-        vars(verifier)["forward"] = self._noting_waits(verifier.forward)
+        self._step: StepView | None = None
+        self._begin, self._finish = proposer.drafting.begin, proposer.drafting.finish
+        vars(proposer.drafting).update(begin=self._began, finish=self._drafts)
+        for place, name in ((proposer, "after_step"), (proposer, "finish"), (verifier, "forward")):
+            vars(place)[name] = self._noting_waits(getattr(place, name))
 
     def begin(self, lesson: Lesson | None, *, watched: bool) -> None:
         """Teach a lesson, and note drafts and waits where asked to."""
@@ -59,9 +60,13 @@ class Watch:
         self.begin(None, watched=False)
         return found
 
-    def _drafts(self, step: StepView) -> list[Draft]:
-        drafts = self._draft(step)
-        if self._lesson is not None:
+    def _began(self, step: StepView) -> None:
+        self._step = step
+        self._begin(step)
+
+    def _drafts(self) -> list[Draft]:
+        drafts, step = self._finish(), self._step
+        if self._lesson is not None and step is not None:
             drafts = [self._teach(self._lesson, step, draft) for draft in drafts]
         if self._made is not None:
             for draft in drafts:

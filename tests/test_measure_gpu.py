@@ -36,8 +36,8 @@ def parts(demo_pair: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.engine
 def test_a_pair_runs_at_all(parts: dict[str, dict[str, Any]]) -> None:
-    assert parts["0"]["drafts"] > 0
-    assert parts["0"]["engine"]["runner"] == "V1"
+    assert parts["0"]["pair"]["drafts"] > 0
+    assert parts["0"]["pair"]["engine"]["runner"] == "V1"
 
 
 @pytest.mark.engine
