@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import install_worker_hooks
@@ -98,14 +99,15 @@ class HeteroProposer:
         if group.world_size > 1 and self.options.method != "slem":
             self._verifier.share_among(group)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
-            self._drafting = DraftingRank(
-                self.vllm_config,
-                self._drafter_config,
-                self.options,
-                self.seam,
-                self.stats,
-                group,
-            )
+            with kept_in_sleep(self.vllm_config):
+                self._drafting = DraftingRank(
+                    self.vllm_config,
+                    self._drafter_config,
+                    self.options,
+                    self.seam,
+                    self.stats,
+                    group,
+                )
 
     def calibrate(self) -> None:
         """Time target and drafter where the controller wants to know; every rank takes part."""

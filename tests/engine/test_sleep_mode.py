@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter lies where vLLM keeps what outlives a sleep of level 2; nothing sleeps on a CPU."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import generate, greedy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from vllm_hetero_spec.engine.proposer import HeteroProposer
+from vllm_hetero_spec.engine.seam import sleep_mode
+
+
+class Allocator(TorchDispatchMode):
+    """Stands for vLLM's: remembers the memory that is allocated under each tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: dict[str, set[int]] = {}
+        self._tag = ""
+
+    @contextlib.contextmanager
+    def use_memory_pool(self, tag: str) -> Iterator[None]:
+        self._tag = tag
+        with self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(found):
+            if isinstance(tensor, torch.Tensor):
+                held = self.allocated.setdefault(self._tag, set())
+                held.add(tensor.untyped_storage().data_ptr())
+        return found
+
+
+@pytest.mark.engine
+def test_drafter_is_allocated_where_it_outlives_sleep(
+    demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator()
+    load = HeteroProposer.load_model
+
+    def asleep(proposer: HeteroProposer, *args: Any) -> None:
+        proposer.vllm_config.model_config.enable_cumem_allocator = True
+        load(proposer, *args)
+        proposer.vllm_config.model_config.enable_cumem_allocator = False
+
+    monkeypatch.setattr(HeteroProposer, "load_model", asleep)
+    monkeypatch.setattr(sleep_mode, "get_mem_allocator_instance", lambda: allocator)
+    on_a_gpu = SimpleNamespace(is_cuda_alike=lambda: True)
+    monkeypatch.setattr(sleep_mode, "current_platform", on_a_gpu)
+    with engine(demo_pair / "target", slem(demo_pair / "drafter")) as llm:
+        model = proposer_of(llm).drafting.drafter.model
+        layers = model.config.compilation_config.static_forward_context.values()
+        tensors = [*model.model.parameters(), *model.model.buffers()]
+        tensors += [layer.kv_cache for layer in layers]
+        assert len(tensors) > 10
+        assert list(allocator.allocated) == ["runtime"]
+        kept = allocator.allocated["runtime"]
+        assert all(tensor.untyped_storage().data_ptr() in kept for tensor in tensors)
+        generate(llm, prompts[:2], greedy())
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
+
+
+def test_nothing_is_kept_where_nothing_sleeps() -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=False))
+    assert isinstance(sleep_mode.kept_in_sleep(config), contextlib.nullcontext)

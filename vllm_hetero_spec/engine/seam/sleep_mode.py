@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's sleep mode: the drafter comes back from it as it was.
+
+Level 2 discards the target's weights, which the user then loads anew. Nobody would load the
+drafter's, nor the tables and buffers beside them, so they lie where vLLM keeps what outlives every
+level: in host memory while it sleeps. Addresses stay, so CUDA graphs do too.
+"""
+
+import contextlib
+
+from vllm.config import VllmConfig
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.platforms import current_platform
+
+
+def kept_in_sleep(target: VllmConfig) -> contextlib.AbstractContextManager[object]:
+    """Where to allocate what is to outlive the sleep of a worker.
+
+    Args:
+        target: The worker's own configuration.
+    """
+    if not (current_platform.is_cuda_alike() and target.model_config.enable_cumem_allocator):
+        return contextlib.nullcontext()
+    pool: contextlib.AbstractContextManager[object] = get_mem_allocator_instance().use_memory_pool(
+        tag="runtime"
+    )
+    return pool
