@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import engine, metrics_of, slem
 from scenarios import generate, greedy
 from vllm.config import VllmConfig
@@ -15,6 +16,7 @@ from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offl
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_model_config,
@@ -108,6 +110,31 @@ def test_target_is_left_alone_by_loading(
         assert after == before
         assert kept
         generate(llm, prompts[:2], greedy())
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
+
+
+@pytest.mark.engine
+def test_largest_forward_comes_first(
+    demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a request, as large as they get, of texts that the drafter takes."""
+    batches: list[ForwardBatch] = []
+    forward = DrafterModel.forward
+
+    def observed(model: DrafterModel, batch: ForwardBatch) -> torch.Tensor:
+        batches.append(batch)
+        return forward(model, batch)
+
+    monkeypatch.setattr(DrafterModel, "forward", observed)
+    changes = {"compilation_config": {"mode": 1}, "enforce_eager": False}
+    changes |= {"max_model_len": 200, "max_num_batched_tokens": 512}
+    spec = slem(demo_pair / "drafter", enforce_eager=False, max_model_len=180)
+    with engine(demo_pair / "target", spec, **changes) as llm:
+        (first,) = batches
+        assert len(first.ids) == 512
+        assert first.lengths.tolist() == [180, 180, 152]
+        assert int(first.positions.max()) == 179
+        generate(llm, [prompt[:100] for prompt in prompts[:2]], greedy())
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
@@ -108,6 +109,13 @@ class DraftingRank:
         self._rounds = DraftBatchRunner(bridge, self.drafter, self.pool, stats, budget)
         self.control = self._controlled(CostModel())
         stats.kv_blocks = self.pool.capacity
+        compiled = model.config.compilation_config.mode != CompilationMode.NONE
+        if device.type != "cpu" or compiled:
+            # The largest forward comes first: vLLM lets no work space grow once it is warm, has
+            # measured by then what memory is left, and a model is compiled for any number of tokens
+            # by a forward of several.
+            most = vllm_config.scheduler_config.max_num_seqs * self.drafter.max_length
+            self.read(min(budget, most))
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
             options.model,

@@ -218,10 +218,20 @@ class Drafter:
 
     @torch.inference_mode()
     def read(self, tokens: int) -> None:
-        """One forward over so many context tokens, on the padding block, to be timed."""
-        blocks = [0] * -(-tokens // self.model.block_size)
-        nowhere = DraftSequence(BlockTable(blocks=blocks, row=np.zeros(len(blocks), np.int32)))
-        self._steps.begin(self._planner.plan([nowhere], [[0] * tokens], [1]))
+        """One forward over so many context tokens, on the padding block, to be timed.
+
+        Args:
+            tokens: Of one text, or of several where the drafter takes none that long.
+        """
+        longest, size = self.max_length, self.model.block_size
+        lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+        nowhere = []
+        for length in lengths:
+            blocks = [0] * -(-length // size)
+            table = BlockTable(blocks=blocks, row=np.zeros(len(blocks), np.int32))
+            nowhere.append(DraftSequence(table))
+        texts, steps = [[0] * length for length in lengths], [1] * len(lengths)
+        self._steps.begin(self._planner.plan(nowhere, texts, steps))
 
     def _shape(self, count: int, pending: int, context: int) -> tuple[int, int]:
         return self._steps.shape(count, pending, context)
