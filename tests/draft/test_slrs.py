@@ -167,7 +167,7 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
         dtype=torch.float32,
     )
     bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
-    drafts = DraftBatch.of(tokens, lengths, draft_probs, row_of)
+    drafts = DraftBatch.of(tokens, lengths, [draft_probs], row_of)
     verdict = token_rule(drafts, p, bonus, Noise(CPU))
     expected = dict(enumerate(world.p(())))
     assert follows(Counter(verdict.tokens[:, 0].tolist()), expected)

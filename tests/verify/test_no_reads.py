@@ -30,7 +30,8 @@ def batch(certain: bool) -> DraftBatch:
     if certain:
         return DraftBatch.of(tokens, LENGTHS, send=sent)
     row_of = np.arange(count) - 1
-    return DraftBatch.of(tokens, LENGTHS, torch.rand(count, WIDTH), row_of, send=sent)
+    tables = [torch.rand(5, WIDTH), torch.rand(count - 5, WIDTH)]
+    return DraftBatch.of(tokens, LENGTHS, tables, row_of, send=sent)
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -82,7 +83,7 @@ def test_one_packet_brings_all_that_the_host_knows() -> None:
         return [torch.from_numpy(array) for array in arrays]
 
     make = partial(DraftBatch.of, torch.zeros(8, dtype=torch.int64), LENGTHS, send=counted)
-    rows = {"draft_probs": torch.zeros(1, 3), "row_of": [0, -1] * 4}
+    rows = {"draft_probs": [torch.zeros(1, 3)], "row_of": [0, -1] * 4}
     drafts = make(**rows, seeds=[5, 6, 7, 8], places=[4, 3, 2, 1])
     assert len(packets) == 1
     assert drafts.counts.tolist() == LENGTHS

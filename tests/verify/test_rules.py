@@ -41,7 +41,7 @@ def drawn_batch(copies: int) -> DraftBatch:
     return DraftBatch.of(
         tokens=torch.from_numpy(tokens.reshape(-1)),
         lengths=[3] * copies,
-        draft_probs=rows,
+        draft_probs=[rows],
         row_of=[0, -1, 1] * copies,
     )
 
@@ -84,7 +84,7 @@ def test_law_of_a_batch(rule: str) -> None:
     # Told of a row that differs by a tenth of probability, the rule is caught.
     assert missed(expected, exact_law(readable, TOLD), COPIES) < MISSED
     told = torch.tensor(TOLD[[0, 2]], dtype=torch.float32)
-    assert not follows(emitted(dataclasses.replace(drafts, draft_probs=told)), expected)
+    assert not follows(emitted(dataclasses.replace(drafts, draft_probs=[told])), expected)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -92,7 +92,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(400, 30, generator=generator).softmax(-1)
     tokens = torch.multinomial(p, 1, generator=generator)[:, 0]
-    drafts = DraftBatch.of(tokens, [4] * 100, p.clone(), range(400))
+    drafts = DraftBatch.of(tokens, [4] * 100, [p.clone()], range(400))
     bonus = torch.full((100,), 7)
     verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
     assert verdict.accepted.tolist() == [4] * 100
@@ -116,7 +116,7 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
     tokens = torch.from_numpy(generator.integers(-1, 6, count))
     rows = torch.tensor(generator.dirichlet(np.ones(6), max(1, count))).float()
     row_of = generator.integers(-1, max(1, count), count)
-    drafts = DraftBatch.of(tokens, lengths, *(() if one_hot else (rows, row_of)))
+    drafts = DraftBatch.of(tokens, lengths, *(() if one_hot else ([rows], row_of)))
     before = p.clone(), rows.clone(), tokens.clone()
     bonus = torch.arange(len(lengths)) + 100
     verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
@@ -132,6 +132,23 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
         for place, token in enumerate(line[: min(accepted + 1, length)]):
             assert p[start + place, token] > 0
         start += length
+
+
+@pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
+def test_rows_may_lie_in_several_tables(rule: str) -> None:
+    """Each round of drafting has one: the same verdicts as from one table of all."""
+    drafts = drawn_batch(700)
+    (rows,) = drafts.draft_probs
+    rounds = dataclasses.replace(drafts, draft_probs=[rows[:1], rows[1:]])
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
+
+    def verdict(drafts: DraftBatch) -> torch.Tensor:
+        torch.manual_seed(5)
+        if rule == "fuzzy":
+            return fuzzy_rule(drafts, p, drawn(P[3], 1)[:700], Noise(CPU), "js", 0.1).verdict.tokens
+        return RULES[rule][0](drafts, p, drawn(P[3], 1)[:700], Noise(CPU)).tokens
+
+    assert torch.equal(verdict(drafts), verdict(rounds))
 
 
 @pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
@@ -151,6 +168,16 @@ def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for cells in (1, 30, 1000):
         monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
         assert torch.equal(verdict(), whole)
+
+
+@pytest.mark.parametrize("width", [1000, 50_000, 150_000, 300_000])
+def test_parts_are_bounded(width: int) -> None:
+    """All rows, once; off the CPU 1 GiB in all at up to 32 bytes for a cell, and few launches."""
+    for device in (torch.device("cuda"), None):
+        parts = list(noise.slices(3000, width, device))
+        assert [row for part in parts for row in range(part.start, part.stop)] == list(range(3000))
+        assert max(part.stop - part.start for part in parts) * width * 32 <= 1 << 30
+        assert len(list(noise.slices(64, width, device))) == 1
 
 
 def test_greedy_rule() -> None:

@@ -6,7 +6,7 @@ target's vocabulary, or one-hot where the token is certain (greedy drafts, the r
 already drawn). One-hot rows are never stored. Drafts may differ in length, or have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,9 +36,11 @@ class DraftBatch:
         later: int64 [N - D], the tokens that follow another of their draft.
         seeds: int64 [B], of each request's races.
         places: int64 [B], index of each draft's first token in its request's output.
-        draft_probs: float32 [R, V], distributions that tokens were drawn from; a row may add up to
-            less than 1, the rest standing for "nothing proposed". None where all are certain.
-        row_of: int64 [N], row of `draft_probs`, -1 for a certain token; None where all are.
+        draft_probs: float32 [R, V] each, distributions that tokens were drawn from; a row may add
+            up to less than 1, the rest standing for "nothing proposed". One table for each round
+            of drafting, as it lies; none where all tokens are certain.
+        row_of: int64 [N], row of `draft_probs`, numbered through all tables, -1 for a certain
+            token; None where all are.
     """
 
     tokens: torch.Tensor
@@ -51,7 +53,7 @@ class DraftBatch:
     later: torch.Tensor
     seeds: torch.Tensor
     places: torch.Tensor
-    draft_probs: torch.Tensor | None = None
+    draft_probs: Sequence[torch.Tensor] = ()
     row_of: torch.Tensor | None = None
 
     @classmethod
@@ -59,7 +61,7 @@ class DraftBatch:
         cls,
         tokens: torch.Tensor,
         lengths: Sequence[int],
-        draft_probs: torch.Tensor | None = None,
+        draft_probs: Sequence[torch.Tensor] = (),
         row_of: Sequence[int] = (),
         seeds: Sequence[int] = (),
         places: Sequence[int] = (),
@@ -70,7 +72,7 @@ class DraftBatch:
         Args:
             tokens: int64 [N].
             lengths: [B].
-            draft_probs: float32 [R, V], with `row_of` [N], where tokens were drawn.
+            draft_probs: With `row_of` [N], where tokens were drawn.
             row_of: [N].
             seeds: [B], with `places` [B], where tokens are raced for; else 0.
             places: [B].
@@ -91,7 +93,7 @@ class DraftBatch:
             "seeds": np.array(seeds, np.int64) if len(seeds) else nowhere,
             "places": np.array(places, np.int64) if len(places) else nowhere,
         }
-        if draft_probs is not None:
+        if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
         sent = dict(zip(arrays, send(*arrays.values()), strict=True))
         return cls(tokens, lengths, draft_probs=draft_probs, **sent)
@@ -114,10 +116,28 @@ class DraftBatch:
 
     def mass(self) -> torch.Tensor:
         """float32 [N], probability with which each token was proposed."""
-        if self.draft_probs is None or self.row_of is None:
+        if self.row_of is None:
             return torch.ones(len(self.tokens), device=self.tokens.device)
-        drawn = self.draft_probs[self.row_of.clamp_min(0), self.tokens.clamp_min(0)]
+        tokens = self.tokens.clamp_min(0)
+        drawn = self._looked_up(self.row_of, lambda table, rows: table[rows, tokens])
         return torch.where(self.row_of >= 0, drawn, 1.0)
+
+    def drawn_from(self, row_of: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V], the rows `row_of` int64 [n] of `draft_probs`; any row for -1."""
+        return self._looked_up(row_of, lambda table, rows: table.index_select(0, rows))
+
+    def _looked_up(
+        self, row_of: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `take` gives for a table and int64 [n] rows of it, from each row's own table."""
+        first, found = 0, row_of
+        for table in self.draft_probs:
+            rows = row_of - first
+            taken = take(table, rows.clamp(0, len(table) - 1))
+            is_here = (rows >= 0).view(-1, *[1] * (taken.dim() - 1))
+            found = torch.where(is_here, taken, found) if first else taken
+            first += len(table)
+        return found
 
     def residual(
         self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor | None = None
@@ -134,11 +154,10 @@ class DraftBatch:
             rest.mul_(support[:, None])
         tokens = self.tokens[index, None]
         dense = torch.zeros_like(index, dtype=torch.bool)
-        if self.draft_probs is not None and self.row_of is not None:
+        if self.row_of is not None:
             row_of = self.row_of[index]
             dense = row_of >= 0
-            probs = self.draft_probs.index_select(0, row_of.clamp_min(0))
-            rest.addcmul_(probs, dense[:, None].to(rest.dtype), value=-1)
+            rest.addcmul_(self.drawn_from(row_of), dense[:, None].to(rest.dtype), value=-1)
         certain = ~dense[:, None] & (tokens >= 0)
         places = tokens.clamp_min(0)
         rest.scatter_(1, places, rest.gather(1, places).masked_fill(certain, 0.0))

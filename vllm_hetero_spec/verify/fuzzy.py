@@ -58,11 +58,10 @@ def fuzzy_rule(
     strict = passes(drafts, target_probs, noise)
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
-    if drafts.draft_probs is not None and drafts.row_of is not None:
+    if drafts.row_of is not None:
         for part in slices(len(target), target_probs.shape[1], target_probs.device):
             row_of = drafts.row_of[part]
-            p = target_probs[part]
-            q = drafts.draft_probs.index_select(0, row_of.clamp_min(0))
+            p, q = target_probs[part], drafts.drawn_from(row_of)
             sampled = (row_of >= 0) & (target[part] > 0)
             near[part] = sampled & (diverge(p, q, divergence) < threshold)
             variation[part] = diverge(p, q, "tv") * near[part]

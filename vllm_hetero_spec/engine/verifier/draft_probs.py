@@ -69,12 +69,11 @@ class PendingDraftProbs:
                 total += len(probs.rows)
             start = rounds[id(probs.rows)][1]
             row_of += [row + start if row >= 0 else -1 for row in probs.row_of[:length]]
-        every = [rows for rows, _ in rounds.values()]
         return DraftBatch.of(
             tokens,
             lengths,
-            draft_probs=torch.cat(every) if len(every) > 1 else next(iter(every), None),
-            row_of=row_of if every else (),
+            draft_probs=[rows for rows, _ in rounds.values()],
+            row_of=row_of,
             seeds=view.race_seeds,
             places=view.num_output_tokens,
             send=self._send,
