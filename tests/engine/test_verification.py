@@ -153,6 +153,15 @@ def test_a_verification_sends_one_packet_and_reads_nothing(rule: str) -> None:
     assert ((counts >= 1) & (counts <= torch.tensor(LENGTHS) + 1)).all()
 
 
+def test_a_race_without_drafts_sends_one_packet_and_reads_nothing() -> None:
+    engine, recorder = Engine("race"), Recorder()
+    racing = engine.sampler.sampler.racing
+    with recorder:
+        tokens, _ = racing(torch.rand(len(IDS), WIDTH), {}, None, None)
+    assert (engine.packets, recorder.copies, recorder.reads) == (1, [], [])
+    assert tokens.shape == (len(IDS),)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verification_needs_no_number_of_the_device(
     rule: str, monkeypatch: pytest.MonkeyPatch

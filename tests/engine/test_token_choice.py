@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What picks tokens asks the device for no number: fake tensors raise where one is read."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, Picked, PickRules
+from vllm_hetero_spec.text.context import IdentityContext
+
+CPU = torch.device("cpu")
+SIZE, WIDTH, STEPS = 6000, 5000, 3  # wide enough for a draw to look at blocks
+
+
+def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays under way to the device: what is in them is no longer known."""
+    return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
+
+
+def rows_of(*, races: bool) -> list[DraftRow]:
+    """Greedy and drawn requests, penalised or not, some with parameters of their own."""
+    own = torch.Generator().manual_seed(1)
+    seed = 7 if races else None
+    asked = [
+        (None, None),
+        (None, Penalty(repetition=1.2)),
+        (Draw(1.0, race_seed=seed), None),
+        (Draw(0.8, top_k=5, race_seed=seed), Penalty(presence=0.5)),
+        (Draw(0.9, top_p=0.9, generator=own, race_seed=seed), None),
+    ]
+    rows = []
+    for index, (draw, penalty) in enumerate(asked):
+        state = RequestState(str(index), IdentityContext())
+        task = DraftTask(state, lookahead=STEPS, draw=draw, penalty=penalty)
+        rows.append(DraftRow(task, DraftSequence(BlockTable()), [0], STEPS - index // 3))
+    return rows
+
+
+@pytest.mark.parametrize("races", [False, True])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
+    with FakeTensorMode():
+        first = torch.empty(SIZE, dtype=torch.int64)
+        lengths = torch.empty(SIZE, dtype=torch.int64)
+        method = SampledMethod(TokenMap(first, WIDTH, renormalise), lengths, lambda d: (d,))
+        rules = PickRules(
+            vocab_size=SIZE,
+            banned=torch.empty(2, dtype=torch.int64),
+            ends=frozenset(),
+            sampling=method,
+            generator=torch.Generator().manual_seed(0),
+            confidences=True,
+        )
+        rows = rows_of(races=races)
+        picked = Picked(STEPS, len(rows), CPU, confidences=True)
+        own = OwnPicks(rows, rules, sent)
+        for step in range(STEPS):
+            count = sum(row.steps > step for row in rows)
+            logits = rules.only_real(torch.rand(count, SIZE + 10))
+            picked.best(logits, step)
+            own.pick(logits, picked, step)
+            own.feed(picked.ids(step, count))
+        assert own.draws is not None
+        drawn = sum(row.steps for row in rows if row.task.draw is not None)
+        assert own.draws.draft_probs.shape == (drawn, WIDTH)
+        assert (own.draws.stand_ins is None) is renormalise
+    assert picked.packet.shape == (STEPS, 3, len(rows))
