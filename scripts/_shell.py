@@ -83,7 +83,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 64,
-        "vocab_size": 8192,
+        "vocab_size": 9216,
         "tie_word_embeddings": True,
     },
 }

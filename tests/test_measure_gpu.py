@@ -2,14 +2,16 @@
 """The script for GPU machines, kept alive on a CPU: what it counts, never what it times."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _gpu_engine import Lesson
+from _gpu_engine import Lesson, Profile, Record, Task
 from _gpu_profile import device_use
+from _gpu_setups import LOOKAHEAD, Options, Setups, running
 from _gpu_watch import is_right
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_gpu.py"
@@ -59,6 +61,35 @@ def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -
     assert list(eager["step"]) == ["1", "8", "64"]
     assert list(eager["read"]) == ["4", "8"]
     assert set(eager["replay"].values()) == {None}
+
+
+@pytest.mark.engine
+def test_acceptance_is_imposed_and_the_output_stays(
+    demo_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent), prepend=os.pathsep)
+    prompts = demo_pair / "prompts.jsonl"
+    options = Options(demo_pair / "target", demo_pair / "drafter", prompts, "", False, False)
+    setup = Setups(options, exact=True, batch=2).ours({"controller": "fixed"})
+    texts = options.texts(2)
+    with running(options, setup) as engine:
+        known = [text.token_ids for text in engine.ask(Record(texts, 20 + LOOKAHEAD))]
+        for rate in (0.0, 1.0):
+            for lookahead in (2, LOOKAHEAD):
+                lesson = Lesson(known, rate)
+                task = Task(texts, 20, 2, ignore_eos=True, lookahead=lookahead, lesson=lesson)
+                outcome = engine.ask(task)
+                assert outcome.same_as(known) == 2
+                assert outcome.taught >= outcome.drafts > 0
+                assert outcome.accepted_tokens == rate * outcome.draft_tokens
+                lengths = [length for length, n in outcome.worker["lengths"].items() if n]
+                assert max(lengths) <= lookahead
+        untaught = engine.ask(Task(texts, 20, 2, ignore_eos=True))
+        assert untaught.taught == 0
+        assert 0 < untaught.accepted_tokens < untaught.draft_tokens
+        profile = engine.ask(Profile(Task(texts, 20, 2, ignore_eos=True)))
+        assert profile["rounds"] == untaught.worker["steps"]
+        assert profile["gpu"] is None
 
 
 def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
