@@ -106,4 +106,4 @@ def _inverse(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor
     aim = (uniform * total).minimum(total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(sums, aim, right=True).clamp_max_(sums.shape[1] - 1)
     weight = weights.gather(1, index)
-    return index, 1.0 - (sums.gather(1, index) - aim) / weight
+    return index, (1.0 - (sums.gather(1, index) - aim) / weight).clamp_min_(0.0)
