@@ -170,7 +170,7 @@ def _transfers(device: Any) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from vllm_hetero_spec.engine.staging import Sender
+    from vllm_hetero_spec.staging import Sender
 
     arrays = [np.zeros(64, kind) for kind in (np.int64, np.int64, *[np.int32] * 5)]
     sender = Sender(device)

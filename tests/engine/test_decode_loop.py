@@ -11,10 +11,10 @@ from tape_graphs import TapeGraphs
 from torch.overrides import TorchFunctionMode
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
+from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine import staging
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
@@ -66,7 +66,8 @@ class World:
 
 def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) -> TapeGraphs:
     graphs = TapeGraphs()
-    world.drafter.record(graphs, sizes, GraphSupport(in_graph, several_tokens=True))
+    shapes = [(size, width) for size in sizes for width in (1, 4, 8)]
+    world.drafter.record(graphs, shapes, GraphSupport(in_graph, several_tokens=True))
     return graphs
 
 

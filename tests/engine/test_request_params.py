@@ -9,7 +9,7 @@ import torch
 
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
-from vllm_hetero_spec.engine.staging import Sender
+from vllm_hetero_spec.staging import Sender
 
 
 def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> RequestParams:

@@ -27,7 +27,7 @@ BATCH = {
     "_dummy_run",
 }
 
-# Who may move tensors between host and device, or look at one; all others ask `engine.staging`.
+# Who may move tensors between host and device, or look at one; all others ask `staging`.
 MOVERS = {
     "draft/methods.py": "arrays of the host: tables of the pair",
     "draft/pair_merges.py": "tables of the pair, once at start",
@@ -126,7 +126,7 @@ def test_what_moves_tensors_is_known() -> None:
     movers = {
         name
         for name, tree in trees()
-        if name.startswith(("engine/", "draft/", "verify/")) and name != "engine/staging.py"
+        if name.startswith(("engine/", "draft/", "verify/")) and name != "staging.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and _moves(node)
     }

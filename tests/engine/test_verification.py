@@ -18,12 +18,12 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.staging import Receiver, Sender
 from vllm_hetero_spec.engine.verifier import race_sampler, rejection_sampler
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.drafts import FILLER
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 

@@ -14,9 +14,9 @@ import torch
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
+from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.noise import Noise, choose, slices
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.sending import Send
 
 
 @dataclass(frozen=True)

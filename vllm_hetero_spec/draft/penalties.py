@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_hetero_spec.verify.sending import Send
+from vllm_hetero_spec.staging import Send
 
 
 @dataclass(frozen=True)

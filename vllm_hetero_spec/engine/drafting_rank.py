@@ -23,11 +23,16 @@ from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.request_state import DRAFT_STREAM, Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
+from vllm_hetero_spec.engine.seam.drafter_config import (
+    drafter_vllm_config,
+    drafting_mode,
+    kv_budget,
+)
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
@@ -102,6 +107,10 @@ class DraftingRank:
             bridge.drafter_eos,
             confidences=options.controller != "fixed",
         )
+        measured = vllm_config.cache_config.kv_cache_memory_bytes is None
+        self._recording = Recording(
+            self.drafter, drafting_mode(options, vllm_config), measured=measured
+        )
         self.pool = KVPool(model.num_blocks, model.block_size)
         self.bridge = bridge
         self.requests = Requests(bridge, self.pool, stats)
@@ -153,6 +162,11 @@ class DraftingRank:
         self._step = None
         return drafts
 
+    def record(self) -> int:
+        """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
+        with tensor_parallel(self._group):
+            return self._recording.record()
+
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, to be timed."""
         with tensor_parallel(self._group):
@@ -174,6 +188,8 @@ class DraftingRank:
         self._stats.kv_blocks_held = self.pool.held
         self._stats.reused_tokens = self.pool.reused_tokens
         self._stats.forward_seconds = self.drafter.forward_seconds
+        self._stats.forwards = self.drafter.forwards
+        self._stats.graph_forwards = self.drafter.replays
 
     @contextlib.contextmanager
     def _no_fault(self, step: StepView) -> Iterator[None]:

@@ -109,6 +109,10 @@ class HeteroProposer:
                     group,
                 )
 
+    def record(self) -> int:
+        """Record the drafter's CUDA graphs, after the target's; the bytes that they take."""
+        return 0 if self._drafting is None else self._drafting.record()
+
     def calibrate(self) -> None:
         """Time target and drafter where the controller wants to know; every rank takes part."""
         if self._calibrated or self.options.controller != "goodput" or not self.options.calibrate:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hetero_spec.verify.sending import Send, on_host
+from vllm_hetero_spec.staging import Send, on_host
 
 # What fills a verdict's line after the last emitted token.
 FILLER = -1

@@ -32,7 +32,7 @@ from vllm_hetero_spec.engine.drafter.token_choice import (
     PickedTokens,
     PickRules,
 )
-from vllm_hetero_spec.engine.staging import Clock, Fetched, Mark, Receiver, Sender
+from vllm_hetero_spec.staging import Clock, Fetched, Mark, Receiver, Sender
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
@@ -136,17 +136,24 @@ class Drafter:
         self._steps: Steps = EagerSteps(model, self._rules, self._send, picked)
         self._round: _Round | None = None
 
-    def record(self, graphs: Graphs, sizes: Sequence[int], support: GraphSupport) -> None:
+    def record(
+        self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
+    ) -> None:
         """Run rounds by graphs from now on.
 
         Args:
             graphs: Records them.
-            sizes: Numbers of requests to record for.
+            shapes: (requests, tokens of each) to record for.
             support: What the attention of the drafter can be recorded with.
         """
         self._steps = RecordedSteps(
-            self.model, self._rules, self._send, self._steps.picked, graphs, sizes, support
+            self.model, self._rules, self._send, self._steps.picked, graphs, shapes, support
         )
+
+    @property
+    def replays(self) -> int:
+        """Forwards so far that were replayed graphs."""
+        return self._steps.replays
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:

@@ -11,18 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, real_ids
 from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
-
-# Tokens of each request in the graphs that catch up; what takes more is read eagerly.
-_WIDTHS = (1, 4, 8)
-# Tokens of one such graph, so that what attention kernels set aside for it stays small.
-_MOST_TOKENS = 512
+from vllm_hetero_spec.staging import Send
 
 
 class _Recording(NamedTuple):
@@ -48,7 +43,8 @@ class RecordedSteps:
         send: Brings arrays to the device.
         picked: Where each row's best goes; stays where it is.
         graphs: Records.
-        sizes: Numbers of requests to record for.
+        shapes: (requests, tokens of each) to record for; what a request has to read first and has
+            more tokens is read eagerly.
         support: What the drafter's attention can be recorded with.
     """
 
@@ -59,19 +55,20 @@ class RecordedSteps:
         send: Send,
         picked: Picked,
         graphs: Graphs,
-        sizes: Iterable[int],
+        shapes: Iterable[tuple[int, int]],
         support: GraphSupport,
     ) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self._eager = EagerSteps(model, rules, send, picked)
         self._in_graph = support.in_graph
-        self._sizes = sorted(sizes)
+        shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
+        self._sizes = sorted({size for size, _ in shapes})
+        self.replays = 0
         self._plan: RoundPlan | None = None
         self._replays_round = False
         self._recordings: dict[tuple[int, int], _Recording] = {}
-        widths = _WIDTHS if support.several_tokens else _WIDTHS[:1]
-        shapes = [(s, w) for s in self._sizes for w in widths if w == 1 or s * w <= _MOST_TOKENS]
         tokens = max(size * width for size, width in shapes)
+        widths = {width for _, width in shapes}
         self._on = StaticTensors(model, rules, picked, self._sizes[-1], tokens, widths)
         with torch.inference_mode():
             for size, width in sorted(shapes, reverse=True):
@@ -87,7 +84,7 @@ class RecordedSteps:
 
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
-        size, count = len(plan.table), len(plan.feed.starts) - 1
+        size, count = len(plan.table), plan.count
         self._plan = plan
         self._replays_round = (size, 0) in self._recordings
         if not self._replays_round:
@@ -154,6 +151,7 @@ class RecordedSteps:
 
     def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
         recording = self._recordings[size, width]
+        self.replays += 1
         if self._in_graph:
             recording.replay()
             return

@@ -49,7 +49,8 @@ class RoundPlan:
     """A round of B requests, those with more steps first; behind the n real ones, idle places.
 
     Attributes:
-        feed: What catches the n requests up.
+        count: n.
+        feed: What catches the requests up.
         table: int32 [B, W], their KV blocks, 0 behind the last.
         lengths: int32 [S, B], tokens of each sequence after catching up and after each step.
         places: int64 [S, 2, B], position and slot of the token that each step feeds; row 0, which
@@ -58,6 +59,7 @@ class RoundPlan:
         uniform: Whether every place is fed as many tokens, idle ones too.
     """
 
+    count: int
     feed: Feed
     table: np.ndarray
     lengths: np.ndarray
@@ -122,7 +124,7 @@ class Planner:
         slots = slots * self.block_size + positions % self.block_size
         drafts = np.arange(rounds)[:, None] < np.array(steps)
         places[:, 1, :count] = np.where(drafts, slots, NOWHERE)
-        return RoundPlan(feed, table, lengths, places, drafts.sum(1).tolist(), width > 0)
+        return RoundPlan(count, feed, table, lengths, places, drafts.sum(1).tolist(), width > 0)
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
         """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""

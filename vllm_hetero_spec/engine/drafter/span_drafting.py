@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+from vllm_hetero_spec.staging import Send
 
 # One forward of tokens, int32 [n, W] KV blocks and int32 [n] lengths after it: logits [n, V_D].
 Forward = Callable[[Feed, np.ndarray, np.ndarray], torch.Tensor]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that graphs of the drafter read and write: made once, and never bound anew."""
 
+from collections.abc import Collection
+
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
@@ -34,7 +36,7 @@ class StaticTensors:
         picked: Picked,
         size: int,
         tokens: int,
-        widths: tuple[int, ...],
+        widths: Collection[int],
     ) -> None:
         device, steps = model.device, len(picked.packet)
         self._max_length = model.max_length

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import Send
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, RoundPlan
 from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
+from vllm_hetero_spec.staging import Send
 
 
 class Shape(NamedTuple):
@@ -21,9 +21,15 @@ class Shape(NamedTuple):
 
 
 class Steps(Protocol):
-    """Runs a round's forwards, and leaves each row's best in `picked`."""
+    """Runs a round's forwards, and leaves each row's best in `picked`.
+
+    Attributes:
+        picked: Of the round.
+        replays: Forwards so far that were replayed graphs.
+    """
 
     picked: Picked
+    replays: int
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """How to plan a round.
@@ -125,6 +131,7 @@ class EagerSteps:
 
     def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
+        self.replays = 0
         self._sent: _Sent | None = None
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
@@ -133,7 +140,7 @@ class EagerSteps:
 
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
-        feed, count = plan.feed, len(plan.feed.starts) - 1
+        feed, count = plan.feed, plan.count
         ids, positions, slots, starts, lengths, table, last, places, firsts = self._send(
             real_ids(feed.ids, self._rules),
             feed.positions,

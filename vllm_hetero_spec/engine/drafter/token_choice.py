@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod, Send
+from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
 

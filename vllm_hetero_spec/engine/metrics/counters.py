@@ -64,6 +64,8 @@ class DraftStats:
     draft_tokens: Annotated[int, _count("Target tokens in proposed drafts.")] = 0
     drafter_tokens: Annotated[int, _count("Tokens the drafter generated for those drafts.")] = 0
     catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
+    forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
+    graph_forwards: Annotated[int, _count("Forwards of the drafter replayed as CUDA graphs.")] = 0
     reused_tokens: Annotated[int, _count("Context tokens whose KV another request had left.")] = 0
     skipped: Annotated[
         Counter[str], _count("Requests left undrafted in a step.", label="reason")

@@ -38,6 +38,10 @@ class Proposer(transport.Reporter, Protocol):
     def snapshot(self) -> DraftStats:
         """The counters as they stand."""
 
+    def record(self) -> int:
+        """Called on every rank after the target's CUDA graphs, and again when the engine is warm;
+        bytes that the drafter's take."""
+
     def calibrate(self) -> None:
         """Called on every rank when the engine is warm, before the first request."""
 
@@ -56,6 +60,7 @@ def install_worker_hooks(proposer: type[Proposer]) -> None:
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", wrap_take(proposer))
+    patching.replace(GPUModelRunner, "capture_model", "record drafter", wrap_capture(proposer))
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
@@ -94,6 +99,7 @@ def wrap_warm(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             answer = original(worker, *args, **kwargs)
             drafter = getattr(worker.model_runner, "drafter", None)
             if isinstance(drafter, proposer):
+                drafter.record()  # where the target has no graphs
                 drafter.calibrate()
             return answer
 
@@ -119,6 +125,22 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
 
         return propose_draft_token_ids
+
+    return wrap
+
+
+def wrap_capture(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`capture_model` that then records the graphs of a drafter of ours."""
+
+    def wrap(original: _Original) -> _Original:
+        def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
+            taken = original(runner, *args, **kwargs)
+            drafter = getattr(runner, "drafter", None)
+            if isinstance(drafter, proposer) and isinstance(taken, int):
+                taken += drafter.record()
+            return taken
+
+        return capture_model
 
     return wrap
 

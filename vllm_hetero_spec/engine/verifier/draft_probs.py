@@ -13,8 +13,8 @@ import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
-from vllm_hetero_spec.verify.sending import Send, on_host
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -24,7 +24,7 @@ class PendingDraftProbs:
     """`DraftProbs` of outstanding drafts; a request that has none has a certain draft.
 
     Args:
-        send: Brings arrays to the device, once for each batch (`engine.staging.Sender`).
+        send: Brings arrays to the device, once for each batch (`staging.Sender`).
     """
 
     def __init__(self, send: Send = on_host) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.staging import Fetched, Receiver
+from vllm_hetero_spec.staging import Fetched, Receiver
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import Noise

@@ -10,11 +10,11 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
-from vllm_hetero_spec.engine.staging import Receiver, Sender
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler, Rule
+from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
 if TYPE_CHECKING:

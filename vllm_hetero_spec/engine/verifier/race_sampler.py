@@ -14,9 +14,9 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.sending import Send, on_host
 
 # The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
 _PROCESSED = {
@@ -31,7 +31,7 @@ class RacingSampler(torch.nn.Module):
     Args:
         batch: Gives the batch that tokens are being chosen for.
         logprobs_mode: vLLM's, of the sampler whose part this is.
-        send: Brings arrays to the device (`engine.staging.Sender`).
+        send: Brings arrays to the device (`staging.Sender`).
     """
 
     def __init__(

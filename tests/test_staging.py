@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.staging import Clock, Receiver, Sender
+from vllm_hetero_spec.staging import Clock, Receiver, Sender
 
 CPU = torch.device("cpu")
 ARRAYS = (

@@ -10,7 +10,7 @@ On a CPU nothing has to be moved: a packet is memory that both sides see.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +19,15 @@ import torch
 # Arrays of a packet begin at multiples of so many bytes, which suits every dtype and every kernel.
 _ALIGNED = 16
 _SMALLEST = 4096
+
+
+# See `Sender.send`.
+Send = Callable[..., list[torch.Tensor]]
+
+
+def on_host(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """Where the CPU is the device: tensors over the arrays' own memory."""
+    return [torch.from_numpy(array) for array in arrays]
 
 
 class Sender:

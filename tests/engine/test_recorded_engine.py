@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds by graphs in a real engine: on a CPU a tape stands in for CUDA's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import Outputs, generate, greedy
+from tape_graphs import TapeGraphs
+from vllm import SamplingParams
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
+
+pytestmark = pytest.mark.engine
+SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
+
+
+@pytest.fixture(scope="module")
+def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
+    spec = slem(demo_pair / "drafter", method="hetero")
+    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+        yield llm
+
+
+def record(llm: Any) -> TapeGraphs:
+    """The attention's metadata is made on the host: the CPU's knows no other way."""
+    graphs = TapeGraphs()
+    drafter = proposer_of(llm).drafting.drafter
+    drafter.record(graphs, SHAPES, GraphSupport(in_graph=False, several_tokens=True))
+    return graphs
+
+
+def drafted(llm: Any) -> dict[str, int]:
+    stats = read_stats(llm)
+    return {name: stats[name] for name in ("drafts", "draft_tokens", "drafter_tokens")}
+
+
+def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -> None:
+    """Greedy and drawn, seeds and penalties beside each other."""
+    mixed = [
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=24, top_p=0.9),
+        SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3),
+    ]
+    params = [mixed[index % 3] for index in range(len(texts))]
+    runs = []
+    for recorded in (False, True):
+        graphs = record(llm) if recorded else None
+        proposer_of(llm).reset()  # nor does one find the other's KV
+        before, outputs = drafted(llm), []
+        assert generate(llm, texts, greedy()) == alone
+        for output in llm.generate(texts, params, use_tqdm=False):
+            outputs.append(output.outputs[0].token_ids)
+        runs.append((outputs, {name: n - before[name] for name, n in drafted(llm).items()}))
+    assert runs[0] == runs[1]
+    assert metrics_of(llm)["num_accepted_tokens"] > 0
+    assert graphs is not None
+    assert graphs.captured == len(SHAPES) + 4
+    assert read_stats(llm)["graph_forwards"] == graphs.replays > 50

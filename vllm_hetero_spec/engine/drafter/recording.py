@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the drafter's graphs are recorded, and in what memory: after the target's own.
+
+vLLM measures what is left for the target's KV before anything is recorded. What the drafter's
+graphs will take is set aside while it measures, and given back just before they are recorded.
+"""
+
+import logging
+
+import torch
+
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
+from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# Set aside for all graphs with their tensors, logits apart; a few MiB each, and one forward's
+# activations.
+_BYTES = 256 << 20
+
+
+class Recording:
+    """Records the graphs of one drafter, once.
+
+    Args:
+        drafter: Whose rounds.
+        mode: Whether there are to be graphs.
+        measured: Whether vLLM measures the memory that is left.
+    """
+
+    def __init__(self, drafter: Drafter, mode: DraftingMode, *, measured: bool) -> None:
+        self._drafter, self._mode = drafter, mode
+        self._done = False
+        self._set_aside: torch.Tensor | None = None
+        if mode.graphs and measured:
+            device = drafter.model.device
+            self._set_aside = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+
+    def record(self) -> int:
+        """Record, or say why not. Later calls do nothing.
+
+        Returns:
+            Bytes of device memory that the graphs take.
+        """
+        if self._done:
+            return 0
+        self._done = True
+        self._set_aside = None
+        support = self._drafter.model.graph_support if self._mode.graphs else None
+        if not self._mode.graphs or support is None:
+            why = self._mode.why or "its attention cannot be recorded"
+            logger.info("The drafter runs eagerly: %s.", why)
+            return 0
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        try:
+            if free < _BYTES:
+                raise MemoryError(f"{free >> 20} MiB of device memory are left")
+            self._drafter.record(CudaGraphs(), self._mode.shapes, support)
+        except Exception as error:  # the target's own requests must not suffer from it
+            logger.warning(
+                "The drafter runs eagerly, which is several times slower: its CUDA graphs could "
+                "not be recorded (%s: %s).",
+                type(error).__name__,
+                error,
+            )
+            return 0
+        taken = free - torch.cuda.mem_get_info()[0]
+        logger.info(
+            "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
+            len(self._mode.shapes),
+            taken >> 20,
+            "in the graphs" if support.in_graph else "on the host",
+        )
+        return taken
