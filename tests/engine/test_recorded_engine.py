@@ -60,3 +60,37 @@ def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -
     assert graphs is not None
     assert graphs.captured == len(SHAPES) + 4
     assert read_stats(llm)["graph_forwards"] == graphs.replays > 50
+
+
+def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch: Any) -> None:
+    """Begun where the step has sampled, finished where the scheduler asks; the first token is
+    judged behind the steps, which begin anew where it is another."""
+    proposer, graphs = proposer_of(llm), record(llm)
+    drafter = proposer.drafting.drafter
+    order = []
+    for name in ("begin", "finish"):
+        real = getattr(drafter, name)
+
+        def noted(*args: Any, _name: str = name, _real: Any = real) -> Any:
+            order.append(_name)
+            return _real(*args)
+
+        monkeypatch.setattr(drafter, name, noted)
+    after_step = proposer.after_step
+
+    def empty_at_first(*args: Any) -> Any:
+        drafts = after_step(*args)
+        order.append("returned")
+        assert not any(drafts)
+        return drafts
+
+    monkeypatch.setattr(proposer, "after_step", empty_at_first)
+    monkeypatch.setattr(drafter, "_on_host", False)
+    accepted = metrics_of(llm)["num_accepted_tokens"]
+    assert generate(llm, texts, greedy()) == alone
+    assert metrics_of(llm)["num_accepted_tokens"] > accepted
+    rounds = "".join(word[0] for word in order).split("r")
+    assert set(rounds) <= {"b", "fb", "f", ""}  # one of each for a step, in this order
+    assert "fb" in rounds
+    assert drafter.overruled > 0
+    assert graphs.replays > 0

@@ -147,7 +147,7 @@ class DraftingRank:
         """
         self._stats.steps += 1
         self._step, self._begun = step, False
-        if self._device.type != "cpu":
+        if self.drafter.waits:
             with self._no_fault(step):
                 self._begin(step)
 

@@ -208,6 +208,11 @@ class Drafter:
         return self.finish()
 
     @property
+    def waits(self) -> bool:
+        """Whether a look at what was drafted waits for a device."""
+        return not self._on_host
+
+    @property
     def merges(self) -> bool:
         """Whether drawn drafts look ahead, by SLRS-n."""
         return self._rules.sampling is not None and self._rules.sampling.merging is not None
@@ -314,7 +319,7 @@ class Drafter:
             self._take_steps(current, None)
             self._fetch(current)
         assert current.fetched is not None
-        tokens = PickedTokens(current.fetched.wait())
+        tokens = PickedTokens(current.fetched.wait()[:, :, : current.plan.count])
         active = current.plan.active[: current.taken]
         draws = current.own.draws
         row_of = current.own.row_of(active)
@@ -322,15 +327,13 @@ class Drafter:
         probs = None if draws is None else draws.draft_probs  # one tensor for all
         drafted = []
         for index, row in enumerate(current.rows[: active[0]]):
-            count = min(row.steps, current.taken)
-            finite = tokens.finite[index, :count]
-            sound = bool(finite.all())
-            if not sound:
-                count = int(finite.argmin())
-            ids = tokens.ids[index, :count].tolist()
+            wanted = min(row.steps, current.taken)
+            count = min(wanted, tokens.sound[index])
+            sound = count == wanted
+            ids = tokens.ids[index][:count]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids.extend(ids[:-1])
-            peaks = tokens.peaks[index, :count].tolist() if self._rules.confidences else []
+            peaks = tokens.peaks[index][:count] if self._rules.confidences else []
             draft = None
             if probs is not None and index in row_of:
                 drawn = Drawn(ids if sound else [], row_of[index], peaks)

@@ -184,14 +184,18 @@ class DraftBatchRunner:
         """Drafter steps expected to cover the lookahead, of which there is `room` for.
 
         One step more than the ratio says: it completes the last target token, and a step of the
-        whole batch costs less than going on for the few that fell short.
+        whole batch costs less than going on for the few that fell short. Where nobody goes on,
+        because that would be another wait for the device, and a drafter token is a target token or
+        more, that step is not worth its time.
         """
         if not task.lookahead:
             return 0
         if task.draw is not None:  # a drawn target token takes a step, or half of its span
             span = max(2, self._drafter.span(task).tokens)
             return min(room, task.lookahead * span // 2)
-        return min(room, max(1, math.ceil(task.lookahead * self._ratio(task)) + 1))
+        ratio = self._ratio(task)
+        one_more = ratio > 1 or not self._drafter.waits
+        return min(room, max(1, math.ceil(task.lookahead * ratio) + one_more))
 
     def _most_steps(self, task: DraftTask) -> int:
         """Drafter steps that a greedy draft may take in all."""
@@ -282,7 +286,12 @@ class DraftBatchRunner:
         """The row that goes on for a draft still short of its lookahead, None where it is done."""
         stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
         ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
-        if made.missing <= 0 or ended or (left := self._most_steps(made.task) - made.steps) <= 0:
+        if (
+            self._drafter.waits
+            or made.missing <= 0
+            or ended
+            or (left := self._most_steps(made.task) - made.steps) <= 0
+        ):
             return None
         covered = len(made.proposal) or 1
         steps = max(1, round(made.missing * len(made.drafted) / covered))

@@ -45,7 +45,10 @@ def sampling_of(
         maps = build_maps(pair.target, pair.drafter, cache=default_cache())
         maps = maps.with_control(pair.bridge.special)
     if options.method == HETERO:
-        choice = _choose(pair, maps, races=options.verification == "race", ranks=ranks)
+        # Races take the row of one drafter token at a time; and what looks further waits for the
+        # device at every token.
+        merges = options.verification != "race" and device.type == "cpu"
+        choice = _choose(pair, maps, merges=merges, ranks=ranks)
     else:
         choice = Choice(options.method, METHODS[options.method].summary)
     logger.info("Method for random requests: %s (%s); greedy and structured ones: slem.", *choice)
@@ -68,13 +71,13 @@ def sampling_of(
     )
 
 
-def _choose(pair: Pair, maps: VocabularyMaps | None, *, races: bool, ranks: int) -> Choice:
+def _choose(pair: Pair, maps: VocabularyMaps | None, *, merges: bool, ranks: int) -> Choice:
     """The first method in the order for a pair that a deployment can run.
 
     Args:
         pair: The tokenizers and the bridge between them.
         maps: Between their vocabularies; None where both are the same.
-        races: Verification is by races, which take the row of one drafter token at a time.
+        merges: Whether it may be a method that looks beyond a drafter token.
         ranks: That draft together; where they are several, all would have to draw the same.
     """
     if ranks > 1:
@@ -84,4 +87,4 @@ def _choose(pair: Pair, maps: VocabularyMaps | None, *, races: bool, ranks: int)
     meter = PairMeter(pair.target, pair.drafter, maps)
     meter.add(documents_of(CALIBRATION_TEXT))
     choices = order(meter.statistics(), temperature=_TEMPERATURE)
-    return next(choice for choice in choices if not (races and METHODS[choice.method].merges))
+    return next(choice for choice in choices if merges or not METHODS[choice.method].merges)

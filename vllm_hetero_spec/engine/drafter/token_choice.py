@@ -137,15 +137,19 @@ class PickedTokens:
         packet: int32 [S, 3, B].
 
     Attributes:
-        ids: int32 [B, S]; of requests that ended earlier the first `steps` count.
-        finite: bool [B, S], whether the logits were.
-        peaks: float32 [B, S].
+        ids: Of each request, S of them; of one that ended earlier the first count.
+        peaks: As `ids`.
+        sound: Of each request, how many of its first logits were finite.
     """
 
     def __init__(self, packet: np.ndarray) -> None:
-        self.ids = packet[:, 0].T
-        self.finite = np.isfinite(packet[:, 1].view(np.float32)).T
-        self.peaks = packet[:, 2].view(np.float32).T
+        steps = len(packet)
+        self.ids: list[list[int]] = packet[:, 0].T.tolist()
+        self.peaks: list[list[float]] = packet[:, 2].view(np.float32).T.tolist()
+        finite = np.isfinite(packet[:, 1].view(np.float32))
+        self.sound = [steps] * packet.shape[2]
+        if not finite.all():
+            self.sound = np.where(finite.all(0), steps, finite.argmin(0)).tolist()
 
 
 class OwnPicks:
