@@ -228,6 +228,16 @@ def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
     assert (aim < sums[chosen] + 1e-6).all()
 
 
+def test_a_draw_does_not_depend_on_its_neighbours() -> None:
+    """To the last bit: where rows are flat, rounding alone could choose another token."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.rand(9, 50_000, generator=generator)
+    uniform = torch.rand(9, dtype=torch.float64, generator=generator)
+    together = choose(rows, uniform)
+    alone = [choose(rows[i : i + 1], uniform[i : i + 1]) for i in range(9)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 # ------------------------------------------------------------------------------------- races
 
 
