@@ -95,7 +95,7 @@ class Rounds:
             }
 
     def _task(self, variant: Variant, batch: int) -> Task:
-        texts = self._texts[: max(4, batch)]
+        texts = self._texts[: max(2, batch)]
         lesson = None
         if variant.taught:
             lesson = Lesson([known.token_ids for known in self._known[: len(texts)]], RATE)
@@ -148,7 +148,7 @@ class Engines:
 
 def part_c(options: Options, report: Report) -> bool:
     """Tokens per second of all that can be had, as ratios to the target alone."""
-    rounds, most = (3, 64) if options.on_gpu else (1, 16)
+    rounds, most = (3, 128) if options.on_gpu else (1, 16)
     with shells(options) as (target, drafter), ExitStack() as outer:
         setups = Setups(options, exact=False, batch=max(_BATCHES), target=target, drafter=drafter)
         result: Result = {"shapes": [target.name, drafter.name], "engines": {}, "rows": []}
