@@ -4,7 +4,7 @@
 Two engines that do the same work may differ by a quarter on a CPU, for as long as they live, which
 hides what a controller gains. So here one engine serves the same requests under one controller
 after the other, each in its turn the first of a round; the controllers that learn keep what they
-learnt. Beside "goodput" there is "fresh", which begins each load with nothing but the calibration.
+learnt. Beside "goodput" there is "fresh", which begins each load with nothing but the costs.
 
     python scripts/measure_lookahead.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -31,6 +31,8 @@ from rich.progress import track
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, GOODPUT, FRESH = "alone", "goodput", "fresh"
@@ -95,7 +97,7 @@ class Bench:
         self._proposer = core.model_executor.driver_worker.worker.model_runner.drafter
         self._driver = Driver(llm)
         goodput = self._proposer.controller
-        self._calibrated = copy.deepcopy(goodput)
+        self._costs = copy.deepcopy(goodput.known.costs)
         self._controllers: dict[str, Controller] = {
             ALONE: Fixed(0),
             **{f"k{k}": Fixed(k) for k in arguments.fixed},
@@ -130,9 +132,15 @@ class Bench:
 
     def _serve(self, name: str, load: Load) -> Sample:
         """A load under one controller."""
-        controller = self._controllers.get(name) or copy.deepcopy(self._calibrated)
-        self._proposer.controller = controller
+        self._proposer.controller = self._controllers.get(name) or self._fresh()
         return self._driver.run(load)
+
+    def _fresh(self) -> Goodput:
+        """As "goodput", without what was learnt of drafts."""
+        positions = self._proposer.options.num_speculative_tokens
+        can_stop_early = self._proposer.drafting.control.can_stop_early
+        known = Estimates.of(copy.deepcopy(self._costs), positions)
+        return Goodput(known, can_stop_early=can_stop_early)
 
 
 def _in_turn(names: Sequence[str], number: int) -> list[str]:

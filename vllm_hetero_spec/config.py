@@ -78,8 +78,9 @@ class HeteroOptions:
             it pays on this machine, and not at all where it does not; "fixed" always all the way;
             "confidence" until the drafter's confidence falls below confidence_threshold.
         confidence_threshold: Of "confidence": a probability.
-        calibrate: Whether "goodput" times target and drafter for some seconds at start-up (kept on
-            disk by pair and machine); without, it learns their costs from its first steps.
+        calibrate: Whether "goodput" begins with what earlier runs of this pair on this machine
+            learnt (costs, acceptance), or times target and drafter for some seconds at start-up
+            where none did, and keeps on disk what it learns; without, it begins with nothing.
     """
 
     method: str

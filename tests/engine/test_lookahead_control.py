@@ -26,6 +26,7 @@ from vllm_hetero_spec.lookahead.controllers import (
     LookaheadPlan,
 )
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
 
@@ -227,7 +228,9 @@ def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
     now = 0.0
     target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
     costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
-    control = LookaheadControl(Goodput(costs, 4, clock=lambda: now), can_stop_early=False)
+    control = LookaheadControl(
+        Goodput(Estimates.of(costs, 4), clock=lambda: now), can_stop_early=False
+    )
     drafted: dict[str, int] = {}
     drafting = []
     took = proposing = 0.0

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing the two models at start-up: which sizes, when it ends, and what is kept on disk."""
-
-from pathlib import Path
-from typing import Any
+"""Timing the two models at start-up: which sizes, and when it ends."""
 
 import pytest
 
 from vllm_hetero_spec.engine import step_timing as costing
-from vllm_hetero_spec.engine.step_timing import CostFile, sizes, time_steps
-from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.engine.step_timing import sizes, time_steps
 
 
 def test_sizes_grow_and_end_with_the_largest() -> None:
@@ -66,27 +62,3 @@ def test_ranks_stop_together(clock: list[float]) -> None:
 
     assert len(time_steps(lambda size: None, 64, agree)) == 3
     assert asked == [False] * 3
-
-
-def test_costs_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
-    costs = CostModel([(1, 0.1), (8, 0.2)], [(1, 0.01)])
-    CostFile(tmp_path / "costs", "pair", 32).write(costs)
-    again = CostFile(tmp_path / "costs", "pair", 32).read()
-    assert again is not None
-    assert again.target(1, 1) == pytest.approx(costs.target(1, 1))
-    assert CostFile(tmp_path / "costs", "pair", 64).read() is None
-    assert CostFile(None, "pair", 32).read() is None
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"target": 3}', "[1"])
-def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) -> None:
-    CostFile(tmp_path, "pair").write(CostModel([(1, 0.1)], [(1, 0.01)]))
-    (file,) = tmp_path.iterdir()
-    file.write_text(text)
-    assert CostFile(tmp_path, "pair").read() is None
-    assert any("measured anew" in message for message in caplog.messages)
-
-
-def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    CostFile(tmp_path / "file" / "costs", "pair").write(CostModel([(1, 0.1)], [(1, 0.01)]))

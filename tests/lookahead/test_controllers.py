@@ -12,6 +12,7 @@ from simulation import Clock
 from vllm_hetero_spec import lookahead
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -68,7 +69,7 @@ def test_confidence_stop() -> None:
 
 def test_limits_are_kept() -> None:
     clock = Clock()
-    controller: Controller = Goodput(calibrated(), 8, clock=clock)
+    controller: Controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)
     plan = controller.plan(4, [8, 2, 0, 1])
     assert 2 <= plan.lookahead[0] <= 8
     assert plan.lookahead[1:] == (2, 0, 1)
@@ -80,7 +81,7 @@ def test_limits_are_kept() -> None:
 def test_costs_first() -> None:
     """Without calibration: a plain step, then few drafts of few requests, then as deep as pays."""
     clock = Clock()
-    controller = Goodput(CostModel(), 6, clock=clock)
+    controller = Goodput(Estimates.of(CostModel(), 6), clock=clock)
     assert controller.regime == "measuring"
     assert controller.plan(8, [6] * 8) == LookaheadPlan((0,) * 8)
     controller.observe_step(8, 8, 0.03)
@@ -98,12 +99,12 @@ def test_costs_first() -> None:
 def test_off_and_on() -> None:
     """A drafter as slow as the target is left alone; where it pays, it is used to the full."""
     clock = Clock()
-    slow = Goodput(calibrated(drafter=0.03), 6, clock=clock)
+    slow = Goodput(Estimates.of(calibrated(drafter=0.03), 6), clock=clock)
     slow.plan(1, [6])
     assert slow.regime == "target alone"
     assert slow.off
     assert slow.gauges().lookahead == 0
-    fast = Goodput(calibrated(), 6, clock=clock)
+    fast = Goodput(Estimates.of(calibrated(), 6), clock=clock)
     good_drafts(fast, clock, 40)
     gauges = fast.gauges()
     assert fast.regime == "drafting"
@@ -122,7 +123,7 @@ def test_a_new_batch_size_is_known_at_once() -> None:
         target=[(n, max(0.03, 0.003 * n)) for n in SIZES], drafter=[(n, 0.002) for n in SIZES]
     )
     clock = Clock()
-    controller = Goodput(costs, 4, clock=clock)
+    controller = Goodput(Estimates.of(costs, 4), clock=clock)
     good_drafts(controller, clock, 20)
     for batch, off in ((32, True), (1, False), (32, True), (2, False)):
         controller.plan(batch, [4] * batch)
@@ -132,7 +133,7 @@ def test_a_new_batch_size_is_known_at_once() -> None:
 def test_drafts_that_fall_short_count_for_what_they_are() -> None:
     """The drafter ends after two tokens, whatever is asked: a longer lookahead gains nothing."""
     clock = Clock()
-    controller = Goodput(calibrated(drafter=0.006), 6, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(drafter=0.006), 6), clock=clock)
     deep = 0
     for _ in range(300):
         wanted = max(controller.plan(1, [6]).lookahead)
@@ -150,15 +151,15 @@ def test_drafts_that_fall_short_count_for_what_they_are() -> None:
 def test_a_costly_catch_up_is_weighed() -> None:
     """Requests with a long unread context are left out where the gain does not pay for it."""
     clock = Clock()
-    controller = Goodput(calibrated(drafter=0.018, catch_up=1e-3), 4, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-3), 4), clock=clock)
     good_drafts(controller, clock, 30, batch=4)
     assert not controller.off
     near = controller.plan(4, [4] * 4, [2, 2, 2, 2])
     assert min(near.lookahead) > 0
-    cheap = Goodput(calibrated(drafter=0.018, catch_up=1e-7), 4, clock=clock)
+    cheap = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-7), 4), clock=clock)
     good_drafts(cheap, clock, 30, batch=4)
     assert min(cheap.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead) > 0
-    dear = Goodput(calibrated(drafter=0.018, catch_up=0.1), 4, clock=clock)
+    dear = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=0.1), 4), clock=clock)
     good_drafts(dear, clock, 30, batch=4)
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[2] == 0
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[0] > 0
@@ -166,7 +167,7 @@ def test_a_costly_catch_up_is_weighed() -> None:
 
 def test_rows_without_a_price_are_all_verified() -> None:
     clock = Clock()
-    controller = Goodput(calibrated(), 6, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)
     good_drafts(controller, clock, 40)
     controller.plan(3, [6] * 3)
     assert controller.trim([[0.01, 0.01], [0.5] * 3, []]) == [2, 3, 0]
@@ -174,7 +175,7 @@ def test_rows_without_a_price_are_all_verified() -> None:
 
 def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
     clock = Clock()
-    controller = Goodput(calibrated(drafter=1e-4, row=0.01), 6, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(drafter=1e-4, row=0.01), 6), clock=clock)
     for _ in range(50):
         for rows in range(2, 14):
             controller.observe_step(2, rows, 0.03 + 0.01 * rows)
@@ -190,7 +191,9 @@ def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
 def test_between_drafter_steps() -> None:
     """Going on is worth it behind sure tokens only, and nobody goes on beyond the longest draft."""
     clock = Clock()
-    controller = Goodput(calibrated(drafter=0.01), 6, can_stop_early=True, clock=clock)
+    controller = Goodput(
+        Estimates.of(calibrated(drafter=0.01), 6), can_stop_early=True, clock=clock
+    )
     for seen, accepted in ((0.95, True), (0.05, False)) * 150:
         controller.plan(1, [6])
         controller.observe_acceptance(1, int(accepted), [seen])
@@ -206,7 +209,7 @@ def test_between_drafter_steps() -> None:
 def test_confidences_may_be_unknown() -> None:
     """None at all, or NaN for single tokens: the rates of positions stand in."""
     clock = Clock()
-    controller = Goodput(calibrated(), 6, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)
     for _ in range(100):
         length = max(controller.plan(1, [6]).lookahead)
         if length:
@@ -222,7 +225,7 @@ def test_confidences_may_be_unknown() -> None:
 def test_greedy_and_random_requests_are_told_apart() -> None:
     """Equally sure drafts, of which the greedy requests' alone are accepted."""
     clock = Clock()
-    controller = Goodput(calibrated(drafter=1e-4, row=0.01), 6, clock=clock)
+    controller = Goodput(Estimates.of(calibrated(drafter=1e-4, row=0.01), 6), clock=clock)
     kinds = [False, True]
     for _ in range(50):
         for rows in range(2, 14):
@@ -240,7 +243,7 @@ def test_greedy_and_random_requests_are_told_apart() -> None:
 def test_nothing_breaks_without_observations() -> None:
     clock = Clock()
     for costs in (CostModel(), calibrated(), calibrated(drafter=0.1)):
-        controller = Goodput(costs, 4, clock=clock)
+        controller = Goodput(Estimates.of(costs, 4), clock=clock)
         for _ in range(200):
             plan = controller.plan(3, [4, 4, 4])
             assert len(plan.lookahead) == 3

@@ -22,6 +22,7 @@ from simulation import (
 
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.on_off import ProbeBudget
 
@@ -58,7 +59,7 @@ def calibration(on: Machine) -> CostModel:
 
 def serve(*phases: Phase, costs: CostModel | None = None, seed: int = 0) -> tuple[Outcome, Goodput]:
     clock = Clock()
-    controller = Goodput(costs or CostModel(), LONGEST, clock=clock)
+    controller = Goodput(Estimates.of(costs or CostModel(), LONGEST), clock=clock)
     return run(controller, clock, phases, limit=LONGEST, seed=seed), controller
 
 
@@ -153,7 +154,9 @@ def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
         phase, clock = Phase(1, 10.0, text, on), Clock()
         fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
         phase = replace(phase, machine=replace(on, target=cold))
-        controller = Goodput(calibration(on), LONGEST, can_stop_early=True, clock=clock)
+        controller = Goodput(
+            Estimates.of(calibration(on), LONGEST), can_stop_early=True, clock=clock
+        )
         ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, can_stop_early=True)
         assert ours.rate > 0.8 * fixed.rate, seed
 
@@ -252,7 +255,7 @@ def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
         catch_up=on.catch_up,
     )
     for batch in (1, 8):
-        controller = Goodput(costs, LONGEST, clock=(clock := Clock()))
+        controller = Goodput(Estimates.of(costs, LONGEST), clock=(clock := Clock()))
         seconds = on.target(batch)
         while not any(controller.plan(batch, [LONGEST] * batch, [120] * batch).lookahead):
             clock.now += seconds

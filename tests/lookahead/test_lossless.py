@@ -14,6 +14,7 @@ from toy_worlds import World, total_variation, worlds
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance
@@ -39,7 +40,7 @@ def thrifty(positions: int = 8) -> Goodput:
     costs = CostModel(
         target=[(n, 0.01 + 0.01 * n) for n in (1, 2, 4, 8, 16, 32)], drafter=[(1, 1e-4)]
     )
-    controller = Goodput(costs, positions, clock=lambda: 0.0)
+    controller = Goodput(Estimates.of(costs, positions), clock=lambda: 0.0)
     for _ in range(60):
         for rows in range(2, 9):
             controller.observe_step(1, rows, 0.01 + 0.01 * rows)

@@ -21,6 +21,7 @@ from simulation import (
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
 MACHINE = Machine(target=lambda rows: 1.0, drafter=lambda batch: 0.1)
@@ -72,7 +73,7 @@ def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
     """
     text, clock = TEXTS[name], Clock()
     costs = CostModel(target=[(1, 1.0), (64, 1.0)], drafter=[(1, 0.1)])
-    controller = Goodput(costs, DEPTH, can_stop_early=True, clock=clock)
+    controller = Goodput(Estimates.of(costs, DEPTH), can_stop_early=True, clock=clock)
     fixed, confidence, survival = rates(text)
     ours = drive(controller, clock, text, 8000.0)
     assert ours.steps == pytest.approx(ROUNDS, rel=0.1)

@@ -28,6 +28,7 @@ from vllm_hetero_spec.engine.drafter.request_state import DRAFT_STREAM, Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     drafting_mode,
@@ -38,6 +39,7 @@ from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -116,7 +118,9 @@ class DraftingRank:
         self.requests = Requests(bridge, self.pool, stats)
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         self._rounds = DraftBatchRunner(bridge, self.drafter, self.pool, stats, budget)
-        self.control = self._controlled(CostModel())
+        nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
+        self.control = self._controlled(nothing)
+        self._file: PairFile | None = None  # where what is learnt is kept
         stats.kv_blocks = self.pool.capacity
         compiled = model.config.compilation_config.mode != CompilationMode.NONE
         if device.type != "cpu" or compiled:
@@ -135,9 +139,11 @@ class DraftingRank:
             model.block_size,
         )
 
-    def start_control(self, costs: CostModel) -> None:
-        """Begin again to decide how far to draft, knowing what steps cost."""
-        self.control = self._controlled(costs)
+    def start_control(self, known: Estimates, file: PairFile) -> None:
+        """Begin again to decide how far to draft with what is known, and keep what is learnt."""
+        self.control = self._controlled(known)
+        self._file = file
+        file.follow(known, self)
 
     def begin(self, step: StepView) -> None:
         """Begin to draft for a step, without waiting for the device; `finish` has to follow.
@@ -224,11 +230,11 @@ class DraftingRank:
             self._failures = 0
         return drafts
 
-    def _controlled(self, costs: CostModel) -> LookaheadControl:
+    def _controlled(self, known: Estimates) -> LookaheadControl:
         # On a GPU a look at the confidences between two steps would cost a wait for the device.
         name, cpu = self._options.controller, self._device.type == "cpu"
         can_stop = self._planning is None and (name == "confidence" or (name == "goodput" and cpu))
-        controller = controller_of(self._options, costs, can_stop_early=can_stop)
+        controller = controller_of(self._options, known, can_stop_early=can_stop)
         return LookaheadControl(controller, can_stop_early=can_stop)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
@@ -242,6 +248,8 @@ class DraftingRank:
         self._stats.off_steps += not any(plan.lookahead)
         if self._stats.steps % _STEPS_BETWEEN_GAUGES == 1:
             self._stats.show(self.control.controller.gauges())
+            if self._file is not None:
+                self._file.write_if_due()
 
     def _tasks(self, step: StepView, plan: StepPlan) -> Sequence[DraftTask]:
         """What to draft: exact text as drafter ids, KV aligned, the requests' limits applied."""

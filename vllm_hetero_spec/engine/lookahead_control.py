@@ -18,7 +18,7 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
-from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -29,12 +29,12 @@ _LONG = 128  # unread tokens: fewer take the drafter no longer than a step of th
 _PATIENCE = 4
 
 
-def controller_of(options: HeteroOptions, costs: CostModel, *, can_stop_early: bool) -> Controller:
+def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
     """The controller that a user asked for.
 
     Args:
         options: The user's.
-        costs: What is known of this machine.
+        known: Of the pair on this machine.
         can_stop_early: Whether drafting asks between its steps whether to go on.
     """
     longest = options.num_speculative_tokens
@@ -42,7 +42,7 @@ def controller_of(options: HeteroOptions, costs: CostModel, *, can_stop_early: b
         return Fixed(longest)
     if options.controller == "confidence":
         return ConfidenceStop(options.confidence_threshold, longest)
-    return Goodput(costs, longest, can_stop_early=can_stop_early)
+    return Goodput(known, can_stop_early=can_stop_early)
 
 
 class StepPlan(NamedTuple):

@@ -21,7 +21,7 @@ from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import install_worker_hooks
-from vllm_hetero_spec.engine.step_timing import time_models
+from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
 
@@ -118,13 +118,14 @@ class HeteroProposer:
         if self._calibrated or self.options.controller != "goodput" or not self.options.calibrate:
             return
         self._calibrated = True
+        file = pair_file(self.seam, self.vllm_config, self.options)
         try:
-            costs = time_models(self.seam, self._drafting, self.vllm_config, self.options)
+            known = known_of_pair(file, self.seam, self._drafting, self.vllm_config, self.options)
         except Exception as error:  # the first steps will teach the same, more slowly
             logger.warning("Target and drafter could not be timed at start-up: %s", error)
             return
-        if costs is not None and self._drafting is not None:
-            self._drafting.start_control(costs)
+        if known is not None and self._drafting is not None:
+            self._drafting.start_control(known, file)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry, without request ids: reached only if the runner hook is missing."""

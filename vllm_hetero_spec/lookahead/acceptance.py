@@ -6,7 +6,8 @@ of the drafts that got as far as j, how many passed. Old tests count less and le
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,25 @@ class PositionRates:
         scale = _aged(self._tested, keep)
         self._tested *= scale
         self._accepted *= scale
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts, as JSON takes them."""
+        return {"tested": self._tested.tolist(), "accepted": self._accepted.tolist()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: float) -> "PositionRates":
+        """What `to_dict` gave, worth so many drafts at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        rates = cls(positions)
+        rates._tested = numbers(saved["tested"], (positions,))
+        rates._accepted = numbers(saved["accepted"], (positions,))
+        if (rates._accepted < 0).any() or (rates._accepted > rates._tested).any():
+            raise ValueError("more was accepted than tested")
+        rates.age(weight / max(float(rates._tested[0]), weight))
+        return rates
 
     def rates(self) -> np.ndarray:
         """P[position j accepted | all before it were], float [positions]."""
@@ -143,8 +163,33 @@ class Confidence:
     def age(self, keep: float) -> None:
         """Let what was learnt weigh `keep` times as much; predictions stay."""
         learnt = self._information - _PRIOR_INFORMATION
-        tests = np.array([learnt[2, 2] / _LEAST_VARIANCE])  # about how many
+        tests = np.array([self._tests])
         self._information = _PRIOR_INFORMATION + learnt * float(_aged(tests, keep)[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it."""
+        return {"weights": self._as_floats, "information": self._information.tolist()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "Confidence":
+        """What `to_dict` gave, worth so many tokens at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        confidence = cls()
+        confidence._weights = numbers(saved["weights"], _PRIOR_WEIGHTS.shape)
+        confidence._information = numbers(saved["information"], _PRIOR_INFORMATION.shape)
+        if np.linalg.eigvalsh(confidence._information - _PRIOR_INFORMATION)[0] < -1e-6:
+            raise ValueError("less is known than before anything was learnt")
+        confidence._as_floats = confidence._weights.tolist()
+        confidence.age(weight / max(confidence._tests, weight))
+        return confidence
+
+    @property
+    def _tests(self) -> float:
+        """About how many tokens were learnt from."""
+        return float((self._information - _PRIOR_INFORMATION)[2, 2]) / _LEAST_VARIANCE
 
 
 class StepsOfDraft:
@@ -168,6 +213,28 @@ class StepsOfDraft:
         new = (1.0, tokens, tokens**2, steps, steps * tokens)
         keep = 0.5 ** (1.0 / _HALF_LIFE)
         self._sums = tuple(old * keep + one for old, one in zip(self._sums, new, strict=True))
+        self._fit()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was observed, as JSON takes it."""
+        return {"sums": list(self._sums)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "StepsOfDraft":
+        """What `to_dict` gave, worth so many rounds at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        steps = cls()
+        sums = numbers(saved["sums"], (len(steps._sums),))
+        if (sums < 0).any():
+            raise ValueError("sums below 0")
+        steps._sums = tuple((sums * weight / max(float(sums[0]), weight)).tolist())
+        steps._fit()
+        return steps
+
+    def _fit(self) -> None:
         rounds, total, squares, taken, products = self._sums
         rounds, squares = rounds + _PRIOR_ROUNDS, squares + _PRIOR_SQUARES
         products += _PRIOR_SQUARES
@@ -184,6 +251,18 @@ def _aged(tests: np.ndarray, keep: float) -> np.ndarray:
     """Factors that age counts by `keep`, but not below a few tests."""
     floor = np.minimum(1.0, _LEAST_TESTS / np.maximum(tests, 1e-9))
     return np.maximum(keep, floor)
+
+
+def numbers(saved: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Saved numbers as an array.
+
+    Raises:
+        ValueError: They are none, not finite, or not of this shape.
+    """
+    array = np.array(saved, float)
+    if array.shape != shape or not np.isfinite(array).all():
+        raise ValueError(f"not {shape} finite numbers")
+    return array
 
 
 def _logit(confidences: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ drafts are kept as well: replaying them says what any lookahead or rule for stop
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _RECENT = 0.95  # weight of a draft against the next: surprises are sought in th
 _AFTER_SURPRISE = 0.2  # what the old knowledge weighs behind one: it is a hint, no more
 _LOOKED_BACK = 32  # drafts beyond these would weigh less than 0.2 in a surprise
 _KEPT = 64  # drafts replayed: enough for a mean within some percent, few enough to be quick
+_TOKENS_OF_DRAFT = 2  # tested, about
 _ENDED = -1.0  # in the place of a confidence: the drafter had nothing more to propose
 
 
@@ -42,11 +43,12 @@ class AcceptanceStats:
         positions: Longest draft, in target tokens.
 
     Attributes:
+        positions: As given.
         drafts: Number of drafts learnt from.
     """
 
     def __init__(self, positions: int) -> None:
-        self._positions = positions
+        self.positions = positions
         self._kinds = _KindStats(positions), _KindStats(positions)  # greedy, random
         self._observations: tuple[list[Observation], list[Observation]] = [], []
         self.drafts = 0
@@ -94,15 +96,35 @@ class AcceptanceStats:
         if len(by_kind) == 1:
             return by_kind.popitem()[1]
         kinds = self._in_turn(random)
-        rows = np.empty((len(kinds), self._positions))
+        rows = np.empty((len(kinds), self.positions))
         for kind, survival in by_kind.items():
-            rows[kinds == kind] = np.resize(survival, (np.sum(kinds == kind), self._positions))
+            rows[kinds == kind] = np.resize(survival, (np.sum(kinds == kind), self.positions))
         return rows
 
     def conditional(self, random: Sequence[bool]) -> np.ndarray:
         """Conditional acceptance of each position for the rows of `survival`, of its shape."""
         kinds = self._in_turn(random)
         return np.where(kinds[:, None], self.rates(True), self.rates(False))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it."""
+        greedy, random = self._kinds
+        return {"drafts": self.drafts, "greedy": greedy.to_dict(), "random": random.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: int) -> "AcceptanceStats":
+        """What `to_dict` gave, worth so many drafts of each kind at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        stats = cls(positions)
+        stats.drafts = int(saved["drafts"])
+        greedy, random = (
+            _KindStats.from_dict(saved[kind], positions, weight) for kind in ("greedy", "random")
+        )
+        stats._kinds = greedy, random
+        return stats
 
     def _in_turn(self, random: Sequence[bool]) -> np.ndarray:
         """bool [n]: the kinds one after the other, over and over, or evenly some of them."""
@@ -148,6 +170,25 @@ class _KindStats:
         for draft in observations:
             self._recent.add(draft.confidences, min(draft.wanted, len(self.rates)))
         self._refresh()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it."""
+        return {
+            "by_position": self._by_position.to_dict(),
+            "by_confidence": self._by_confidence.to_dict(),
+            "recent": self._recent.to_lists(),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: int) -> "_KindStats":
+        """What `to_dict` gave; see `AcceptanceStats`."""
+        kind = cls(positions)
+        kind._by_position = PositionRates.from_dict(saved["by_position"], positions, weight)
+        tokens = _TOKENS_OF_DRAFT * weight
+        kind._by_confidence = Confidence.from_dict(saved["by_confidence"], tokens)
+        kind._recent = _RecentDrafts.from_lists(saved["recent"], positions, weight)
+        kind._refresh()
+        return kind
 
     def survival_of(self, confidences: Sequence[float]) -> list[float]:
         """P[accepted up to each token] of a draft, given its confidences."""
@@ -202,6 +243,34 @@ class _RecentDrafts:
         row[len(confidences) : wanted] = _ENDED
         row[: len(confidences)] = confidences[: len(row)]
         self._count += 1
+
+    def to_lists(self) -> list[list[float | None]]:
+        """The drafts, oldest first, as JSON takes them."""
+        ordered = np.roll(self._ring, -(self._count % _KEPT), axis=0)[-min(self._count, _KEPT) :]
+        rows = ordered.round(4).tolist() if self._count else []
+        return [[None if math.isnan(x) else x for x in row] for row in rows]
+
+    @classmethod
+    def from_lists(
+        cls, saved: Sequence[Sequence[float | None]], positions: int, most: int
+    ) -> "_RecentDrafts":
+        """The last of what `to_lists` gave.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        drafts = cls(positions)
+        for row in saved[-most:]:
+            kept = np.array([math.nan if x is None else x for x in row], float)
+            if (
+                kept.shape != (positions,)
+                or ((kept < 0) & (kept != _ENDED)).any()
+                or kept.max() > 1
+            ):
+                raise ValueError("not confidences")
+            drafts._ring[drafts._count % _KEPT] = kept
+            drafts._count += 1
+        return drafts
 
     def survival(self, confidence: Confidence, rates: np.ndarray) -> np.ndarray:
         """P[accepted up to each position] of the drafts, [n, positions], n at least 1.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.lookahead.step_policy import Estimates
+from vllm_hetero_spec.lookahead.estimates import Estimates
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
@@ -35,6 +35,10 @@ class Throughput:
         if seconds > 0:
             steps, sum_tokens, sum_seconds = (_KEEP * x for x in self._sums.get(load, _NEW_LOAD))
             self._sums[load] = steps + 1.0, sum_tokens + tokens, sum_seconds + seconds
+
+    def knows(self, load: Hashable) -> bool:
+        """Whether any step of this load was measured."""
+        return load in self._sums
 
     def rate(self, load: Hashable, foreseen: float) -> float:
         """Tokens per second; near `foreseen` while little has been measured."""

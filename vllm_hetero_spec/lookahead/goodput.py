@@ -11,13 +11,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
-from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
-from vllm_hetero_spec.lookahead.step_policy import Estimates, StepPolicy
+from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
 _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
@@ -51,27 +50,28 @@ class Goodput(Controller):
     """The controller that maximises tokens per second.
 
     Args:
-        costs: Calibrated where possible; corrected by what is observed.
-        positions: Longest draft, in target tokens.
+        known: Of the pair, calibrated where possible; corrected by what is observed.
         can_stop_early: The drafter asks `continue_drafting` between its steps.
         clock: Seconds that never run back.
+
+    Attributes:
+        known: As given.
     """
 
     def __init__(
         self,
-        costs: CostModel,
-        positions: int,
+        known: Estimates,
         *,
         can_stop_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._costs, self._positions, self._clock = costs, positions, clock
-        self._can_stop_early = can_stop_early
-        self._acceptance = AcceptanceStats(positions)
-        self._known = Estimates(costs, StepsOfDraft(), self._acceptance)
+        self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
+        self._costs, self._acceptance = known.costs, known.acceptance
+        self._positions = known.acceptance.positions
         self._throughput = Throughput()
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
+        self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
         self._warm_up_lost = 0.0  # plain steps
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
@@ -119,7 +119,7 @@ class Goodput(Controller):
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
         lookahead = _lookahead_of(chosen[: self._familiar()], self._lookahead, limits)
         most = batch + sum(lookahead)
-        self._policy = StepPolicy(self._known, self._tokens_per_second, batch, most, self._random)
+        self._policy = StepPolicy(self.known, self._tokens_per_second, batch, most, self._random)
         return LookaheadPlan(lookahead)
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -151,7 +151,7 @@ class Goodput(Controller):
         if self._budget.probing:
             self._budget.charge(seconds + overhead)
         self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
-        self._known.steps.observe(longest, steps)
+        self.known.steps.observe(longest, steps)
 
     def observe_acceptance(
         self,
@@ -201,15 +201,22 @@ class Goodput(Controller):
         keep = 0.5 ** ((now - self._learnt_at) / _MEMORY) if self.off else 1.0
         if self._acceptance.learn(keep):
             self._learnt_at = now
-        self._tokens_per_second = max(target_rate, self._throughput.rate(self._load, foreseen))
         random = [kind for kind, limit in zip(self._random, limits, strict=True) if limit]
-        self._forecast = forecast(
-            self._known, self._batch, limits, random, self._tokens_per_second, self._can_stop_early
-        )
+        # A load that is new: the first forecast says what a second is worth to the second one.
+        begins = self._acceptance.drafts > 0 and not self._throughput.knows(self._load)
+        for _ in range(1 + begins):
+            achieved = self._throughput.rate(self._load, foreseen)
+            self._tokens_per_second = max(target_rate, achieved)
+            found = forecast(
+                self.known, self._batch, limits, random, self._tokens_per_second,
+                self._can_stop_early,
+            )  # fmt: skip
+            foreseen = max(target_rate, *found.rates)
+        self._forecast = found
         if probed:
-            news = self._forecast.gain > min(gain_before + _NEWS, _NEAR)
+            news = found.gain > min(gain_before + _NEWS, _NEAR)
             self._budget.settle(now, news=news)
-        return self._forecast
+        return found
 
     def _forecast_lasts(self, found: Forecast) -> float:
         """Steps to the next forecast."""
@@ -220,13 +227,13 @@ class Goodput(Controller):
 
     def _warming_up(self) -> bool:
         drafts, lost = self._acceptance.drafts, self._warm_up_lost
-        return drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_LOST
+        return self._warms_up and drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_LOST
 
     def _warm_up_gain(self, limits: Sequence[int]) -> float:
         """The gain if drafts were good, while warming up; then 0."""
         if not self._warming_up():
             return 0.0
-        good = self._known._replace(acceptance=AcceptanceStats(self._positions))
+        good = self.known._replace(acceptance=AcceptanceStats(self._positions))
         found = forecast(
             good, self._batch, limits, [False], self._tokens_per_second, self._can_stop_early
         )
@@ -293,7 +300,7 @@ class Goodput(Controller):
         cost = self._costs.more_rows(self._batch, count * length)
         cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
         if self._costs.knows_drafter:
-            cost += self._costs.drafting(count, self._known.steps.expected(length))
+            cost += self._costs.drafting(count, self.known.steps.expected(length))
         earned = 0.0
         if not self._warming_up():
             survival = self._acceptance.survival([self._random[i] for i in chosen])

@@ -8,23 +8,7 @@ their seconds. Both are asked before the token concerned is drawn, or of all tha
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
-from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
-from vllm_hetero_spec.lookahead.costs import CostModel
-
-
-class Estimates(NamedTuple):
-    """All that is known of a pair of models; it is learnt in place.
-
-    Attributes:
-        costs: Of steps, in seconds.
-        steps: Drafter steps that a draft takes.
-        acceptance: Of past drafts.
-    """
-
-    costs: CostModel
-    steps: StepsOfDraft
-    acceptance: AcceptanceStats
+from vllm_hetero_spec.lookahead.estimates import Estimates
 
 
 class StepPolicy(NamedTuple):

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a pair is on disk: by what it depends on, whole, and in time."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine, proposer_of, slem
+from scenarios import Outputs, generate, greedy
+
+from vllm_hetero_spec.engine import pair_file, step_timing
+from vllm_hetero_spec.engine.pair_file import PairFile
+from vllm_hetero_spec.lookahead.acceptance_stats import Observation
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.forecast import Throughput
+from vllm_hetero_spec.lookahead.goodput import Goodput
+
+
+def known() -> Estimates:
+    return Estimates.of(CostModel([(1, 0.1), (8, 0.2)], [(1, 0.01)]), 4)
+
+
+def learn(of: Estimates, drafts: int) -> None:
+    for _ in range(drafts):
+        of.acceptance.observe(Observation(4, 3, [0.9] * 4, 4), random=False)
+    of.acceptance.learn()
+
+
+def test_it_is_kept_by_what_it_depends_on(tmp_path: Path) -> None:
+    PairFile(tmp_path / "pairs", "pair", 32).write(known())
+    again = PairFile(tmp_path / "pairs", "pair", 32).read(4)
+    assert again is not None
+    assert again.costs.target(1, 1) == pytest.approx(known().costs.target(1, 1))
+    assert PairFile(tmp_path / "pairs", "pair", 64).read(4) is None
+    assert PairFile(None, "pair", 32).read(4) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "[1", "null", '{"version": 99}'])
+def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) -> None:
+    PairFile(tmp_path, "pair").write(known())
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    assert PairFile(tmp_path, "pair").read(4) is None
+    assert len([message for message in caplog.messages if "measured anew" in message]) == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    PairFile(tmp_path / "file" / "pairs", "pair").write(known())
+
+
+def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
+    class Owner:
+        pass
+
+    def drafts() -> int:
+        (path,) = tmp_path.iterdir()  # nothing partial is left
+        return int(json.loads(path.read_text())["acceptance"]["drafts"])
+
+    now = [0.0]
+    monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
+    owner, of = Owner(), known()
+    file, other = PairFile(tmp_path, "pair"), PairFile(tmp_path, "pair")
+    file.write(of)
+    file.write_if_due()  # follows nothing
+    file.follow(of, owner)
+    learn(of, 5)
+    file.write_if_due()
+    assert drafts() == 0
+    now[0] += 61.0
+    file.write_if_due()
+    assert drafts() == 5
+    other.write(known())  # another engine
+    assert drafts() == 0
+    learn(of, 2)
+    file.write_if_due()
+    assert drafts() == 0
+    del owner
+    gc.collect()
+    assert drafts() == 7
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_a_second_start_goes_on_where_the_first_ended(
+    demo_pair: Path, texts: list[str], alone: Outputs, tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    """With costs that stand still, the lookahead hangs on what is accepted alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(CostModel, "observe_target", lambda *_: None)
+    monkeypatch.setattr(CostModel, "observe_drafting", lambda *_: None)
+    monkeypatch.setattr(Throughput, "add", lambda *_: None)
+    timed: list[int] = []
+
+    def time_steps(step: Any, largest: int, agree: Any = bool) -> step_timing.Points:
+        timed.append(largest)
+        drafter = len(timed) % 2 == 0
+        return [(1, 0.002), (32, 0.002)] if drafter else [(1, 0.02), (160, 0.04)]
+
+    monkeypatch.setattr(step_timing, "time_steps", time_steps)
+    caplog.set_level("INFO", logger="vllm.hetero_spec")
+
+    def serve(**changes: Any) -> tuple[int, list[int]]:
+        """Drafts known at the start, and the lookahead of each step."""
+        lookaheads: list[int] = []
+        spec = slem(demo_pair / "drafter", 6, controller="goodput", **changes)
+        with engine(demo_pair / "target", spec) as llm:
+            controller = proposer_of(llm).controller
+            assert isinstance(controller, Goodput)
+            drafts, plan = controller.known.acceptance.drafts, controller.plan
+
+            def noted(*figures: Any) -> Any:
+                found = plan(*figures)
+                lookaheads.append(controller.gauges().lookahead)
+                return found
+
+            controller.plan = noted  # type: ignore[method-assign]
+            for index, text in enumerate(texts[:6]):
+                assert generate(llm, [text], greedy()) == {"0": alone[str(index)]}
+        return drafts, lookaheads
+
+    def went_on() -> int:
+        gc.collect()
+        return len([message for message in caplog.messages if "goes on from" in message])
+
+    drafts, first = serve()
+    assert (drafts, len(timed), went_on()) == (0, 2, 0)
+    drafts, second = serve()
+    assert drafts > 20
+    assert (len(timed), went_on()) == (2, 1)  # nothing was timed
+    assert abs(next(k for k in second if k) - first[-1]) <= 1
+
+    assert serve(verification="block")[0] == 0  # another pair, or set-up
+    assert (len(timed), went_on()) == (4, 1)
+    for path in (tmp_path / "vllm_hetero_spec" / "pairs").iterdir():
+        path.write_text("{")
+    assert serve()[0] == 0  # as the first
+    assert (len(timed), went_on()) == (6, 1)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a pair on this machine, kept on disk between starts.
+
+One file for everything that it depends on. Several engines may have the same one: each replaces it
+as a whole, and the last wins.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
+
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.machine import cpu_name
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+_APART = 60.0  # seconds between writes, which take about a millisecond; one more comes at the end
+
+
+class PairFile:
+    """The file of one pair.
+
+    Args:
+        folder: Where; None keeps nothing.
+        identity: Everything that what is known depends on.
+    """
+
+    def __init__(self, folder: Path | None, *identity: Any) -> None:
+        key = repr((identity, vllm_version, torch.__version__, machine()))
+        name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        self._path = None if folder is None else folder / name
+        self._known: Estimates | None = None
+        self._written = time.monotonic()
+
+    def read(self, positions: int) -> Estimates | None:
+        """What was kept; None where nothing is, or nothing that can be read.
+
+        Args:
+            positions: Longest draft, in target tokens.
+        """
+        if self._path is None or not self._path.is_file():
+            return None
+        try:
+            return Estimates.from_dict(
+                json.loads(self._path.read_text(encoding="utf-8")), positions
+            )
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "What was kept of this pair in %s cannot be read (%s): measured anew.",
+                self._path,
+                error,
+            )
+            return None
+
+    def write(self, known: Estimates) -> None:
+        """Keep what is known; a folder that cannot be written to is only noted."""
+        self._written = time.monotonic()
+        if self._path is None:
+            return
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(known.to_dict()), encoding="utf-8")
+            partial.replace(self._path)
+        except OSError as error:
+            logger.info("What is known of this pair is not kept in %s: %s.", self._path, error)
+
+    def follow(self, known: Estimates, owner: object) -> None:
+        """Write what becomes of it: in `write_if_due`, and once `owner` or the process is gone."""
+        self._known = known
+        # Not `atexit`, which workers that are forked do not run.
+        Finalize(owner, self.write, (known,), exitpriority=0)
+
+    def write_if_due(self) -> None:
+        """Write what is followed, if anything, where the last time is long ago."""
+        if self._known is not None and time.monotonic() - self._written > _APART:
+            self.write(self._known)
+
+
+def machine() -> tuple[Any, ...]:
+    """What tells one machine from another that is faster or slower."""
+    return (
+        current_platform.get_device_name() if not current_platform.is_cpu() else "cpu",
+        platform.machine(),
+        cpu_name(),
+        os.cpu_count(),
+        torch.get_num_threads(),
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that is known of a pair of models on a machine, and how a later run begins with it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
+from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
+from vllm_hetero_spec.lookahead.costs import CostModel
+
+VERSION = 1  # of what `to_dict` gives
+_WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs
+
+
+class Estimates(NamedTuple):
+    """What is known; it is learnt in place.
+
+    Attributes:
+        costs: Of steps, in seconds.
+        steps: Drafter steps that a draft takes.
+        acceptance: Of past drafts.
+    """
+
+    costs: CostModel
+    steps: StepsOfDraft
+    acceptance: AcceptanceStats
+
+    @classmethod
+    def of(cls, costs: CostModel, positions: int) -> "Estimates":
+        """Costs, and nothing of drafts of up to so many target tokens."""
+        return cls(costs, StepsOfDraft(), AcceptanceStats(positions))
+
+    def summary(self) -> str:
+        """A few words for the log."""
+        greedy, random = (
+            " ".join(f"{rate:.2f}" for rate in self.acceptance.rates(kind)[:4])
+            for kind in (False, True)
+        )
+        return f"{self.acceptance.drafts} drafts, acceptance {greedy} greedy, {random} random"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is known, as JSON takes it."""
+        return {
+            "version": VERSION,
+            "costs": self.costs.to_dict(),
+            "steps": self.steps.to_dict(),
+            "acceptance": self.acceptance.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], positions: int) -> "Estimates":
+        """What `to_dict` gave: of drafts it counts for so little that new ones soon outweigh it.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        try:
+            if saved["version"] != VERSION:
+                raise ValueError(f"version {saved['version']!r} instead of {VERSION}")
+            return cls(
+                CostModel.from_dict(saved["costs"]),
+                StepsOfDraft.from_dict(saved["steps"], _WEIGHT),
+                AcceptanceStats.from_dict(saved["acceptance"], positions, _WEIGHT),
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not what is known of a pair: {error!r}") from error
