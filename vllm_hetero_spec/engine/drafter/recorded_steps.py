@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, real_ids
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, real_tokens
 from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
 from vllm_hetero_spec.staging import Send
 
@@ -89,11 +89,9 @@ class RecordedSteps:
         self._replays_round = (size, 0) in self._recordings
         if not self._replays_round:
             return self._eager.begin(plan)
-        feed, wide = plan.feed, len(plan.feed.ids)
-        ids, positions, slots, starts, lengths, table, last, places = self._send(
-            real_ids(feed.ids, self._rules),
-            feed.positions,
-            feed.slots,
+        feed, wide = plan.feed, plan.feed.tokens.shape[1]
+        tokens, starts, lengths, table, last, places = self._send(
+            real_tokens(feed.tokens, self._rules),
             feed.starts,
             plan.lengths,
             plan.table,
@@ -105,13 +103,13 @@ class RecordedSteps:
         on.plan_lengths[: plan.steps, :size].copy_(lengths)
         on.plan_places[: plan.steps, :, :size].copy_(places)
         if plan.uniform:
-            on.ids[:wide].copy_(ids)
-            on.positions[:wide].copy_(positions)
-            on.slots[:wide].copy_(slots)
+            on.ids[:wide].copy_(tokens[0])
+            on.positions[:wide].copy_(tokens[1])
+            on.slots[:wide].copy_(tokens[2])
             on.lengths[:size].copy_(lengths[0])
-            self._replay(plan, size, feed.max_query, 0)
+            self._replay(plan, size, feed.most, 0)
         else:
-            sent = (ids, positions, slots, starts, lengths[0, :count], table[:count], last)
+            sent = (tokens, starts, lengths[0, :count], table[:count], last)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._rules.only_real(self._model.forward(batch)), first=True)
         return on.logits[:count]

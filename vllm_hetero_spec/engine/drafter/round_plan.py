@@ -8,6 +8,7 @@ from the start, so positions and KV slots of all steps are too: they cross to th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,26 +18,19 @@ from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 NOWHERE = -1
 
 
-@dataclass
-class Feed:
-    """The tokens of one forward: int64 [N], one request's after the other's.
+class Feed(NamedTuple):
+    """The tokens of one forward, one request's after the other's.
 
     Attributes:
-        ids: Drafter ids.
-        positions: Of each in its sequence.
-        slots: Block number * block size + offset, NOWHERE for tokens whose KV is written already.
+        tokens: int64 [3, N], of each its drafter id, its position in the sequence, and its slot:
+            block number * block size + offset, NOWHERE where its KV is written already.
         starts: int32 [B+1], offset of each request among the N tokens.
+        most: Most tokens of one request.
     """
 
-    ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    tokens: np.ndarray
     starts: np.ndarray
-
-    @property
-    def max_query(self) -> int:
-        """Most tokens of one request."""
-        return int(np.diff(self.starts).max())
+    most: int
 
     @property
     def last(self) -> np.ndarray:
@@ -103,28 +97,30 @@ class Planner:
                 of which none may have more: those whose KV is written already are read again and
                 written nowhere. 0 feeds what is pending.
         """
-        count = len(sequences)
+        count, rounds = len(sequences), max(1, steps[0])
         cached = np.array([len(sequence.kv_ids) for sequence in sequences], np.int64)
-        queries = np.array([len(ids) for ids in pending], np.int64)
         table = self.table(sequences, size)
         size = len(table)
         feed = self.ragged(table, cached, pending)
+        after = cached + np.diff(feed.starts)
         if width:
-            feed = self._uniform(feed, sequences, cached, queries, size, width)
-        rounds = max(1, steps[0])
+            feed = self._uniform(feed, sequences, after, size, width)
         lengths = np.ones((rounds, size), np.int32)
-        after = cached + queries + np.arange(rounds)[:, None]  # tokens behind each step
-        lengths[:, :count] = np.minimum(after, self._max_length)
+        np.minimum(after + np.arange(rounds)[:, None], self._max_length, out=lengths[:, :count])
         places = np.zeros((rounds, 2, size), np.int64)
-        positions = lengths[:, :count] - 1
-        places[:, 0, :count] = positions
-        places[:, 1] = NOWHERE
-        blocks = np.minimum(positions // self.block_size, table.shape[1] - 1)
-        slots = np.take_along_axis(table[:count], blocks.T, 1).T.astype(np.int64)
-        slots = slots * self.block_size + positions % self.block_size
-        drafts = np.arange(rounds)[:, None] < np.array(steps)
-        places[:, 1, :count] = np.where(drafts, slots, NOWHERE)
-        return RoundPlan(count, feed, table, lengths, places, drafts.sum(1).tolist(), width > 0)
+        places[:, 1, count:] = NOWHERE
+        positions, slots = places[:, 0, :count], places[:, 1, :count]
+        np.subtract(lengths[:, :count], 1, out=positions)
+        blocks = np.minimum(positions // self.block_size, table.shape[1] - 1)  # that ended
+        slots[:] = table[np.arange(count), blocks]
+        slots *= self.block_size
+        slots += positions % self.block_size
+        active = [count] * rounds
+        for line, wanted in enumerate(steps):
+            if wanted < rounds:
+                slots[wanted:, line] = NOWHERE
+                active[wanted:] = [min(line, of) for of in active[wanted:]]
+        return RoundPlan(count, feed, table, lengths, places, active, width > 0)
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
         """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""
@@ -145,36 +141,34 @@ class Planner:
             cached: int64 [n], tokens of each line whose KV is written.
             pending: Drafter ids to feed, at least one for each line.
         """
-        queries = np.array([len(ids) for ids in pending], np.int32)
+        counts = [len(ids) for ids in pending]
         starts = np.zeros(len(pending) + 1, np.int32)
-        np.cumsum(queries, out=starts[1:])
-        ids = np.fromiter(chain.from_iterable(pending), np.int64, starts[-1])
-        lines = np.repeat(np.arange(len(pending)), queries)
-        positions = np.arange(len(ids)) + (cached - starts[:-1])[lines]
-        blocks = table[lines, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-        return Feed(ids, positions, slots, starts)
+        np.cumsum(counts, out=starts[1:])
+        tokens = np.empty((3, starts[-1]), np.int64)
+        ids, positions, slots = tokens
+        ids[:] = list(chain.from_iterable(pending))
+        lines = np.repeat(np.arange(len(pending)), counts)
+        np.add((cached - starts[:-1])[lines], np.arange(len(ids)), out=positions)
+        slots[:] = table[lines, positions // self.block_size]
+        slots *= self.block_size
+        slots += positions % self.block_size
+        return Feed(tokens, starts, max(counts))
 
     @staticmethod
     def _uniform(
-        ragged: Feed,
-        sequences: Sequence[DraftSequence],
-        cached: np.ndarray,
-        queries: np.ndarray,
-        size: int,
-        width: int,
+        ragged: Feed, sequences: Sequence[DraftSequence], after: np.ndarray, size: int, width: int
     ) -> Feed:
         """As many tokens for every place, padded to the left with what is known."""
-        ids = np.zeros((size, width), np.int64)
-        positions = np.zeros((size, width), np.int64)
-        slots = np.full((size, width), NOWHERE, np.int64)
-        count = len(sequences)
-        positions[:count] = (cached + queries)[:, None] + np.arange(-width, 0)
+        tokens = np.zeros((3, size, width), np.int64)
+        ids, positions, slots = tokens
+        slots[:] = NOWHERE
+        count, queries = len(sequences), np.diff(ragged.starts)
+        positions[:count] = after[:, None] + np.arange(-width, 0)
         new = np.zeros((size, width), bool)
         new[:count] = np.arange(width) >= width - queries[:, None]
-        ids[new], slots[new] = ragged.ids, ragged.slots
+        ids[new], slots[new] = ragged.tokens[0], ragged.tokens[2]
         for line, (sequence, query) in enumerate(zip(sequences, queries.tolist(), strict=True)):
             if query < width:
                 ids[line, : width - query] = sequence.kv_ids[query - width :]
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
-        return Feed(ids.ravel(), positions.ravel(), slots.ravel(), starts)
+        return Feed(tokens.reshape(3, -1), starts, width)

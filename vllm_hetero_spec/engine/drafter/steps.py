@@ -70,20 +70,22 @@ class Forwards:
             table: int32 [n, W], the KV blocks of its requests.
             lengths: int32 [n], their tokens after it.
         """
-        ids = real_ids(feed.ids, self._rules)
-        arrays = (ids, feed.positions, feed.slots, feed.starts, lengths, table, feed.last)
-        batch = ragged_batch(self._send(*arrays), feed, lengths)
+        tokens = real_tokens(feed.tokens, self._rules)
+        sent = self._send(tokens, feed.starts, lengths, table, feed.last)
+        batch = ragged_batch(sent, feed, lengths)
         return self._rules.only_real(self._model.forward(batch))
 
 
-def real_ids(ids: np.ndarray, rules: PickRules) -> np.ndarray:
-    """Ids that the drafter has; it reads id 0 in the place of others."""
-    return np.where(ids < rules.vocab_size, ids, 0)
+def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
+    """`Feed.tokens` with id 0, changed in place, where the drafter has no such id."""
+    tokens[0][tokens[0] >= rules.vocab_size] = 0
+    return tokens
 
 
 def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
-    """A forward over what was sent: ids, positions, slots, starts, lengths, table, last."""
-    ids, positions, slots, starts, device_lengths, table, last = sent
+    """A forward over what was sent: tokens, starts, lengths, table, last."""
+    tokens, starts, device_lengths, table, last = sent
+    ids, positions, slots = tokens
     return ForwardBatch(
         ids=ids,
         positions=positions,
@@ -93,9 +95,9 @@ def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) 
         lengths=device_lengths,
         lengths_cpu=torch.from_numpy(lengths),
         table=table,
-        max_query=feed.max_query,
+        max_query=feed.most,
         max_length=int(lengths.max()),
-        last=last if feed.max_query > 1 else None,
+        last=last if feed.most > 1 else None,
     )
 
 
@@ -133,6 +135,8 @@ class EagerSteps:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self.replays = 0
         self._sent: _Sent | None = None
+        self._starts_cpu = torch.arange(picked.packet.shape[2] + 1, dtype=torch.int32)
+        self._starts = self._starts_cpu.to(model.device)
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """See `Steps`: any shape will do."""
@@ -141,16 +145,13 @@ class EagerSteps:
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
-        ids, positions, slots, starts, lengths, table, last, places, firsts = self._send(
-            real_ids(feed.ids, self._rules),
-            feed.positions,
-            feed.slots,
+        tokens, starts, lengths, table, last, places = self._send(
+            real_tokens(feed.tokens, self._rules),
             feed.starts,
             plan.lengths,
             plan.table,
             feed.last,
             plan.places,
-            np.arange(count + 1, dtype=np.int32),
         )
         self._sent = _Sent(
             plan=plan,
@@ -158,11 +159,11 @@ class EagerSteps:
             lengths_cpu=torch.from_numpy(plan.lengths),
             places=places,
             table=table,
-            starts=firsts,
-            starts_cpu=torch.arange(count + 1, dtype=torch.int32),
+            starts=self._starts[: count + 1],
+            starts_cpu=self._starts_cpu[: count + 1],
             longest=plan.lengths.max(1).tolist(),
         )
-        sent = (ids, positions, slots, starts, lengths[0], table, last)
+        sent = (tokens, starts, lengths[0], table, last)
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits, 0)
