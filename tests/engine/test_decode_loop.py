@@ -86,7 +86,7 @@ def test_graphs_draft_as_without(in_graph: bool, optimistic: bool) -> None:
     chance = random.Random(2)
     eager, recorded = World(), World()
     graphs = record(recorded, in_graph=in_graph)
-    recorded.drafter._on_host = not optimistic
+    recorded.drafter.waits = optimistic
     texts: dict[str, list[int]] = {}
     addresses: dict[str, int] = {}
     for number in range(60):
@@ -210,7 +210,7 @@ def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) ->
         world = World()
         if graphs:
             record(world, in_graph=True)
-        world.drafter._on_host = False
+        world.drafter.waits = True
         choose = (lambda ids: ids[0]) if judged else None
         rows = [world.row(str(i), [3, 4, 5 + i], LOOKAHEAD, choose) for i in range(3)]
         sent.clear()

@@ -85,7 +85,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
         return drafts
 
     monkeypatch.setattr(proposer, "after_step", empty_at_first)
-    monkeypatch.setattr(drafter, "_on_host", False)
+    monkeypatch.setattr(drafter, "waits", True)
     accepted = metrics_of(llm)["num_accepted_tokens"]
     assert generate(llm, texts, greedy()) == alone
     assert metrics_of(llm)["num_accepted_tokens"] > accepted

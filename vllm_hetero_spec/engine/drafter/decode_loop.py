@@ -90,6 +90,7 @@ class Drafter:
         most_steps: Most drafter tokens of one round.
         forward_seconds: Time that the device has spent so far in forwards and in picking tokens.
         forwards: How many there were.
+        waits: Whether a look at what was drafted waits for a device.
         overruled: Rounds of which the steps began anew behind another first token.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
@@ -115,7 +116,7 @@ class Drafter:
         self.forward_seconds = 0.0
         self.forwards = 0
         self.overruled = 0
-        self._on_host = device.type == "cpu"
+        self.waits = device.type != "cpu"
         self._clock = Clock(device)
         self._send = Sender(device).send
         self._send_own = Sender(device, _OWN_PACKETS).send
@@ -208,11 +209,6 @@ class Drafter:
         return self.finish()
 
     @property
-    def waits(self) -> bool:
-        """Whether a look at what was drafted waits for a device."""
-        return not self._on_host
-
-    @property
     def merges(self) -> bool:
         """Whether drawn drafts look ahead, by SLRS-n."""
         return self._rules.sampling is not None and self._rules.sampling.merging is not None
@@ -225,7 +221,9 @@ class Drafter:
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, on the padding block, to be timed."""
         nowhere = [DraftSequence(BlockTable(blocks=[0])) for _ in range(batch)]
-        plan = self._planner.plan(nowhere, [[0]] * batch, [1] * batch, *self._shape(batch, 1, 1))
+        plan = self._planner.plan(
+            nowhere, [[0]] * batch, [1] * batch, *self._steps.shape(batch, 1, 1)
+        )
         self._steps.begin(plan)
 
     @torch.inference_mode()
@@ -245,16 +243,13 @@ class Drafter:
         texts, steps = [[0] * length for length in lengths], [1] * len(lengths)
         self._steps.begin(self._planner.plan(nowhere, texts, steps))
 
-    def _shape(self, count: int, pending: int, context: int) -> tuple[int, int]:
-        return self._steps.shape(count, pending, context)
-
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> _Round:
         sequences = [row.sequence for row in rows]
         pending = [row.pending for row in rows]
         longest = max(map(len, pending))
         context = min(len(row.sequence.kv_ids) + len(row.pending) for row in rows)
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
-        shape = self._shape(len(rows), longest, context)
+        shape = self._steps.shape(len(rows), longest, context)
         plan = self._planner.plan(sequences, pending, steps, *shape)
         return _Round(rows, order, plan, OwnPicks(rows[:singles], self._rules, self._send_own))
 
@@ -264,7 +259,7 @@ class Drafter:
         if judged:
             best = logits[: current.plan.active[0]].topk(min(_CANDIDATES, logits.shape[1]), -1)
             current.candidates = self._receiver_own.fetch(best.indices)
-            if self._on_host or current.own:  # what was drawn behind it could not be drawn anew
+            if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
                 self._judge(current)
         self._take_steps(current, control)
         self._fetch(current)
