@@ -3,6 +3,7 @@
 
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.platforms import current_platform
 
-from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam.drafter_config import (
@@ -80,6 +81,11 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
     parallel = drafter_config(target, options(demo_pair)).parallel_config
     assert parallel.data_parallel_size == 1
     assert target.parallel_config.data_parallel_size == 2
+    model = drafter_model_config(options(demo_pair), target.model_config)
+    mixture = SimpleNamespace(model="mixture", is_moe=True)
+    assert not model.is_moe
+    with pytest.raises(ConfigError, match="'mixture' is a mixture of experts"):
+        drafter_vllm_config(target, mixture, options(demo_pair), solo=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.engine

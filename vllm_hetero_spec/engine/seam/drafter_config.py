@@ -154,10 +154,20 @@ def drafter_vllm_config(
         options: The user's.
         solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
 
+    Raises:
+        ConfigError: The drafter's experts would be spread over the engines of the target.
+
     vLLM settles what a configuration leaves open by writing to its parts, so that none of them may
     be the target's own. The compilation config is fresh: layers register in its
     static_forward_context, and the target's KV cache manager must not see the drafter's.
     """
+    engines = target.parallel_config.data_parallel_size
+    if engines > 1 and drafter.is_moe:
+        raise ConfigError(
+            f"the drafter {drafter.model!r} is a mixture of experts, as the target is, which vLLM "
+            f"spreads over all {engines} engines of data parallelism; give a drafter without "
+            "experts, or a data parallel size of 1."
+        )
     model, mode = copy.copy(drafter), drafting_mode(options, target)
     model.enforce_eager = not (mode.graphs or mode.compiled)
     compilation = CompilationConfig(
