@@ -142,6 +142,10 @@ def test_largest_forward_comes_first(
         assert int(first.positions.max()) == 179
         generate(llm, [prompt[:100] for prompt in prompts[:2]], greedy())
         assert metrics_of(llm)["num_accepted_tokens"] > 0
+        # What is compiled for one type reads ids of another as garbage.
+        assert {batch.ids.dtype for batch in batches} == {torch.int32}
+        assert {batch.positions.dtype for batch in batches} == {torch.int64}
+        assert len(batches) > 10
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class ForwardBatch(NamedTuple):
     """One forward over N tokens of B requests; on the device but for the `_cpu` ones.
 
     Attributes:
-        ids: [N] int32 or int64 drafter ids, requests one after the other.
+        ids: [N] int32 drafter ids, requests one after the other.
         positions: [N] int64, of each token in its sequence.
         slots: [N] int64, block number * block size + offset; -1 where no KV is to be written.
         starts: [B+1] int32, offset of each request among the N tokens.

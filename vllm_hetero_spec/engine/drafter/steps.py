@@ -87,7 +87,7 @@ def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) 
     tokens, starts, device_lengths, table, last = sent
     ids, positions, slots = tokens
     return ForwardBatch(
-        ids=ids,
+        ids=ids.int(),  # as those that are picked: a compiled model takes one type
         positions=positions,
         slots=slots,
         starts=starts,
