@@ -2,6 +2,7 @@
 """The program of a `GpuEngine`: vLLM with its worker in this process, asked one thing at a time."""
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -39,6 +40,10 @@ class Answers:
     """
 
     def __init__(self, setup: Setup) -> None:
+        self._said: list[str] = []
+        logger = logging.getLogger("vllm.hetero_spec")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_Kept(self._said))
         vllm_hetero_spec.register()  # also where the package is not installed, only on the path
         _shell.register()
         self._llm = start(setup)
@@ -101,14 +106,16 @@ class Answers:
 
     def _step_times(self, wanted: StepTimes) -> dict[str, Any]:
         drafting, seam = self._proposer.drafting, self._proposer.seam
-        times: dict[str, Any] = {"step": {}, "replay": {}, "read": {}, "target": {}}
+        times: dict[str, dict[int, Any]] = {
+            name: {} for name in ("step", "step_replay", "read", "read_replay", "target")
+        }
         for batch in wanted.batches:
             times["step"][batch] = _timed(lambda: drafting.step(batch))  # noqa: B023
-            replay = _gpu_graphs.bare_replay(drafting, batch)
-            times["replay"][batch] = None if replay is None else _timed(replay)
+            times["step_replay"][batch] = _timed(_gpu_graphs.bare_replay(drafting, batch))
             times["target"][batch] = _timed(lambda: seam.target_forward(batch))  # noqa: B023
         for width in wanted.widths:
             times["read"][width] = _timed(lambda: drafting.read(width))  # noqa: B023
+            times["read_replay"][width] = _timed(_gpu_graphs.bare_replay(drafting, 1, width))
         return {**times, "transfer": _transfers(self._runner.device)}
 
     def _profile(self, profile: Profile) -> dict[str, Any]:
@@ -145,12 +152,30 @@ class Answers:
             facts["reserved_mib"] = torch.cuda.memory_reserved() >> 20
         if self._proposer is not None:
             facts["graphs"] = _gpu_graphs.facts(self._proposer.drafting)
+            facts["said"] = self._said
         return facts
 
 
-def _timed(work: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds until a call returns, and until the device has done what it queued; medians."""
+class _Kept(logging.Handler):
+    """Keeps what our part of the engine logs, as why there are no graphs."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__()
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+def _timed(work: Callable[[], Any] | None) -> dict[str, float] | None:
+    """Milliseconds until a call returns, and until the device has done what it queued; medians.
+
+    None of nothing.
+    """
     import torch
+
+    if work is None:
+        return None
 
     returned, done = [], []
     for _ in range(_WARM_UPS):

@@ -112,6 +112,7 @@ class Outcome(Sample):
             "accepted": self.accepted_tokens,
             "acceptance_length": self.acceptance_length,
             "skipped": self.worker["skipped"],
+            "graph_forwards": self.worker["graph_forwards"],
             "steps": self.worker["steps"],
             "step_ms": {
                 "whole": round(1e3 * self.seconds / steps, 3),

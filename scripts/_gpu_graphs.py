@@ -14,13 +14,19 @@ def facts(drafting: Any) -> dict[str, Any]:
     return {"recorded": len(_recordings(drafting)), "overruled": drafting.drafter.overruled}
 
 
-def bare_replay(drafting: Any, batch: int) -> Callable[[], None] | None:
-    """One replay of a step for so many requests and nothing else; None where there is no graph."""
+def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None] | None:
+    """One replay and nothing else; None where there is no graph of that kind.
+
+    Args:
+        drafting: A rank that drafts.
+        batch: Requests, at least.
+        width: Tokens of each in a graph that catches up; 0 for that of a step.
+    """
     found = _recordings(drafting)
-    size = min((size for size, width in found if size >= batch and not width), default=None)
+    size = min((size for size, of in found if size >= batch and of == width), default=None)
     if size is None:
         return None
-    steps, replay = drafting.drafter._steps, found[size, 0].replay
+    steps, replay = drafting.drafter._steps, found[size, width].replay
 
     def replayed() -> None:
         steps.again()  # else its counter would leave the plan

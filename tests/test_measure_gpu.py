@@ -6,13 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import _gpu_graphs
 import pytest
 from _gpu_engine import Lesson, Profile, Record, Task
 from _gpu_profile import device_use
 from _gpu_setups import LOOKAHEAD, Options, Setups, running
 from _gpu_watch import is_right
+from tape_graphs import TapeGraphs
+from toy_drafter import VOCAB, ToyDrafterModel
+
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_gpu.py"
 
@@ -60,7 +67,7 @@ def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -
     eager = parts["B"]["modes"]["eager"]
     assert list(eager["step"]) == ["1", "8", "64"]
     assert list(eager["read"]) == ["4", "8"]
-    assert set(eager["replay"].values()) == {None}
+    assert set(eager["step_replay"].values()) == {None}
 
 
 @pytest.mark.engine
@@ -99,6 +106,24 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     assert [(part["part"], part["ok"]) for part in found] == [("A", False), ("B", False)]
     assert "prompts" in found[0]["error"]
     assert code == 1
+
+
+def test_a_step_is_replayed_alone() -> None:
+    drafter = Drafter(ToyDrafterModel(), {0}, VOCAB, LOOKAHEAD, 4)  # type: ignore[arg-type]
+    drafting, graphs = SimpleNamespace(drafter=drafter), TapeGraphs()
+    assert _gpu_graphs.facts(drafting)["recorded"] == 0
+    assert _gpu_graphs.bare_replay(drafting, 1) is None
+    support = GraphSupport(in_graph=True, several_tokens=True)
+    drafter.record(graphs, [(size, width) for size in (1, 4) for width in (1, 8)], support)
+    assert _gpu_graphs.facts(drafting)["recorded"] == 6
+    assert _gpu_graphs.bare_replay(drafting, 5) is None
+    for batch, width in ((1, 0), (3, 0), (1, 8)):
+        replay = _gpu_graphs.bare_replay(drafting, batch, width)
+        assert replay is not None
+        before = graphs.replays
+        for _ in range(2 * drafter.most_steps):  # more than a plan has lines
+            replay()
+        assert graphs.replays - before == 2 * drafter.most_steps
 
 
 def test_acceptance_is_imposed_at_the_rate_that_is_printed() -> None:
