@@ -41,11 +41,11 @@ class Answers:
 
     def __init__(self, setup: Setup) -> None:
         self._said: list[str] = []
-        logger = logging.getLogger("vllm.hetero_spec")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(_Kept(self._said))
         vllm_hetero_spec.register()  # also where the package is not installed, only on the path
         _shell.register()
+        logger = logging.getLogger("vllm.hetero_spec")  # vLLM has set up its own by now
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_Kept(self._said))
         self._llm = start(setup)
         self._driver = Driver(self._llm)
         core = self._llm.llm_engine.engine_core.engine_core
