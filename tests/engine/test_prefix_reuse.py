@@ -33,18 +33,18 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
         assert reused(llm, None) > 0
         # A request whose context is forgotten after a fault, and read afresh, still has its salt.
         drafting = proposer_of(llm).drafting
-        real = drafting._draft
+        real = drafting.begin
 
-        def forgets(step: Any) -> Any:
+        def forgets(step: Any) -> None:
             if step.requests[0].num_output_tokens >= 3 and not forgot:
                 drafting.reset()
                 forgot.append(drafting.pool.reused_tokens)
-            return real(step)
+            real(step)
 
         forgot: list[int] = []
-        drafting._draft = forgets
+        drafting.begin = forgets
         reused(llm, "tenant c")
-        drafting._draft = real
+        drafting.begin = real
         assert forgot == [0]
         assert reused(llm, "tenant d") == 0
         assert reused(llm, "tenant c") > 0
