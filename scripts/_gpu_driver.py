@@ -140,9 +140,9 @@ class Answers:
 
         groups = getattr(self._runner, "attn_groups", None)
         backends = {group.backend.get_name() for of in groups or () for group in of}
-        module = type(self._runner).__module__
+        file = type(self._runner).__module__.rpartition(".")[2]  # V1's is gpu_model_runner
         facts: dict[str, Any] = {
-            "runner": "V2" if ".worker.gpu." in module else "V1",
+            "runner": "V2" if file == "model_runner" else "V1",
             "device": str(self._runner.device),
             "dtype": str(self._llm.llm_engine.vllm_config.model_config.dtype),
             "attention": sorted(backends),
