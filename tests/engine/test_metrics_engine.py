@@ -51,12 +51,21 @@ def growth(before: Any, after: Any) -> Any:
 
 def run(llm: Any, prompts: list[str], **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Serves a batch; what it made grow in the worker and in the front end's metrics."""
-    worker, front = read_stats(llm), exported(llm)
+    worker, front = settled(llm)
     generate(llm, prompts, greedy(**params))
-    counted, shown = growth(worker, read_stats(llm)), growth(front, exported(llm))
-    for name in GAUGES:
-        counted[name], shown[name] = read_stats(llm)[name], exported(llm)[name]
-    return counted, shown
+    counted, shown = settled(llm)
+    gauges = [{name: of[name] for name in GAUGES} for of in (counted, shown)]
+    return growth(worker, counted) | gauges[0], growth(front, shown) | gauges[1]
+
+
+def settled(llm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the worker has counted, and the front end's metrics once it has travelled there.
+
+    The counts of a step leave with the next one: drafts are finished when its tokens have left.
+    """
+    counted = read_stats(llm)
+    generate(llm, ["a"], greedy(max_tokens=1))
+    return counted, exported(llm)
 
 
 def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:

@@ -151,7 +151,6 @@ class DraftingRank:
         On a CPU nothing runs beside anything: there all is done in `finish`, when the step's tokens
         have left.
         """
-        self._stats.steps += 1
         self._step, self._begun = step, False
         if self.drafter.waits:
             with self._no_fault(step):
@@ -212,6 +211,7 @@ class DraftingRank:
 
     def _begin(self, step: StepView) -> None:
         self._begun = True
+        self._stats.steps += 1
         self.requests.forget(step)
         self.control.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))

@@ -4,9 +4,9 @@
 Steps with prompts in them teach nothing. A request that asks for a lookahead of its own has it, and
 teaches nothing either. Knows neither where drafts come from nor which model runner asks.
 
-First tokens go first: while any request waits for its first token, or has just sampled it, the
-drafter reads no long context of a request that has only begun; and no probe, be its context short,
-holds up the first token.
+First tokens go first: a request is not drafted for in the step that samples its first token, since
+others that came with it are waiting for theirs; and while any waits, or has just sampled it, the
+drafter reads no long context of a request that has only begun.
 """
 
 import logging
@@ -117,12 +117,11 @@ class LookaheadControl:
         self._own = {}
         for request, left in zip(step.requests, unread, strict=True):
             limit = step.lookahead if request.new_tokens else 0
-            if limit and first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG:
+            waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
+            if limit and (request.begins or waits):
                 limit, num_waiting = 0, num_waiting + 1
             if request.params.lookahead is not None:
                 self._own[request.req_id] = min(request.params.lookahead, limit)
-                limit = 0
-            elif request.begins and self.controller.off:
                 limit = 0
             limits.append(limit)
         self._plan = self.controller.plan(len(limits), limits, unread, self._random)

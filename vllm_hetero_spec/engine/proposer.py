@@ -55,6 +55,7 @@ class HeteroProposer:
         self._growth = Growth()
         self._step: StepView | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
+        self._beginning = 0.0  # seconds that it took to begin them
         self._seam: RunnerV1 | None = None  # from `bind` on, as the verifier
         self._verifier: Verifier | None = None
         self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
@@ -151,7 +152,7 @@ class HeteroProposer:
             self._step = self.seam.view(scheduler_output, sampled)
             if self._drafting is not None:
                 self._drafting.begin(self._step)
-        self.stats.propose_seconds += time.perf_counter() - began
+        self._beginning = time.perf_counter() - began
         return self._drafts
 
     def finish(self) -> None:
@@ -168,7 +169,7 @@ class HeteroProposer:
             for draft, tokens in zip(self._drafts, self.propose_batch(step), strict=True):
                 draft[:] = tokens
         self.seam.handed_out()
-        self.stats.propose_seconds += time.perf_counter() - began
+        self.stats.propose_seconds += self._beginning + time.perf_counter() - began
 
     def propose_batch(self, step: StepView) -> list[list[int]]:
         """Drafts for the step that was begun, in target tokens, a list for each of its requests."""

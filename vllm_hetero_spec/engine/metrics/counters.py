@@ -20,7 +20,7 @@ Counted = dict[str, Any]
 REASONS = {
     "no_blocks": "the drafter's KV pool is full; raise kv_cache_memory_bytes",
     "drafter_length": "the context is longer than the drafter's max_model_len",
-    "catching_up": "the drafter has yet to read a long prompt, which waits for first tokens",
+    "catching_up": "first tokens go before drafts and the reading of long prompts",
     "drafter_error": "the drafter raised an exception",
     "backing_off": "the drafter failed before and rests for a while",
     "nan_logits": "the drafter's logits were not finite",
