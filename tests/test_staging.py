@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets between host and device."""
 
+import time
+from typing import ClassVar
+
 import numpy as np
+import pytest
 import torch
 
-from vllm_hetero_spec.staging import Clock, Receiver, Sender
+from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 CPU = torch.device("cpu")
 ARRAYS = (
@@ -41,7 +45,42 @@ def test_what_is_fetched_is_what_was_there():
     assert fetched.wait().tolist() == [0, 1, 2, 3]
 
 
-def test_the_clock_adds_up_pairs_of_marks():
-    clock = Clock(CPU)
-    first, last = clock.mark(), clock.mark()
-    assert clock.seconds([(first, last), (first, last)]) == 2 * (last - first) >= 0
+def test_a_stopwatch_adds_up() -> None:
+    stopwatch = Stopwatch(CPU)
+    for _ in range(2):
+        before, began = stopwatch.seconds, time.perf_counter()
+        with stopwatch:
+            pass
+        assert 0 < stopwatch.seconds - before <= time.perf_counter() - began
+
+
+def test_a_stopwatch_does_not_wait_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not ended is added when it has."""
+
+    class Event:
+        queue: ClassVar[list["Event"]] = []
+        ended = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.queue.append(self)
+
+        def query(self) -> bool:
+            return self.queue.index(self) < self.ended
+
+        def elapsed_time(self, last: "Event") -> float:
+            assert last.query()
+            return 1000.0 * (self.queue.index(last) - self.queue.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stopwatch = Stopwatch(torch.device("cuda"))
+    for _ in range(3):
+        with stopwatch:
+            pass
+    assert stopwatch.seconds == 0
+    Event.ended = 3
+    assert stopwatch.seconds == 1
+    Event.ended = 6
+    assert stopwatch.seconds == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between host and device: one packet each way, and the clock of the device.
+"""Between host and device: one packet each way, and the time that work takes there.
 
 PyTorch turns a `.to(device)` from ordinary memory, a `torch.tensor(..., device=...)` and a
 `.tolist()` into a copy and a wait for everything queued before it. So what a round needs on the
@@ -10,8 +10,8 @@ On a CPU nothing has to be moved: a packet is memory that both sides see.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,12 +144,11 @@ class Receiver:
         return Fetched(here, self._copied)
 
 
-# A place in the queue of work: an event on a device, else the time.
-Mark: TypeAlias = "float | torch.cuda.Event"
+class Stopwatch:
+    """Adds up how long work takes where it runs: `with stopwatch:` around what queues it.
 
-
-class Clock:
-    """Tells how long queued work takes where it runs: by events on a device, else by the clock.
+    By events on a device, which are looked at without waiting: what has not ended yet is added
+    later. Not to be nested.
 
     Args:
         device: Where the work runs.
@@ -157,25 +156,33 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_host = device.type == "cpu"
+        self._began = self._seconds = 0.0
+        self._running: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def mark(self) -> Mark:
-        """This place in the queue."""
+    def __enter__(self) -> None:
         if self._on_host:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._began = time.perf_counter()
+        else:
+            self._running.append((_event(), _event()))
+            self._running[-1][0].record()
 
-    @staticmethod
-    def seconds(marks: Sequence[tuple[Mark, Mark]]) -> float:
-        """Seconds between the marks of each pair, together; on a device all must have happened."""
-        total = 0.0
-        for first, last in marks:
-            if isinstance(first, float) and isinstance(last, float):
-                total += last - first
-            elif not isinstance(first, float) and not isinstance(last, float):
-                total += first.elapsed_time(last) / 1e3
-        return total
+    def __exit__(self, *error: object) -> None:
+        if self._on_host:
+            self._seconds += time.perf_counter() - self._began
+        else:
+            self._running[-1][1].record()
+
+    @property
+    def seconds(self) -> float:
+        """Of all that has ended."""
+        while self._running and self._running[0][1].query():
+            first, last = self._running.pop(0)
+            self._seconds += first.elapsed_time(last) / 1e3
+        return self._seconds
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _dtype(array: np.ndarray) -> torch.dtype:

@@ -32,7 +32,7 @@ from vllm_hetero_spec.engine.drafter.token_choice import (
     PickedTokens,
     PickRules,
 )
-from vllm_hetero_spec.staging import Clock, Fetched, Mark, Receiver, Sender
+from vllm_hetero_spec.staging import Fetched, Receiver, Sender, Stopwatch
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
@@ -52,7 +52,6 @@ class _Round:
         plan: Where everything goes.
         own: What is not the drafter's best.
         taken: Steps that were queued, catching up included; 0 where nothing is drafted.
-        marks: Before and behind what was queued.
         candidates: int32 [n, 8], the drafter's best first ids, on their way, best first.
         fetched: What was picked, on its way.
         stand_ins: See `DrawBatch`, on their way.
@@ -64,7 +63,6 @@ class _Round:
     plan: RoundPlan
     own: OwnPicks
     taken: int = 0
-    marks: list[tuple[Mark, Mark]] = field(default_factory=list)
     candidates: Fetched | None = None
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
@@ -88,7 +86,6 @@ class Drafter:
     Attributes:
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
-        forward_seconds: Time that the device has spent so far in forwards and in picking tokens.
         forwards: How many there were.
         waits: Whether a look at what was drafted waits for a device.
         overruled: Rounds of which the steps began anew behind another first token.
@@ -113,11 +110,10 @@ class Drafter:
         self.model = model
         self.max_length = model.max_length
         self.most_steps = _STEPS_PER_TOKEN * lookahead + 2
-        self.forward_seconds = 0.0
         self.forwards = 0
         self.overruled = 0
         self.waits = device.type != "cpu"
-        self._clock = Clock(device)
+        self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
         self._send_own = Sender(device, _OWN_PACKETS).send
         with torch.inference_mode(mode=False):
@@ -152,6 +148,11 @@ class Drafter:
         )
 
     @property
+    def forward_seconds(self) -> float:
+        """What forwards, and picking tokens, have taken so far where they run."""
+        return self._stopwatch.seconds
+
+    @property
     def replays(self) -> int:
         """Forwards so far that were replayed graphs."""
         return self._steps.replays
@@ -174,12 +175,10 @@ class Drafter:
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
         current = self._round = self._planned(rows, order, singles)
-        clock = self._clock
-        began = clock.mark()
-        logits = self._steps.begin(current.plan)
-        if current.own:
-            current.own.pick(logits, self._steps.picked, 0)
-        current.marks.append((began, clock.mark()))
+        with self._stopwatch:
+            logits = self._steps.begin(current.plan)
+            if current.own:
+                current.own.pick(logits, self._steps.picked, 0)
         self.forwards += 1
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
@@ -197,7 +196,6 @@ class Drafter:
             drafted[: current.plan.active[0]] = self._collect(current)
         if current.spans:
             drafted[-len(current.spans) :] = current.spans
-        self.forward_seconds += self._clock.seconds(current.marks)
         restored = drafted.copy()
         for index, tokens in zip(current.order, drafted, strict=True):
             restored[index] = tokens
@@ -266,7 +264,7 @@ class Drafter:
 
     def _take_steps(self, current: _Round, control: Control | None) -> None:
         asks = control is not None and control.can_stop_early
-        picked, clock, current.taken = self._steps.picked, self._clock, 1
+        picked, current.taken = self._steps.picked, 1
         confidences: dict[str, list[float]] = {row.task.req_id: [] for row in current.rows}
         for number in range(1, current.plan.steps):
             if asks and control is not None:
@@ -277,13 +275,12 @@ class Drafter:
                 so_far = {key: of for key, of in confidences.items() if key in drafting}
                 if not control.continue_drafting(so_far):
                     break
-            began = clock.mark()
-            if current.own:
-                current.own.feed(picked.ids(number - 1, current.plan.active[number]))
-            logits = self._steps.step(number)
-            if current.own:
-                current.own.pick(logits, picked, number)
-            current.marks.append((began, clock.mark()))
+            with self._stopwatch:
+                if current.own:
+                    current.own.feed(picked.ids(number - 1, current.plan.active[number]))
+                logits = self._steps.step(number)
+                if current.own:
+                    current.own.pick(logits, picked, number)
             current.taken += 1
             self.forwards += 1
 
@@ -341,9 +338,6 @@ class Drafter:
         return spans.run(logits)
 
     def _feed(self, feed: Feed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        began = self._clock.mark()
-        logits = self._forwards.feed(feed, table, lengths)
-        assert self._round is not None
-        self._round.marks.append((began, self._clock.mark()))
         self.forwards += 1
-        return logits
+        with self._stopwatch:
+            return self._forwards.feed(feed, table, lengths)

@@ -5,6 +5,7 @@ vLLM measures what is left for the target's KV before anything is recorded. What
 graphs will take is set aside while it measures, and given back just before they are recorded.
 """
 
+import gc
 import logging
 
 import torch
@@ -57,6 +58,8 @@ class Recording:
         try:
             if free < _BYTES:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
+            gc.collect()
+            gc.freeze()  # every capture collects garbage, and looks at all that lives
             self._drafter.record(CudaGraphs(), self._mode.shapes, support)
         except Exception as error:  # the target's own requests must not suffer from it
             logger.warning(
@@ -66,6 +69,8 @@ class Recording:
                 error,
             )
             return 0
+        finally:
+            gc.unfreeze()
         taken = free - torch.cuda.mem_get_info()[0]
         logger.info(
             "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
