@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-LENGTH = 3
+# The third token is the first that is drafted.
+LENGTH = 4
 # Sequences that are rarer share one cell.
 RARE = 2e-4
-Path3 = tuple[int, ...]
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Setting:
         return rows / rows.sum(-1, keepdim=True)
 
 
-def law_of(model: Any, start: list[int], setting: Setting) -> dict[Path3, float]:
+def law_of(model: Any, start: list[int], setting: Setting) -> dict[Ids, float]:
     """Exact probability of every sequence of LENGTH tokens that is not RARE."""
-    found: dict[Path3, float] = {(): 1.0}
+    found: dict[Ids, float] = {(): 1.0}
     for _ in range(LENGTH):
         ids = torch.tensor([[*start, *path] for path in found])
         with torch.inference_mode():
@@ -52,16 +53,20 @@ def law_of(model: Any, start: list[int], setting: Setting) -> dict[Path3, float]
     return found
 
 
-def second_is_one_of(
+def third_is_one_of(
     model: Any, start: list[int], setting: Setting, tokens: Collection[int]
 ) -> dict[bool, float]:
-    """Exact law of whether the second token is one of some."""
+    """Law of whether the third token is one of some, exact but for what hardly ever precedes it."""
+    found, mass = torch.tensor([start]), torch.ones(1, dtype=torch.float64)
     with torch.inference_mode():
-        first = setting.rows(model(torch.tensor([start])).logits[:, -1])[0]
-        likely = (first > 1e-9).nonzero()[:, 0]
-        ids = torch.tensor([[*start, int(token)] for token in likely])
-        second = setting.rows(model(ids).logits[:, -1])
-    share = float(first[likely] @ second[:, list(tokens)].sum(-1))
+        for _ in range(2):
+            rows = torch.cat([model(part).logits[:, -1] for part in found.split(1024)])
+            joint = setting.rows(rows) * mass[:, None]
+            index, token = (joint > 1e-7).nonzero().T
+            found, mass = torch.cat([found[index], token[:, None]], 1), joint[index, token]
+        rows = torch.cat([model(part).logits[:, -1] for part in found.split(1024)])
+    assert mass.sum() > 0.999
+    share = float(mass @ setting.rows(rows)[:, list(tokens)].sum(-1) / mass.sum())
     return {True: share, False: 1 - share}
 
 
@@ -73,9 +78,9 @@ def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
     return model, AutoTokenizer.from_pretrained(folder).encode(prompt)
 
 
-def seconds(sequences: Iterable[Sequence[int]], tokens: Collection[int]) -> Counter:
-    """Whether the second tokens of samples are of some."""
-    return Counter(sequence[1] in tokens for sequence in sequences)
+def thirds(sequences: Iterable[Sequence[int]], tokens: Collection[int]) -> Counter:
+    """Whether the third tokens of samples are of some."""
+    return Counter(sequence[2] in tokens for sequence in sequences)
 
 
 def counted(sequences: Iterable[Iterable[int]]) -> Counter:

@@ -9,7 +9,7 @@ import pytest
 from chain_pair import PROMPT, unknown
 from goodness import MISSED, follows, missed
 from harness import engine, metrics_of, profile, slem
-from target_law import Setting, counted, law_of, load, second_is_one_of, seconds
+from target_law import Setting, counted, law_of, load, third_is_one_of, thirds
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
@@ -30,7 +30,7 @@ def test_the_threshold_decides_what_is_lost(
 ) -> None:
     """At 0 the target's law is kept; at more than log 2 every draft passes. Every request tells."""
     (model, start), tokens = load(chain_pair / "target", PROMPT), unknown(chain_pair / "target")
-    unwritten = second_is_one_of(model, start, Setting(1.0), tokens)
+    unwritten = third_is_one_of(model, start, Setting(1.0), tokens)
     assert missed(unwritten, {True: 0.0, False: 1.0}, SAMPLES) < MISSED
     params = SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True)
     spec = slem(chain_pair / "drafter", 3, method="tli", verification="fuzzy", threshold=threshold)
@@ -47,7 +47,7 @@ def test_the_threshold_decides_what_is_lost(
         stats, gained = read_stats(llm), metrics_of(llm)
     drawn = [output.outputs[0].token_ids for output in outputs]
     assert follows(counted(drawn), law_of(model, start, Setting(1.0))) or not lossless
-    assert follows(seconds(drawn, tokens), unwritten) is lossless
+    assert follows(thirds(drawn, tokens), unwritten) is lossless
     assert (gained["num_accepted_tokens"] < gained["num_draft_tokens"]) is lossless
     assert (stats["fuzzy_tokens"] == 0) is lossless
     assert stats["fuzzy_tokens"] <= gained["num_accepted_tokens"]

@@ -14,7 +14,7 @@ import torch
 from chain_pair import PROMPT, unknown
 from goodness import MISSED, follows, missed, p_value
 from harness import engine, metrics_of, profile, slem
-from target_law import LENGTH, Path3, Setting, counted, law_of, load, second_is_one_of, seconds
+from target_law import LENGTH, Ids, Setting, counted, law_of, load, third_is_one_of, thirds
 from vllm import SamplingParams
 
 from vllm_hetero_spec.verify.drafts import DraftBatch
@@ -32,7 +32,7 @@ WRONG_MASS, WRONG_SAMPLES = 1e-9, 400
 
 
 @pytest.fixture(scope="module")
-def laws(chain_pair: Path) -> dict[str, dict[Path3, float]]:
+def laws(chain_pair: Path) -> dict[str, dict[Ids, float]]:
     """The target's law under every setting."""
     model, start = load(chain_pair / "target", PROMPT)
     return {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
@@ -43,7 +43,7 @@ def unwritten(chain_pair: Path) -> tuple[set[int], dict[bool, float]]:
     """Tokens that the drafter cannot draft, and whether the second one of a hot text is of them."""
     tokens = unknown(chain_pair / "target")
     model, start = load(chain_pair / "target", PROMPT)
-    return tokens, second_is_one_of(model, start, SETTINGS["hot"], tokens)
+    return tokens, third_is_one_of(model, start, SETTINGS["hot"], tokens)
 
 
 def params_of(setting: Setting, seed: int | None = None) -> SamplingParams:
@@ -76,11 +76,11 @@ def sample(llm: Any, count: int, settings: dict[str, Setting], *, seeds: bool) -
     return drawn
 
 
-def check(drawn: dict[str, list], laws: dict[str, dict[Path3, float]], unwritten: tuple) -> None:
+def check(drawn: dict[str, list], laws: dict[str, dict[Ids, float]], unwritten: tuple) -> None:
     for name, texts in drawn.items():
         print(f"\n{name}: {len(texts)} samples, p {p_value(counted(texts), laws[name]):.3f}")
         assert follows(counted(texts), laws[name]), name
-    assert follows(seconds(drawn["hot"], unwritten[0]), unwritten[1])
+    assert follows(thirds(drawn["hot"], unwritten[0]), unwritten[1])
 
 
 CASES = [
@@ -146,7 +146,7 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 ) -> None:
     """The negative oracle: every draft passes, so that the drafter's law is seen, not the target's.
 
-    Whatever the method, what it cannot write is then never the second token, the first drafted one.
+    Whatever the method, what it cannot write is then never the third token, the first drafted one.
     """
     if {"race", "garbled"} & set(request.node.name.strip("]").split("-")):
         pytest.skip("races read no draft_probs, and a garbled drafter writes all letters")
@@ -156,7 +156,7 @@ def test_a_verifier_that_is_told_another_law_is_caught(
     tokens, law = unwritten
     assert missed(law, {True: 0.0, False: 1.0}, WRONG_SAMPLES) < MISSED
     hot = sample(llm, WRONG_SAMPLES, {"hot": SETTINGS["hot"]}, seeds=False)["hot"]
-    assert not follows(seconds(hot, tokens), law)
+    assert not follows(thirds(hot, tokens), law)
 
 
 @pytest.mark.parametrize("method", ["slem", "tli", "push_forward", "slrs", "union"])
