@@ -11,6 +11,8 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec.draft import slrs
 from vllm_hetero_spec.draft.path import Feed
+from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
@@ -90,3 +92,35 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
         assert metrics_of(llm)["num_draft_tokens"] > 100
     assert any(count and blocks < 8 * count for count, blocks, _ in lent)
     assert not any(table.blocks for _, _, table in lent)
+
+
+def test_a_round_keeps_its_packet_while_drawn_drafts_feed(
+    demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn drafts in one round: the single steps go on behind the feeds."""
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    drawn = SamplingParams(temperature=1, seed=5, max_tokens=48, ignore_eos=True)
+    begin, step = EagerSteps.begin, EagerSteps.step
+    sent: list[list[torch.Tensor]] = []
+    kept: list[bool] = []
+
+    def packet(steps: EagerSteps) -> list[torch.Tensor]:
+        assert steps._sent is not None
+        return [steps._sent.lengths, steps._sent.places, steps._sent.table]
+
+    def begun(self: EagerSteps, plan: RoundPlan) -> torch.Tensor:
+        logits = begin(self, plan)
+        sent[:] = [[tensor.clone() for tensor in packet(self)]]
+        return logits
+
+    def stepped(self: EagerSteps, number: int) -> torch.Tensor:
+        kept.append(all(map(torch.equal, packet(self), sent[0])))
+        return step(self, number)
+
+    monkeypatch.setattr(EagerSteps, "begin", begun)
+    monkeypatch.setattr(EagerSteps, "step", stepped)
+    spec = slem(demo_pair / "drafter", method="slrs", merge_candidates=3)
+    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+        llm.generate(code_prompts[:8], [greedy, drawn] * 4, use_tqdm=False)
+    assert len(kept) > 50
+    assert all(kept)
