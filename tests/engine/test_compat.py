@@ -142,7 +142,7 @@ def test_runner_hooks_leave_other_drafters_alone() -> None:
 
     from vllm_hetero_spec.engine.proposer import HeteroProposer
 
-    worker_hooks.install_worker_hooks(HeteroProposer)
+    worker_hooks.install_worker_hooks(HeteroProposer, v2=False)
     calls = []
     wrap = worker_hooks.wrap_propose(HeteroProposer)
     wrapped = wrap(lambda self, *args: calls.append(args) or "theirs")

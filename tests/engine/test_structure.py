@@ -25,6 +25,11 @@ BATCH = {
     "rejection_sampler",
     "topk_topp_sampler",
     "_dummy_run",
+    "req_states",
+    "all_token_ids",
+    "idx_mapping",
+    "idx_mapping_np",
+    "draft_tokens_handler",
 }
 
 # Who may move tensors between host and device, or look at one; all others ask `staging`.
@@ -42,6 +47,7 @@ MOVERS = {
     "engine/drafter/steps.py": "arrays of the host: lengths",
     "engine/drafter/token_choice.py": "confidences between steps, on a CPU alone",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
+    "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
 }
 
 _BIRTH = ("__init__", "__post_init__")
@@ -56,7 +62,7 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
         yield named(file), ast.parse(file.read_text(encoding="utf-8"))
 
 
-def test_one_file_reads_the_runner_and_its_batch() -> None:
+def test_one_file_reads_each_runner_and_its_batch() -> None:
     readers = {
         name
         for name, tree in trees()
@@ -64,7 +70,7 @@ def test_one_file_reads_the_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    assert readers == {"engine/seam/runner_v1.py"}
+    assert readers == {"engine/seam/runner_v1.py", "engine/seam/runner_v2.py"}
 
 
 @pytest.mark.parametrize("name", [named(file) for file in FILES if "engine" in file.parts])

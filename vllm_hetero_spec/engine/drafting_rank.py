@@ -34,7 +34,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     drafting_mode,
     kv_budget,
 )
-from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
@@ -71,7 +71,7 @@ class DraftingRank:
         vllm_config: VllmConfig,
         drafter_config: ModelConfig,
         options: HeteroOptions,
-        seam: RunnerV1,
+        seam: Runner,
         stats: DraftStats,
         group: "GroupCoordinator",
     ) -> None:

@@ -8,15 +8,15 @@ request goes on undrafted.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
-from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -25,16 +25,12 @@ from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
 logger = logging.getLogger("vllm.hetero_spec")
 
 
 def build(vllm_config: VllmConfig) -> "HeteroProposer":
     """Build the proposer; vLLM calls this, which `spec_config.PROPOSER` names, in every worker."""
-    install_worker_hooks(HeteroProposer)
+    install_worker_hooks(HeteroProposer, v2=vllm_config.use_v2_model_runner)
     return HeteroProposer(vllm_config)
 
 
@@ -56,14 +52,14 @@ class HeteroProposer:
         self._step: StepView | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._beginning = 0.0  # seconds that it took to begin them
-        self._seam: RunnerV1 | None = None  # from `bind` on, as the verifier
+        self._seam: Runner | None = None  # from `bind` on, as the verifier
         self._verifier: Verifier | None = None
         self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
         self._first_rank = True
-        self._calibrated = False
+        self.warm = False  # from `calibrate` on
 
     @property
-    def seam(self) -> RunnerV1:
+    def seam(self) -> Runner:
         """The model runner that this proposer is bound to."""
         assert self._seam is not None, "not bound to a model runner yet"
         return self._seam
@@ -83,10 +79,10 @@ class HeteroProposer:
         assert self._drafting is not None, "this rank does not draft"
         self._drafting.control.controller = controller
 
-    def bind(self, runner: "GPUModelRunner") -> None:
-        """Called before the target's weights load: take our place in the model runner."""
-        self._seam = RunnerV1(runner, self.options.num_speculative_tokens)
-        self._verifier = Verifier(self.options, self._seam, self.stats)
+    def bind(self, seam: Runner) -> None:
+        """Called before `load_model`: take our place in the model runner."""
+        self._seam = seam
+        self._verifier = Verifier(self.options, seam, self.stats)
 
     def load_model(self, target_model: Any) -> None:
         """Build the drafter beside the loaded target, where this rank is to draft.
@@ -116,9 +112,9 @@ class HeteroProposer:
 
     def calibrate(self) -> None:
         """Time target and drafter where the controller wants to know; every rank takes part."""
-        if self._calibrated or self.options.controller != "goodput" or not self.options.calibrate:
+        before, self.warm = self.warm, True
+        if before or self.options.controller != "goodput" or not self.options.calibrate:
             return
-        self._calibrated = True
         file = pair_file(self.seam, self.vllm_config, self.options)
         try:
             known = known_of_pair(file, self.seam, self._drafting, self.vllm_config, self.options)
@@ -132,14 +128,12 @@ class HeteroProposer:
         """vLLM's own entry, without request ids: reached only if the runner hook is missing."""
         raise RuntimeError("vllm_hetero_spec: the model runner hook is not installed")
 
-    def after_step(
-        self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
+    def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
         """Begin to draft for every request that has just sampled; vLLM's runner calls this.
 
         Args:
-            scheduler_output: What the step was made of.
-            sampled: Per request of the batch, the target ids it sampled (empty in prefill).
+            view: Makes the step's view.
+            num_requests: Of the step.
 
         Returns:
             One list for each request, which `finish` fills.
@@ -147,9 +141,9 @@ class HeteroProposer:
         began = time.perf_counter()
         if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
-        self._drafts = [[] for _ in sampled]
+        self._drafts = [[] for _ in range(num_requests)]
         with self._no_fault():
-            self._step = self.seam.view(scheduler_output, sampled)
+            self._step = view()
             if self._drafting is not None:
                 self._drafting.begin(self._step)
         self._beginning = time.perf_counter() - began

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.pair_file import PairFile
-from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.paths import cache_folder
@@ -90,7 +90,7 @@ def _timed(step: Callable[[int], Any], size: int) -> float:
     return time.perf_counter() - began
 
 
-def pair_file(seam: RunnerV1, config: VllmConfig, options: HeteroOptions) -> PairFile:
+def pair_file(seam: Runner, config: VllmConfig, options: HeteroOptions) -> PairFile:
     """The file of what is known of a pair.
 
     Args:
@@ -112,7 +112,7 @@ def pair_file(seam: RunnerV1, config: VllmConfig, options: HeteroOptions) -> Pai
 
 def known_of_pair(
     file: PairFile,
-    seam: RunnerV1,
+    seam: Runner,
     drafting: DraftingRank | None,
     config: VllmConfig,
     options: HeteroOptions,
@@ -156,7 +156,7 @@ def known_of_pair(
     return known
 
 
-def _most_rows(seam: RunnerV1, config: VllmConfig, options: HeteroOptions) -> int:
+def _most_rows(seam: Runner, config: VllmConfig, options: HeteroOptions) -> int:
     """Rows of the largest step that only decodes and verifies."""
     rows = config.scheduler_config.max_num_seqs * (1 + options.num_speculative_tokens)
     return min(int(rows), seam.max_num_tokens)

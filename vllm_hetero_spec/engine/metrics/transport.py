@@ -99,13 +99,17 @@ require = harmless(install)
 
 
 @harmless
-def require_in_worker(proposer: type[Reporter]) -> None:
-    """Install in this worker what sends the counts of drafters of this class."""
+def require_in_worker(proposer: type[Reporter], runner: type) -> None:
+    """Install in this worker what sends the counts of drafters of this class.
+
+    Args:
+        proposer: The class of the drafters.
+        runner: vLLM's model runner that the worker uses.
+    """
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     hook = wrap_sample(proposer, EMPTY_MODEL_RUNNER_OUTPUT)
-    patching.replace(GPUModelRunner, "sample_tokens", "metrics", hook)
+    patching.replace(runner, "sample_tokens", "metrics", hook)
 
 
 def wrap_sample(
@@ -124,8 +128,10 @@ def wrap_sample(
         ) -> "ModelRunnerOutput":
             output = original(self, *args, **kwargs)
             drafter = getattr(self, "drafter", None)
-            if isinstance(drafter, proposer) and output is not empty:
-                _carry(output, drafter)
+            # V2 wraps it while the step's tokens are on their way.
+            carrier = getattr(output, "model_runner_output", output)
+            if isinstance(drafter, proposer) and carrier is not None and carrier is not empty:
+                _carry(carrier, drafter)
             return output
 
         return sample_tokens

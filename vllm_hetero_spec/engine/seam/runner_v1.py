@@ -9,6 +9,7 @@ import torch
 
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ class RunnerV1:
     def __init__(self, runner: "GPUModelRunner", num_speculative_tokens: int) -> None:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
-        self._viewed: float | None = None  # when the last view was made
-        self._handed_out: float | None = None  # when its drafts were
+        self._clock = StepClock()
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
         runner.effective_drafter_max_model_len = runner.max_model_len + num_speculative_tokens + 1
@@ -60,7 +60,7 @@ class RunnerV1:
             scheduler_output: What the step was made of.
             sampled: Target ids that each request of the batch sampled, empty in prefill.
         """
-        now = time.perf_counter()
+        times = self._clock.viewed(time.perf_counter())
         runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens
         batch, states = runner.input_batch, runner.requests
         requests = []
@@ -81,24 +81,22 @@ class RunnerV1:
         if len(self._params) > len(states):
             for req_id in self._params.keys() - states.keys():
                 del self._params[req_id]
-        step = StepView(
+        return StepView(
             requests=requests,
             started={new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs},
             live=states.keys(),
             lookahead=scheduler_output.num_spec_tokens_to_schedule,
             max_model_len=runner.max_model_len,
             num_rows=scheduler_output.total_num_scheduled_tokens,
-            target_seconds=None if self._handed_out is None else now - self._handed_out,
-            step_seconds=None if self._viewed is None else now - self._viewed,
+            target_seconds=times.target,
+            step_seconds=times.step,
         )
-        self._viewed = now
-        return step
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
         # Ours wait for the verifier by request; the runner is to hand on none of its own.
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
-        self._handed_out = time.perf_counter()
+        self._clock.handed_out()
 
     def batch(self) -> BatchView:
         """The batch that tokens are being chosen for."""

@@ -2,8 +2,8 @@
 """vLLM's SpeculativeConfig with our options beside it.
 
 To vLLM it is an ordinary `custom_class` configuration, which fixes what drafting may assume: no
-async scheduling, no look-ahead slots in the target's KV cache, drafting after bookkeeping with
-sampled ids on the host, Model Runner V1. Our options and the drafter's ModelConfig travel with it
+async scheduling, and no look-ahead slots in the target's KV cache. `runner_choice` says which model
+runner it gets. Our options and the drafter's ModelConfig travel with it
 through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM's own checks refuse
 the `prompt_lookup_max=0` that `custom_class` sets.
 """
@@ -32,10 +32,11 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Unpickled in another process (engine core, worker): install there what it needs."""
-        from vllm_hetero_spec.engine.seam.cache_salt import install
+        from vllm_hetero_spec.engine.seam import cache_salt, runner_choice
 
         self.__dict__.update(state)
-        install()
+        cache_salt.install()
+        runner_choice.install()
 
     def __repr__(self) -> str:
         return (

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's worker and model runner, installed where vLLM builds the proposer.
+"""Hooks in vLLM's worker and its model runners, installed where vLLM builds the proposer.
 
-vLLM's `custom_class` calls `propose` without request ids. The hook on `propose_draft_token_ids`
-hands our proposer the scheduler's output instead; the one on `take_draft_token_ids` lets it finish.
+To Model Runner V1 we are a `custom_class`, whose `propose` is called without request ids. The hook
+on `propose_draft_token_ids` hands our proposer the scheduler's output instead; the one on
+`take_draft_token_ids` lets it finish. V2 asks its speculator, `speculator_v2`, which the hooks load
+and tell of every step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
 from vllm_hetero_spec.engine.metrics.counters import RPC, DraftStats
+from vllm_hetero_spec.engine.seam.runner import Runner
+from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.step_view import StepView
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -24,12 +31,19 @@ _Original = Callable[..., object]  # a method of vLLM's
 class Proposer(transport.Reporter, Protocol):
     """What the hooks ask of a proposer."""
 
-    def bind(self, runner: "GPUModelRunner") -> None:
-        """Called before the target's weights load."""
+    warm: bool  # from `calibrate` on
 
-    def after_step(
-        self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
+    @property
+    def seam(self) -> Runner:
+        """The model runner that it is bound to."""
+
+    def bind(self, seam: Runner) -> None:
+        """Called before `load_model`."""
+
+    def load_model(self, target_model: Any) -> None:
+        """Called beside the loaded target."""
+
+    def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
         """Begin to draft for every request of the batch; the lists that `finish` fills."""
 
     def finish(self) -> None:
@@ -46,26 +60,41 @@ class Proposer(transport.Reporter, Protocol):
         """Called on every rank when the engine is warm, before the first request."""
 
 
-def install_worker_hooks(proposer: type[Proposer]) -> None:
+def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
 
     Args:
         proposer: The class of the drafters that the hooks serve.
+        v2: Whether this process runs Model Runner V2.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
+
+    runner = _hook_v2(proposer) if v2 else _hook_v1(proposer)
+    patching.replace(runner, "capture_model", "record drafter", wrap_capture(proposer))
+    for worker in _family(WorkerBase):
+        if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
+            patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
+    patching.add(WorkerBase, RPC, _worker_stats)
+    transport.require_in_worker(proposer, runner)
+
+
+def _hook_v1(proposer: type[Proposer]) -> type:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     for runner in _family(GPUModelRunner):
         if "load_model" in vars(runner):
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", wrap_take(proposer))
-    patching.replace(GPUModelRunner, "capture_model", "record drafter", wrap_capture(proposer))
-    for worker in _family(WorkerBase):
-        if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
-            patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
-    patching.add(WorkerBase, RPC, _worker_stats)
-    transport.require_in_worker(proposer)
+    return GPUModelRunner
+
+
+def _hook_v2(proposer: type[Proposer]) -> type:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    patching.replace(GPUModelRunner, "load_model", "load drafter", wrap_load_v2(proposer))
+    patching.replace(GPUModelRunner, "execute_model", "step", wrap_execute_v2(proposer))
+    return GPUModelRunner
 
 
 def _family(base: type[_Class]) -> Iterator[type[_Class]]:
@@ -81,7 +110,7 @@ def wrap_load(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
         def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
             drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer):
-                drafter.bind(runner)
+                drafter.bind(RunnerV1(runner, runner.speculative_config.num_speculative_tokens))
             return original(runner, *args, **kwargs)
 
         return load_model
@@ -121,7 +150,9 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
         ) -> object:
             drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer):
-                return drafter.after_step(scheduler_output, sampled_token_ids)
+                assert isinstance(drafter.seam, RunnerV1)
+                view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
+                return drafter.after_step(view, len(sampled_token_ids))
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
 
         return propose_draft_token_ids
@@ -136,7 +167,8 @@ def wrap_capture(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
         def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
             taken = original(runner, *args, **kwargs)
             drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer) and isinstance(taken, int):
+            rehearsal = kwargs.get("profile_only", False)  # V2 measures what graphs will take
+            if isinstance(drafter, proposer) and isinstance(taken, int) and not rehearsal:
                 taken += drafter.record()
             return taken
 
@@ -158,6 +190,43 @@ def wrap_take(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             return original(runner, *args, **kwargs)
 
         return take_draft_token_ids
+
+    return wrap
+
+
+def wrap_load_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`load_model` of V2 that then loads a drafter of ours."""
+
+    def wrap(original: _Original) -> _Original:
+        def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
+            answer = original(runner, *args, **kwargs)
+            drafter = getattr(runner.speculator, "proposer", None)
+            if isinstance(drafter, proposer):
+                runner.drafter = drafter  # where V1 has it
+                runner.speculator.load(runner)
+            return answer
+
+        return load_model
+
+    return wrap
+
+
+def wrap_execute_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`execute_model` of V2 that first tells the seam of a drafter of ours what a step is of."""
+
+    def wrap(original: _Original) -> _Original:
+        def execute_model(
+            runner: "GPUModelRunnerV2",
+            scheduler_output: "SchedulerOutput",
+            *args: object,
+            **kwargs: object,
+        ) -> object:
+            drafter = getattr(runner, "drafter", None)
+            if isinstance(drafter, proposer) and not kwargs.get("dummy_run", False):
+                runner.speculator.seam.begins(scheduler_output)
+            return original(runner, scheduler_output, *args, **kwargs)
+
+        return execute_model
 
     return wrap
 

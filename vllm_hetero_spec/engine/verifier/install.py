@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
@@ -32,11 +33,13 @@ class Verifier:
         stats: Counters to add to.
     """
 
-    def __init__(self, options: HeteroOptions, seam: RunnerV1, stats: DraftStats) -> None:
+    def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
         send = Sender(seam.device).send
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._group: GroupCoordinator | None = None
+        if not isinstance(seam, RunnerV1):
+            return  # V2's own sampler takes drafts for certain, which greedy ones are
         racing: RacingSampler | None = None
         rule: Rule = block_rule if options.verification == "block" else token_rule
         if options.verification == "race":

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runner of one worker, as the rest of the engine may see it.
+
+`runner_v1` and `runner_v2` stand behind it. How a runner makes a `StepView` and takes drafts is
+between its own file and its hooks.
+"""
+
+import time
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Runner(Protocol):
+    """A model runner that drafts are made for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens that the target computes in a step."""
+
+    def handed_out(self) -> None:
+        """The step's drafts are out, and the target's next step begins."""
+
+    def target_forward(self, rows: int) -> None:
+        """One forward of the target over made-up tokens, with the logits of all of them."""
+
+
+class StepTimes(NamedTuple):
+    """Wall seconds up to a step's view: since drafts were handed out, and since the last view."""
+
+    target: float | None
+    step: float | None
+
+
+class StepClock:
+    """Wall time between the views of steps, and between drafts and the next view."""
+
+    def __init__(self) -> None:
+        self._viewed: float | None = None
+        self._handed_out: float | None = None
+
+    def viewed(self, now: float) -> StepTimes:
+        """A view is made of a step that had sampled at `now`, by `time.perf_counter`."""
+        target = None if self._handed_out is None else now - self._handed_out
+        step = None if self._viewed is None else now - self._viewed
+        self._viewed = now
+        return StepTimes(target, step)
+
+    def handed_out(self) -> None:
+        """The last view's drafts are out."""
+        self._handed_out = time.perf_counter()

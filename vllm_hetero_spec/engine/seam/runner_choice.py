@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's model runners serves a drafter of ours: V2 wherever vLLM would choose it without.
+
+vLLM knows a `custom_class` as something for V1 alone. In every process that reads the configuration
+ours is taken from that list, and V2 is given our speculator where it makes its own.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_hetero_spec.engine.compat import patching
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+_CUSTOM = "speculative method 'custom_class'"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+
+
+def install() -> None:
+    """Install the choice in this process. Idempotent; inert for other drafters."""
+    import vllm.v1.worker.gpu.spec_decode as v2
+    from vllm.config import VllmConfig
+
+    patching.replace(
+        VllmConfig, "_get_v2_model_runner_unsupported_features", "runner", _wrap_unsupported
+    )
+    patching.replace(v2, "init_speculator", "speculator", _wrap_init)
+    if _RUNNER_V2 in sys.modules:  # it has the function by name, of before
+        patching.replace(sys.modules[_RUNNER_V2], "init_speculator", "speculator", _wrap_init)
+
+
+def _wrap_unsupported(original: patching.Function) -> patching.Function:
+    def _get_v2_model_runner_unsupported_features(self: "VllmConfig") -> list[str]:
+        unsupported: list[str] = original(self)
+        if not _ours(self):
+            return unsupported
+        return [feature for feature in unsupported if feature != _CUSTOM] + _unsupported(self)
+
+    return _get_v2_model_runner_unsupported_features
+
+
+def _unsupported(config: "VllmConfig") -> list[str]:
+    """What V2 can do, but not with us."""
+    from vllm.utils.platform_utils import is_uva_available
+
+    found, options = [], config.speculative_config.hetero
+    if options.method != "slem" or options.verification in ("race", "fuzzy"):
+        found.append(f"method {options.method!r} with verification {options.verification!r}")
+    if getattr(config, "watermark_config", None) is not None:
+        found.append("watermarking with vllm_hetero_spec")
+    if config.parallel_config.enable_batch_sharded_sampling:
+        found.append("batch-sharded sampling with vllm_hetero_spec")
+    if not is_uva_available():
+        found.append("vllm_hetero_spec without pinned host memory")
+    return found
+
+
+def _wrap_init(original: patching.Function) -> patching.Function:
+    def init_speculator(
+        vllm_config: "VllmConfig", device: "torch.device", *args: Any, **kwargs: Any
+    ) -> object:
+        if not _ours(vllm_config):
+            return original(vllm_config, device, *args, **kwargs)
+        from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+
+        from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
+
+        return HeteroSpeculator(create_custom_proposer(vllm_config))
+
+    return init_speculator
+
+
+def _ours(config: "VllmConfig") -> bool:
+    return hasattr(config.speculative_config, "hetero")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2: the only file that reads it, its requests and its batch, or changes them.
+
+What a step sampled is on the device. vLLM's kernels have also written it to the requests' texts,
+which lie in host memory: one small copy of counts and one wait bring all that a view needs.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.seam.runner import StepClock
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.staging import Receiver, Sender
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+
+class RunnerV2:
+    """vLLM's model runner of one worker, as the rest of the engine may see it.
+
+    Args:
+        runner: vLLM's, with its model loaded.
+    """
+
+    def __init__(self, runner: "GPUModelRunner") -> None:
+        self._runner = runner
+        self._new: dict[str, NewRequestData] = {}  # of all requests, as they came last
+        self._params: dict[str, RequestParams] = {}
+        self._preempted: set[str] = set()
+        self._started: dict[str, str | None] = {}
+        self._output: SchedulerOutput | None = None  # what the present step is made of
+        self._clock = StepClock()
+        self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
+        self._send = Sender(runner.device).send
+        # In place of the drafts that vLLM wants at once; nothing of it is ever scheduled.
+        self._nothing = torch.zeros(
+            runner.max_num_reqs,
+            runner.num_speculative_steps,
+            dtype=torch.int64,
+            device=runner.device,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        device: torch.device = self._runner.device
+        return device
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens that the target computes in a step."""
+        return int(self._runner.max_num_tokens)
+
+    def begins(self, scheduler_output: "SchedulerOutput") -> None:
+        """A step begins.
+
+        Args:
+            scheduler_output: What it is made of.
+        """
+        self._output, self._started = scheduler_output, {}
+        for req_id in scheduler_output.finished_req_ids:
+            self._new.pop(req_id, None)
+            self._params.pop(req_id, None)
+            self._preempted.discard(req_id)
+        self._preempted |= scheduler_output.preempted_req_ids or set()
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id not in self._preempted:  # those come back as if they were new
+                self._started[new.req_id] = salt_of(new)
+            self._preempted.discard(new.req_id)
+            self._new[new.req_id] = new
+            self._params.pop(new.req_id, None)
+
+    def view(self, batch: "InputBatch", num_sampled: torch.Tensor) -> StepView:
+        """The step that has just sampled, once the device has.
+
+        Args:
+            batch: The step's.
+            num_sampled: int32 [B] on the device, target tokens that each request sampled.
+        """
+        output = self._output
+        assert output is not None, "no step has begun"
+        states = self._runner.req_states
+        counts = torch.stack((num_sampled.int(), states.total_len.gpu[batch.idx_mapping]))
+        sampled, lengths = self._counts.fetch(counts).wait()
+        now = time.perf_counter()
+        texts, drafted = states.all_token_ids._uva_buf.np, output.scheduled_spec_decode_tokens
+        requests = []
+        for index, (slot, req_id) in enumerate(
+            zip(batch.idx_mapping_np, batch.req_ids, strict=True)
+        ):
+            new, text = self._new[req_id], texts[slot, : lengths[index]]
+            requests.append(
+                RequestView(
+                    req_id=req_id,
+                    params=self._params_of(req_id),
+                    token_ids=text,
+                    num_prompt_tokens=int(states.prompt_len.np[slot]),
+                    new_tokens=text[len(text) - sampled[index] :].tolist(),
+                    num_drafted=len(drafted.get(req_id, ())),
+                    has_text=new.prompt_embeds is None,
+                )
+            )
+        times = self._clock.viewed(now)
+        return StepView(
+            requests=requests,
+            started=self._started,
+            live=self._new.keys(),
+            lookahead=output.num_spec_tokens_to_schedule,
+            max_model_len=self._runner.max_model_len,
+            num_rows=output.total_num_scheduled_tokens,
+            target_seconds=times.target,
+            step_seconds=times.step,
+        )
+
+    def no_drafts(self, batch: "InputBatch") -> torch.Tensor:
+        """int64 [B, K], what vLLM is given before drafts are made."""
+        return self._nothing[: batch.num_reqs]
+
+    def hand_out(self, batch: "InputBatch", drafts: Sequence[list[int]]) -> "DraftTokenIds":
+        """Put a step's drafts where the next step reads them; what the scheduler is to know.
+
+        Args:
+            batch: The step's.
+            drafts: Target ids for each of its requests, at most as many as the longest draft.
+        """
+        from vllm.v1.outputs import DraftTokenIds
+
+        if any(drafts):
+            rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
+            for row, tokens in zip(rows, drafts, strict=True):
+                row[: len(tokens)] = tokens
+            self._runner.req_states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
+        return DraftTokenIds(batch.req_ids, list(drafts))
+
+    def handed_out(self) -> None:
+        """The step's drafts are out, and the target's next step begins."""
+        self._clock.handed_out()
+
+    def batch(self, batch: "InputBatch") -> BatchView:
+        """The batch that tokens are being chosen for; empty where its requests are made up."""
+        if not all(req_id in self._new for req_id in batch.req_ids):
+            return BatchView([], [], [])
+        states = self._runner.req_states
+        params = [self._params_of(req_id) for req_id in batch.req_ids]
+        return BatchView(
+            req_ids=batch.req_ids,
+            # Before a step that samples, all but the last token of a text have been computed.
+            num_output_tokens=[
+                max(0, int(computed) + 1 - int(states.prompt_len.np[slot]))
+                for slot, computed in zip(
+                    batch.idx_mapping_np, batch.num_computed_tokens_np, strict=True
+                )
+            ],
+            race_seeds=[each.race_seed for each in params],
+        )
+
+    def prompt_lens(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """int32 [B] on the device, prompt tokens of the requests in these places of the runner."""
+        lengths: torch.Tensor = self._runner.req_states.prompt_len.gpu[idx_mapping]
+        return lengths
+
+    def replace_rejection_sampler(
+        self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
+    ) -> None:
+        """Verify drafts by another sampler from now on."""
+        runner = self._runner
+        runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
+
+    def replace_drafts_handler(self, handler: Any) -> None:
+        """Have the scheduler's questions for drafts answered by another from now on."""
+        self._runner.draft_tokens_handler = handler
+
+    @torch.inference_mode()
+    def target_forward(self, rows: int) -> None:
+        """One forward of the target over made-up tokens, with the logits of all of them."""
+        hidden, _ = self._runner._dummy_run(rows)
+        self._runner.model.compute_logits(hidden[:rows])
+
+    @contextlib.contextmanager
+    def counted_memory(self) -> Iterator[None]:
+        """What is allocated meanwhile counts as the model's, which vLLM leaves room for."""
+        from vllm.utils.mem_utils import DeviceMemoryProfiler
+
+        with DeviceMemoryProfiler() as taken:
+            yield
+        self._runner.model_memory_usage += taken.consumed_memory
+
+    def _params_of(self, req_id: str) -> RequestParams:
+        params = self._params.get(req_id)
+        if params is None:
+            asked, seed = self._new[req_id].sampling_params, self._runner.model_config.seed
+            params = self._params[req_id] = params_of(asked, req_id, seed)
+        return params

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Model Runner V2 holds as its speculator, and asks for drafts.
+
+vLLM wants a tensor of drafts as soon as it has sampled, and lists when it schedules. Ours are begun
+at the first question and finished at the second, of their true lengths.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
+
+if TYPE_CHECKING:
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_hetero_spec.engine.seam.worker_hooks import Proposer
+
+
+class HeteroSpeculator(BaseSpeculator):
+    """Hands V2's questions on to a proposer.
+
+    Args:
+        proposer: Who drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None  # what drafts were drawn from waits for the verifier, by request
+
+    def __init__(self, proposer: "Proposer") -> None:
+        self.proposer = proposer
+        self._seam: RunnerV2 | None = None  # from `load` on
+        self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
+        self._drafts: list[list[int]] = []
+
+    def load(self, runner: "GPUModelRunner") -> None:
+        """Load the drafter beside a runner's model, and take our places in the runner."""
+        self._seam = RunnerV2(runner)
+        self.proposer.bind(self._seam)
+        self._seam.replace_drafts_handler(self)
+        with self._seam.counted_memory():
+            self.proposer.load_model(runner.get_model())
+
+    @property
+    def seam(self) -> RunnerV2:
+        """The runner that drafts are made for."""
+        assert self._seam is not None, "not loaded yet"
+        return self._seam
+
+    def init_cudagraph_manager(self, cudagraph_mode: "CUDAGraphMode") -> None:
+        """See BaseSpeculator; the drafter's graphs are its own."""
+
+    def capture(self) -> None:
+        """See BaseSpeculator; the drafter's are recorded behind all of the target's."""
+
+    def propose(
+        self,
+        input_batch: "InputBatch",
+        attn_metadata: object,
+        slot_mappings: object,
+        last_hidden_states: object,
+        aux_hidden_states: object,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See BaseSpeculator: begins the drafts, and gives none yet.
+
+        Returns:
+            int64 [B, K], of which nothing is scheduled.
+        """
+        self._batch = None
+        if not dummy_run and self.proposer.warm:
+            view = partial(self.seam.view, input_batch, num_sampled)
+            self._drafts = self.proposer.after_step(view, input_batch.num_reqs)
+            self._batch = input_batch
+        return self.seam.no_drafts(input_batch)
+
+    def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
+        """See DraftTokensHandler; there are none yet."""
+
+    def get_draft_tokens(self) -> "DraftTokenIds | None":
+        """See DraftTokensHandler: finishes the drafts of the last step."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return None
+        self.proposer.finish()
+        return self.seam.hand_out(batch, self._drafts)
