@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.methods import span as span_of
+from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path as DraftPath
 from vllm_hetero_spec.draft.slrs import MergeSpan, Slrs
@@ -43,7 +44,6 @@ from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
-from vllm_hetero_spec.verify.noise import Noise
 
 # As in the engine: the first greedy token is chosen from so many candidates.
 CANDIDATES = 8

@@ -11,13 +11,13 @@ import torch
 from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
+from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import law
 from vllm_hetero_spec.verify.drafts import DraftBatch
-from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.rules import token_rule
 
 COPIES = 3_000
@@ -167,8 +167,8 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
         dtype=torch.float32,
     )
     bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
-    drafts = DraftBatch.of(tokens, lengths, [draft_probs], row_of)
-    verdict = token_rule(drafts, p, bonus, Noise(CPU))
+    drafts = DraftBatch.of(tokens, lengths, range(COPIES), [0] * COPIES, [draft_probs], row_of)
+    verdict = token_rule(drafts, p, bonus)
     expected = dict(enumerate(world.p(())))
     assert follows(Counter(verdict.tokens[:, 0].tolist()), expected)
     # Drafts that pass as they are would be caught.

@@ -11,6 +11,7 @@ import torch
 from goodness import MISSED, follows, missed
 
 from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
+from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
@@ -18,7 +19,6 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps
-from vllm_hetero_spec.verify.noise import Noise
 
 CPU = torch.device("cpu")
 REACH = 5  # bytes that the drafter looks back

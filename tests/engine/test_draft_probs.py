@@ -3,6 +3,7 @@
 
 import ctypes
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.verify.drafts import DraftBatch
 
 WIDTH = 5
 
@@ -30,8 +31,11 @@ class SameRows(ToyDrafterModel):
         return torch.arange(3.0).repeat(len(batch.lengths), 1)
 
 
-def view(*req_ids: str) -> BatchView:
-    return BatchView(req_ids, [0] * len(req_ids), [0] * len(req_ids))
+def batch_of(
+    pending: PendingDraftProbs, req_ids: Sequence[str], lengths: list[int], tokens: list[int]
+) -> DraftBatch:
+    nothing = [0] * len(lengths)
+    return pending.batch(req_ids, lengths, torch.tensor(tokens), nothing, nothing)
 
 
 def drafted(steps: list[int]) -> list[Draft]:
@@ -58,7 +62,7 @@ def test_a_round_has_one_table() -> None:
     pending = PendingDraftProbs()
     pending.put("a", first)
     pending.put("b", second)
-    batch = pending.batch(view("a", "x", "b"), [2, 1, 2], torch.tensor([4, 1, 0, 2, 2]))
+    batch = batch_of(pending, ["a", "x", "b"], [2, 1, 2], [4, 1, 0, 2, 2])
     (table,) = batch.draft_probs
     assert table is first.rows
     assert batch.row_of.tolist() == [0, 2, -1, 1, 3]
@@ -72,13 +76,13 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
     pending = PendingDraftProbs()
     pending.put("early", early.draft_probs)
     pending.put("late", late.draft_probs)
-    batch = pending.batch(view("late", "early"), [2, 1], torch.tensor([0, 0, 0]))
+    batch = batch_of(pending, ["late", "early"], [2, 1], [0, 0, 0])
     assert all(
         map(operator.is_, batch.draft_probs, [late.draft_probs.rows, early.draft_probs.rows])
     )
     assert len(batch.draft_probs) == 2
     assert batch.row_of.tolist() == [0, 1, 2]
-    assert not pending.batch(view("late"), [1], torch.tensor([0])).draft_probs
+    assert not batch_of(pending, ["late"], [1], [0]).draft_probs
 
 
 def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
@@ -92,7 +96,7 @@ def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
 
 def test_requests_that_do_not_exist_have_certain_drafts() -> None:
     """vLLM profiles with an empty batch."""
-    batch = PendingDraftProbs().batch(view(), [1, 1], torch.tensor([0, 0]))
+    batch = batch_of(PendingDraftProbs(), [], [1, 1], [0, 0])
     assert not batch.draft_probs
     assert batch.size == 2
 

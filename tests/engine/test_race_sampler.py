@@ -7,7 +7,6 @@ import torch
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.verify.drafts import DraftBatch
-from vllm_hetero_spec.verify.noise import Noise
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import race_rule
 
@@ -17,13 +16,13 @@ LOGITS = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
 
 
 def racing() -> RacingSampler:
-    batch = BatchView(["a", "b"], WRITTEN, SEEDS)
+    batch = BatchView(["a", "b"], SEEDS, WRITTEN)
     return RacingSampler(lambda: batch, "raw_logprobs")
 
 
 def drafts(lengths: list[int]) -> DraftBatch:
     tokens = torch.zeros(sum(lengths), dtype=torch.int64)
-    return DraftBatch.of(tokens, lengths, seeds=SEEDS, places=WRITTEN)
+    return DraftBatch.of(tokens, lengths, SEEDS, WRITTEN)
 
 
 def drawn(sampler: RacingSampler) -> list[int]:
@@ -52,14 +51,14 @@ def test_tokens_are_raced_for_behind_the_drafts() -> None:
 
 def test_drafts_are_no_part_of_the_places_that_a_rule_starts_from() -> None:
     winners = race(LOGITS.softmax(-1), torch.tensor(SEEDS), torch.tensor(WRITTEN))
-    batch = DraftBatch.of(winners, [1, 1], seeds=SEEDS, places=WRITTEN)
+    batch = DraftBatch.of(winners, [1, 1], SEEDS, WRITTEN)
     with racing().behind(batch):
-        verdict = race_rule(batch, LOGITS.softmax(-1), torch.tensor([8, 9]), Noise(winners.device))
+        verdict = race_rule(batch, LOGITS.softmax(-1), torch.tensor([8, 9]))
     assert verdict.accepted.tolist() == [1, 1]
 
 
 def test_requests_that_do_not_exist_all_race_alike() -> None:
     """vLLM profiles with an empty batch."""
-    sampler = RacingSampler(lambda: BatchView([], [], []), "raw_logprobs")
+    sampler = RacingSampler(lambda: BatchView([]), "raw_logprobs")
     tokens, _ = sampler(LOGITS[:1].repeat(3, 1), {}, None, None)
     assert len(set(tokens.tolist())) == 1

@@ -18,7 +18,7 @@ def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> Requ
     sampling = SamplingParams(**params)
     sampling._bad_words_token_ids = bad_words
     sampling._all_stop_token_ids = {2}
-    return params_of(sampling, "a", 0)
+    return params_of(sampling, 0)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,6 @@ def test_forbidden_tokens_end_the_proposal(given, proposal, kept) -> None:
 def test_penalty_only_where_there_is_one() -> None:
     assert params_with().penalty is None
     assert params_with(presence_penalty=0.5).penalty == Penalty(presence=0.5)
-
-
-def test_a_race_seed_is_the_requests_own_or_of_its_name() -> None:
-    """Odd where it is given, so that no made one coincides with it; within 64 bits."""
-    assert params_with(seed=3).race_seed == 7
-    made = [params_of(None, name, seed).race_seed for name in "ab" for seed in (0, 1)]
-    assert len(set(made)) == 4
-    assert all(seed % 2 == 0 and 0 <= seed < 1 << 62 for seed in made)
-    assert params_of(None, "a", 0).race_seed == made[0]
 
 
 def counts_of(prompt: list[int], output: list[int], vocab: int) -> TokenCounts:

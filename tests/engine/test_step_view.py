@@ -98,6 +98,6 @@ def test_the_batch_that_tokens_are_chosen_for(runner: SimpleNamespace) -> None:
     seam = RunnerV1(runner, num_speculative_tokens=4)
     batch = seam.batch()
     assert (list(batch.req_ids), list(batch.num_output_tokens)) == (["a", "b"], [2, 0])
-    assert batch.race_seeds[0] == 7
+    assert batch.noise_seeds[0] == 3
     runner.input_batch.req_ids.clear()  # vLLM profiles with requests that do not exist
     assert not seam.batch().req_ids

@@ -34,7 +34,7 @@ WIDTH = 40
 IDS = ["greedy", "idle", "drew", "drew at first", "certain"]
 LENGTHS = [2, 0, 3, 4, 2]
 TEMPERATURE = [0.0, 0.7, 1.0, 0.8, 1.2]
-VIEW = BatchView(IDS, [5, 0, 3, 9, 1], [11, 12, 13, 14, 15])
+VIEW = BatchView(IDS, [11, 12, 13, 14, 15], [5, 0, 3, 9, 1])
 RULES = ["token", "block", "race", "fuzzy"]
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"}
 MAKERS = {"tensor", "as_tensor", "from_numpy"}
@@ -93,7 +93,7 @@ class Engine:
         racing = RacingSampler(lambda: VIEW, "raw_logprobs", self.counted)
         racing = racing if name == "race" else None
         self.stats = DraftStats()
-        self.fuzzy = FuzzyRule("js", 0.3, lambda: VIEW, Receiver(CPU, 1 << 10), self.stats)
+        self.fuzzy = FuzzyRule("js", 0.3, Receiver(CPU, 1 << 10), self.stats)
         rules = {"token": token_rule, "block": block_rule, "race": race_rule, "fuzzy": self.fuzzy}
         self.sampler = HeteroRejectionSampler(
             rules[name], pending, racing, lambda: VIEW, self.stats, Sampler(racing)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
-from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.noise import choose
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 
 CPU = torch.device("cpu")
@@ -25,13 +25,13 @@ def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def batch(certain: bool) -> DraftBatch:
-    count = sum(LENGTHS)
+    count, own = sum(LENGTHS), ([7] * len(LENGTHS), [0] * len(LENGTHS))
     tokens = torch.empty(count, dtype=torch.int64)
     if certain:
-        return DraftBatch.of(tokens, LENGTHS, send=sent)
+        return DraftBatch.of(tokens, LENGTHS, *own, send=sent)
     row_of = np.arange(count) - 1
     tables = [torch.rand(5, WIDTH), torch.rand(count - 5, WIDTH)]
-    return DraftBatch.of(tokens, LENGTHS, tables, row_of, send=sent)
+    return DraftBatch.of(tokens, LENGTHS, *own, tables, row_of, send=sent)
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -40,18 +40,17 @@ def batch(certain: bool) -> DraftBatch:
 def test_a_rule_reads_nothing(
     name: str, certain: bool, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and in parts; seeded requests among others."""
+    """Whole, and in parts."""
     monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
-    own = {index: torch.Generator().manual_seed(index) for index in (1, 2)}
     with FakeTensorMode():
         drafts, p = batch(certain), torch.rand(sum(LENGTHS), WIDTH)
         bonus = torch.empty(len(LENGTHS), dtype=torch.int64)
         if name == "greedy":
             verdict = greedy_rule(drafts, p.argmax(-1), bonus)
         elif name in SAMPLED:
-            verdict = SAMPLED[name](drafts, p, bonus, Noise(CPU, own))
+            verdict = SAMPLED[name](drafts, p, bonus)
         else:
-            verdict = fuzzy_rule(drafts, p, bonus, Noise(CPU, own), name, 0.1).verdict
+            verdict = fuzzy_rule(drafts, p, bonus, name, 0.1).verdict
     assert verdict.tokens.shape == (len(LENGTHS), max(LENGTHS) + 1)
     assert verdict.accepted.shape == (len(LENGTHS),)
 
@@ -84,7 +83,7 @@ def test_one_packet_brings_all_that_the_host_knows() -> None:
 
     make = partial(DraftBatch.of, torch.zeros(8, dtype=torch.int64), LENGTHS, send=counted)
     rows = {"draft_probs": [torch.zeros(1, 3)], "row_of": [0, -1] * 4}
-    drafts = make(**rows, seeds=[5, 6, 7, 8], places=[4, 3, 2, 1])
+    drafts = make([5, 6, 7, 8], [4, 3, 2, 1], **rows)
     assert len(packets) == 1
     assert drafts.counts.tolist() == LENGTHS
     assert drafts.starts.tolist() == [0, 3, 3, 7]
@@ -95,4 +94,6 @@ def test_one_packet_brings_all_that_the_host_knows() -> None:
     assert drafts.row_of is not None
     assert drafts.row_of.tolist() == [0, -1] * 4
     assert (drafts.seeds.tolist(), drafts.places.tolist()) == ([5, 6, 7, 8], [4, 3, 2, 1])
-    assert make().seeds.tolist() == make().places.tolist() == [0] * 4
+    there = torch.arange(4)
+    assert make(there, [0] * 4).seeds is there
+    assert make([0] * 4, there).places is there

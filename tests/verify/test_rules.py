@@ -17,7 +17,7 @@ from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance, law
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import diverge, fuzzy_rule
-from vllm_hetero_spec.verify.noise import Noise, choose
+from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, RACE, choose, random_bits, uniform
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 
@@ -30,9 +30,9 @@ ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4
 TOLD = np.array([*ROWS[:2], [0.2, 0.2, 0.1, 0.3]])
 
 
-def drawn_batch(copies: int) -> DraftBatch:
+def drawn_batch(copies: int, seed: int = 3) -> DraftBatch:
     """Drafts drawn from ROWS, many times over."""
-    generator = np.random.default_rng(3)
+    generator = np.random.default_rng(seed)
     tokens = np.stack(
         [generator.choice(5, size=copies, p=[*row, 1 - row.sum()]) for row in ROWS], axis=1
     )
@@ -41,6 +41,8 @@ def drawn_batch(copies: int) -> DraftBatch:
     return DraftBatch.of(
         tokens=torch.from_numpy(tokens.reshape(-1)),
         lengths=[3] * copies,
+        seeds=range(copies),
+        places=[0] * copies,
         draft_probs=[rows],
         row_of=[0, -1, 1] * copies,
     )
@@ -68,12 +70,11 @@ def exact_law(readable: Callable, told: np.ndarray) -> dict[tuple[int, ...], flo
 def test_law_of_a_batch(rule: str) -> None:
     """What a large batch of equal requests emits, against the exact law."""
     batched, readable = RULES[rule]
-    torch.manual_seed(5)
     drafts = drawn_batch(COPIES)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
 
     def emitted(drafts: DraftBatch) -> Counter:
-        verdict = batched(drafts, p, drawn(P[3], 1), Noise(CPU))
+        verdict = batched(drafts, p, drawn(P[3], 1))
         lines = [tuple(t for t in line if t != FILLER) for line in verdict.tokens.tolist()]
         assert [len(line) - 1 for line in lines] == verdict.accepted.tolist()
         return Counter(lines)
@@ -92,9 +93,9 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(400, 30, generator=generator).softmax(-1)
     tokens = torch.multinomial(p, 1, generator=generator)[:, 0]
-    drafts = DraftBatch.of(tokens, [4] * 100, [p.clone()], range(400))
+    drafts = DraftBatch.of(tokens, [4] * 100, range(100), [0] * 100, [p.clone()], range(400))
     bonus = torch.full((100,), 7)
-    verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
+    verdict = RULES[rule][0](drafts, p, bonus)
     assert verdict.accepted.tolist() == [4] * 100
     assert torch.equal(verdict.tokens[:, :4].reshape(-1), tokens)
     assert verdict.tokens[:, 4].tolist() == [7] * 100
@@ -116,10 +117,11 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
     tokens = torch.from_numpy(generator.integers(-1, 6, count))
     rows = torch.tensor(generator.dirichlet(np.ones(6), max(1, count))).float()
     row_of = generator.integers(-1, max(1, count), count)
-    drafts = DraftBatch.of(tokens, lengths, *(() if one_hot else ([rows], row_of)))
+    own = range(len(lengths)), [0] * len(lengths)
+    drafts = DraftBatch.of(tokens, lengths, *own, *(() if one_hot else ([rows], row_of)))
     before = p.clone(), rows.clone(), tokens.clone()
     bonus = torch.arange(len(lengths)) + 100
-    verdict = RULES[rule][0](drafts, p, bonus, Noise(CPU))
+    verdict = RULES[rule][0](drafts, p, bonus)
     assert verdict.tokens.shape == (len(lengths), max(lengths) + 1)
     assert all(map(torch.equal, before, (p, rows, tokens)))
     start = 0
@@ -143,10 +145,9 @@ def test_rows_may_lie_in_several_tables(rule: str) -> None:
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
 
     def verdict(drafts: DraftBatch) -> torch.Tensor:
-        torch.manual_seed(5)
         if rule == "fuzzy":
-            return fuzzy_rule(drafts, p, drawn(P[3], 1)[:700], Noise(CPU), "js", 0.1).verdict.tokens
-        return RULES[rule][0](drafts, p, drawn(P[3], 1)[:700], Noise(CPU)).tokens
+            return fuzzy_rule(drafts, p, drawn(P[3], 1)[:700], "js", 0.1).verdict.tokens
+        return RULES[rule][0](drafts, p, drawn(P[3], 1)[:700]).tokens
 
     assert torch.equal(verdict(drafts), verdict(rounds))
 
@@ -159,10 +160,9 @@ def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
     bonus = drawn(P[3], 1)[:700]
 
     def verdict() -> torch.Tensor:
-        torch.manual_seed(5)
         if rule == "fuzzy":
-            return fuzzy_rule(drafts, p, bonus, Noise(CPU), "js", 0.1).verdict.tokens
-        return RULES[rule][0](drafts, p, bonus, Noise(CPU)).tokens
+            return fuzzy_rule(drafts, p, bonus, "js", 0.1).verdict.tokens
+        return RULES[rule][0](drafts, p, bonus).tokens
 
     whole = verdict()
     for cells in (1, 30, 1000):
@@ -181,18 +181,66 @@ def test_parts_are_bounded(width: int) -> None:
 
 
 def test_greedy_rule() -> None:
-    drafts = DraftBatch.of(torch.tensor([1, 2, 3, 4, 5]), [3, 0, 2])
+    drafts = DraftBatch.of(torch.tensor([1, 2, 3, 4, 5]), [3, 0, 2], [0] * 3, [0] * 3)
     verdict = greedy_rule(drafts, torch.tensor([1, 2, 9, 4, 5]), torch.tensor([7, 8, 6]))
     assert verdict.tokens.tolist() == [[1, 2, 9, -1], [8, -1, -1, -1], [4, 5, 6, -1]]
 
 
-def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
-    def own(lengths: list[int], index: int) -> list[float]:
-        noise = Noise(CPU, {index: torch.Generator().manual_seed(11)})
-        start = sum(lengths[:index])
-        return noise.uniform(lengths)[start : start + lengths[index]].tolist()
+def test_numbers_depend_on_seed_place_purpose_and_index_alone() -> None:
+    """And differ with each of them, whatever the others are."""
+    seeds, places, index = (
+        x.flatten() for x in torch.meshgrid(*[torch.arange(-1, 12)] * 3, indexing="ij")
+    )
+    found = [uniform(seeds, places, purpose, index) for purpose in (RACE, ACCEPT, CORRECT)]
+    assert len(torch.cat(found).unique()) == 3 * len(seeds)
+    for at in (0, 77, 500):
+        part = slice(at, at + 1)
+        assert found[1][at] == uniform(seeds[part], places[part], ACCEPT, index[part])
+    table = random_bits(seeds[:9], places[:9], RACE, torch.arange(4)[None])
+    assert table[3, 2] == random_bits(seeds[3:4], places[3:4], RACE, torch.tensor([2]))
 
-    assert own([2, 3], 1) == own([3], 0) == own([1, 1, 3, 4], 2)
+
+def test_numbers_are_uniform_however_they_are_asked_for() -> None:
+    many, nought = torch.arange(COPIES), torch.zeros(COPIES, dtype=torch.int64)
+    asked = [(many, nought, nought), (nought, many, nought), (nought, nought, many)]
+    law = dict.fromkeys(range(16), 1 / 16)
+    for seeds, places, index in [*asked, (many, many, nought), (many * 2**40, nought, nought)]:
+        numbers = uniform(seeds, places, ACCEPT, index)
+        assert follows(Counter((numbers * 16).long().tolist()), law)
+        pairs = (numbers[1:] * 4).long() * 4 + (numbers[:-1] * 4).long()
+        assert follows(Counter(pairs.tolist()), law)
+    pairs = [uniform(many, nought, purpose, nought) * 4 for purpose in (ACCEPT, CORRECT)]
+    assert follows(Counter((pairs[0].long() * 4 + pairs[1].long()).tolist()), law)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_is_blind_to_its_neighbours(rule: str) -> None:
+    """The same seed and place give the same tokens in any batch."""
+    drafts, p = drawn_batch(50), torch.tensor(P[:3], dtype=torch.float32).repeat(50, 1)
+    together = RULES[rule][0](drafts, p, drawn(P[3], 1)[:50])
+    for index in (0, 17, 49):
+        part = slice(3 * index, 3 * index + 3)
+        alone = DraftBatch.of(
+            drafts.tokens[part], [3], [index], [0], drafts.draft_probs, [0, -1, 1]
+        )
+        found = RULES[rule][0](alone, p[part], drawn(P[3], 1)[index : index + 1])
+        assert torch.equal(found.tokens[0], together.tokens[index])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
+    """A rule may look at numbers behind what it accepts: none of them is used again."""
+    batched, readable = RULES[rule]
+    p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
+    first = batched(drawn_batch(COPIES), p, drawn(P[3], 1))
+    places = first.accepted + 1
+    second = batched(dataclasses.replace(drawn_batch(COPIES, 4), places=places), p, drawn(P[3], 2))
+    expected = exact_law(readable, ROWS)
+    for accepted in range(4):
+        lines = second.tokens[first.accepted == accepted].tolist()
+        assert len(lines) > 300
+        found = Counter(tuple(t for t in line if t != FILLER) for line in lines)
+        assert follows(found, expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -252,26 +300,6 @@ def test_the_law_of_a_race() -> None:
         assert follows(Counter(race(p, seeds, places).tolist()), expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_request_without_a_draft_uses_none_of_its_numbers(rule: str) -> None:
-    """Its seed gives the same text whether or not its neighbours have drafts."""
-    own = torch.Generator().manual_seed(5)
-    before = own.get_state()
-    tokens, p = torch.tensor([0, 3]), torch.tensor(P[:2], dtype=torch.float32)
-    drafts = DraftBatch.of(tokens, [1, 0, 1])
-    generators = {1: own, 2: torch.Generator().manual_seed(6)}
-    found = RULES[rule][0](drafts, p, torch.tensor([7, 8, 9]), Noise(CPU, generators))
-    assert torch.equal(own.get_state(), before)
-    assert found.tokens[1, 0] == 8
-    alone = RULES[rule][0](
-        DraftBatch.of(tokens[1:], [1]),
-        p[1:],
-        torch.tensor([9]),
-        Noise(CPU, {0: torch.Generator().manual_seed(6)}),
-    )
-    assert torch.equal(found.tokens[2], alone.tokens[0])
-
-
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_race_rule(lengths: list[int], seed: int) -> None:
@@ -284,12 +312,12 @@ def test_race_rule(lengths: list[int], seed: int) -> None:
     places = generator.integers(50, size=len(lengths))
     tokens = torch.full((count,), -1)
     bonus = torch.arange(len(lengths)) + 100
-    drafts = DraftBatch.of(tokens, lengths, seeds=seeds, places=places)
+    drafts = DraftBatch.of(tokens, lengths, seeds, places)
     owners = np.repeat(np.arange(len(lengths)), lengths)
     at = [place for start, n in zip(places, lengths, strict=True) for place in start + np.arange(n)]
     best = race(p, torch.from_numpy(seeds[owners]), torch.tensor(at, dtype=torch.int64))
     tokens.copy_(torch.where(torch.rand(count) < 0.7, best, torch.randint(-1, 5, (count,))))
-    expected, found = greedy_rule(drafts, best, bonus), race_rule(drafts, p, bonus, Noise(CPU))
+    expected, found = greedy_rule(drafts, best, bonus), race_rule(drafts, p, bonus)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.accepted, expected.accepted)
 
@@ -342,27 +370,23 @@ def test_a_race_depends_on_seed_place_and_row_alone() -> None:
 
 @pytest.mark.parametrize("divergence", ["js", "tv", "kl"])
 def test_fuzzy_at_zero_is_the_token_rule(divergence: str) -> None:
-    torch.manual_seed(9)
     drafts = drawn_batch(500)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(500, 1)
-    torch.manual_seed(1)
-    strict = token_rule(drafts, p, drawn(P[3], 1)[:500], Noise(CPU))
-    torch.manual_seed(1)
-    found = fuzzy_rule(drafts, p, drawn(P[3], 1)[:500], Noise(CPU), divergence, 0.0)
+    strict = token_rule(drafts, p, drawn(P[3], 1)[:500])
+    found = fuzzy_rule(drafts, p, drawn(P[3], 1)[:500], divergence, 0.0)
     assert torch.equal(found.verdict.tokens, strict.tokens)
     assert not found.only_fuzzy.any()
     assert not found.variation.any()
 
 
 def test_fuzzy_reports_what_it_gave_up() -> None:
-    torch.manual_seed(9)
     drafts = drawn_batch(2000)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(2000, 1)
     bonus = drawn(P[3], 1)[:2000]
-    found = fuzzy_rule(drafts, p, bonus, Noise(CPU), "js", 10.0)
+    found = fuzzy_rule(drafts, p, bonus, "js", 10.0)
     tokens = drafts.padded(drafts.tokens, FILLER)
     assert (found.verdict.accepted[tokens[:, 0] >= 0] >= 1).all()  # every sampled token passes
-    strict = token_rule(drafts, p, bonus, Noise(CPU))
+    strict = token_rule(drafts, p, bonus)
     assert found.verdict.accepted.sum() > strict.accepted.sum()
     assert 0 < found.only_fuzzy.sum() < found.verdict.accepted.sum()
     first = 0.5 * np.abs(P[0] - ROWS[0]).sum()

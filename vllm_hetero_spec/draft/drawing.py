@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.verify.noise import Noise, choose, slices
+from vllm_hetero_spec.verify.noise import choose, slices
 from vllm_hetero_spec.verify.race import race
 
 

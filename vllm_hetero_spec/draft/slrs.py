@@ -27,11 +27,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Feed, Path
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree import Candidate, Node, Tree
-from vllm_hetero_spec.verify.noise import Noise, choose, slices
+from vllm_hetero_spec.verify.noise import choose, slices
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
 PARTNERS = 64

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.staging import Send, on_host
+from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, uniform
 
 # What fills a verdict's line after the last emitted token.
 FILLER = -1
@@ -34,13 +35,14 @@ class DraftBatch:
         request_of: int64 [N], the request of each token.
         place_of: int64 [N], each token's place in its request's draft.
         later: int64 [N - D], the tokens that follow another of their draft.
-        seeds: int64 [B], of each request's races.
+        seeds: int64 [B], from which each request's random choices follow (`verify.noise`).
         places: int64 [B], index of each draft's first token in its request's output.
         draft_probs: float32 [R, V] each, distributions that tokens were drawn from; a row may add
             up to less than 1, the rest standing for "nothing proposed". One table for each round
             of drafting, as it lies; none where all tokens are certain.
         row_of: int64 [N], row of `draft_probs`, numbered through all tables, -1 for a certain
             token; None where all are.
+        req_ids: Of the requests, [B]; empty where they do not exist.
     """
 
     tokens: torch.Tensor
@@ -55,16 +57,18 @@ class DraftBatch:
     places: torch.Tensor
     draft_probs: Sequence[torch.Tensor] = ()
     row_of: torch.Tensor | None = None
+    req_ids: Sequence[str] = ()
 
     @classmethod
     def of(
         cls,
         tokens: torch.Tensor,
         lengths: Sequence[int],
+        seeds: Sequence[int] | torch.Tensor,
+        places: Sequence[int] | torch.Tensor,
         draft_probs: Sequence[torch.Tensor] = (),
         row_of: Sequence[int] = (),
-        seeds: Sequence[int] = (),
-        places: Sequence[int] = (),
+        req_ids: Sequence[str] = (),
         send: Send = on_host,
     ) -> "DraftBatch":
         """A batch of what is known on the host; see the attributes.
@@ -72,17 +76,17 @@ class DraftBatch:
         Args:
             tokens: int64 [N].
             lengths: [B].
+            seeds: [B], or where `tokens` is already, as `places` [B].
+            places: [B].
             draft_probs: With `row_of` [N], where tokens were drawn.
             row_of: [N].
-            seeds: [B], with `places` [B], where tokens are raced for; else 0.
-            places: [B].
+            req_ids: [B].
             send: Brings arrays to where `tokens` is; called once.
         """
         counts = np.array(lengths, np.int64)
         starts = counts.cumsum() - counts
         request_of = np.arange(len(counts)).repeat(counts)
         place_of = np.arange(len(request_of)) - starts[request_of]
-        nowhere = np.zeros(len(counts), np.int64)
         arrays = {
             "counts": counts,
             "starts": starts,
@@ -90,13 +94,17 @@ class DraftBatch:
             "request_of": request_of,
             "place_of": place_of,
             "later": np.flatnonzero(place_of),
-            "seeds": np.array(seeds, np.int64) if len(seeds) else nowhere,
-            "places": np.array(places, np.int64) if len(places) else nowhere,
         }
+        there = {}
+        for name, values in (("seeds", seeds), ("places", places)):
+            if isinstance(values, torch.Tensor):
+                there[name] = values
+            else:
+                arrays[name] = np.array(values, np.int64)
         if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
-        sent = dict(zip(arrays, send(*arrays.values()), strict=True))
-        return cls(tokens, lengths, draft_probs=draft_probs, **sent)
+        there |= zip(arrays, send(*arrays.values()), strict=True)
+        return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
     @property
     def size(self) -> int:
@@ -107,6 +115,16 @@ class DraftBatch:
     def width(self) -> int:
         """Length of the longest draft, K."""
         return max(self.lengths, default=0)
+
+    def accept_noise(self) -> torch.Tensor:
+        """float64 [N] uniform in [0, 1): whether each token is accepted."""
+        of = self.request_of
+        return uniform(self.seeds[of], self.places[of], ACCEPT, self.place_of)
+
+    def correct_noise(self) -> torch.Tensor:
+        """float64 [D] uniform in [0, 1): which token corrects each draft."""
+        of = self.drafted
+        return uniform(self.seeds[of], self.places[of], CORRECT, torch.zeros_like(of))
 
     def padded(self, values: torch.Tensor, fill: float | int | bool) -> torch.Tensor:
         """[N] values as [B, K + 1], `fill` behind the end of each draft, at least once."""

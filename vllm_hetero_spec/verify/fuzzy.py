@@ -12,7 +12,7 @@ from math import log
 import torch
 
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise, slices
+from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.rules import at_tokens, corrected, in_a_row, passes
 
 # Smoothing of the drafter's row under "kl", which is infinite where the target has mass and the
@@ -40,7 +40,6 @@ def fuzzy_rule(
     drafts: DraftBatch,
     target_probs: torch.Tensor,
     bonus: torch.Tensor,
-    noise: Noise,
     divergence: str,
     threshold: float,
 ) -> FuzzyVerdict:
@@ -50,12 +49,11 @@ def fuzzy_rule(
         drafts: N draft tokens of B requests, with dense rows where they were sampled.
         target_probs: float32 [N, V], the target's at each draft token.
         bonus: int64 [B], a draw from the target's distribution behind each draft.
-        noise: Uniform numbers.
         divergence: One of `config.DIVERGENCES`; js and kl in nats.
         threshold: A draft token whose rows diverge by less is accepted.
     """
     target = at_tokens(target_probs, drafts.tokens)
-    strict = passes(drafts, target_probs, noise)
+    strict = passes(drafts, target_probs)
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
     if drafts.row_of is not None:
@@ -69,7 +67,7 @@ def fuzzy_rule(
     emitted = drafts.place_of < accepted[drafts.request_of]
     rescued = drafts.padded(near & ~strict & emitted, False)
     spent = drafts.padded(variation * emitted, 0.0)
-    verdict = corrected(drafts, target_probs, accepted, None, bonus, noise)
+    verdict = corrected(drafts, target_probs, accepted, None, bonus)
     return FuzzyVerdict(verdict, rescued.sum(1), spent.sum(1))
 
 

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uniform numbers per request: one with a seed draws from a generator of its own."""
+"""Random numbers that are functions of a seed and a place, and draws by them.
 
-from collections.abc import Iterator, Mapping, Sequence
+Verification has no random state: a request's numbers follow from its seed, the place in its output
+where a draft begins, and what they are for. So they are the same in any batch, in any part of it,
+on every rank, and nothing has to be kept or set back.
+"""
+
+from collections.abc import Iterator
 
 import torch
 
@@ -11,39 +16,39 @@ _CELLS_ON_CPU = 1 << 20
 _CELLS = 1 << 25
 # Weights of a row that are added up in one before it is known which of them are looked into.
 _BLOCK = 4096
+# Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+# What numbers are for, each a stream of its own (digits of pi).
+RACE = 0
+ACCEPT = 0x243F6A8885A308D3
+CORRECT = 0x13198A2E03707344
 
 
-class Noise:
-    """Uniform numbers per request.
+def random_bits(
+    seeds: torch.Tensor, places: torch.Tensor, purpose: int, index: torch.Tensor
+) -> torch.Tensor:
+    """int64 in [0, 2**53), independent for different arguments.
 
     Args:
-        device: Where they are needed.
-        generators: Of the requests that have a seed, by their index in the batch.
-        others: Generator for the rest; the device's default where None.
+        seeds: int64 [n].
+        places: int64 [n], in the outputs of the seeds' requests.
+        purpose: One of those above.
+        index: int64 [n], or [n, m] for m numbers each, from 0 on.
     """
+    keys = _mixed(_mixed((seeds ^ purpose) + _GAMMA) + (places + 1) * _GAMMA)
+    if index.dim() > 1:
+        keys = keys[:, None]
+    bits = _mixed(keys + (index + 1) * _GAMMA)
+    return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
 
-    def __init__(
-        self,
-        device: torch.device,
-        generators: Mapping[int, torch.Generator] | None = None,
-        others: torch.Generator | None = None,
-    ) -> None:
-        self._device = device
-        self._generators = generators or {}
-        self._others = others
 
-    def uniform(self, lengths: Sequence[int]) -> torch.Tensor:
-        """float64 [sum of lengths] in [0, 1), `lengths[i]` of them for request i."""
-        drawn = torch.rand(
-            sum(lengths), dtype=torch.float64, device=self._device, generator=self._others
-        )
-        start = 0
-        for index, length in enumerate(lengths):
-            generator = self._generators.get(index)
-            if generator is not None and length:
-                drawn[start : start + length].uniform_(generator=generator)
-            start += length
-        return drawn
+def uniform(
+    seeds: torch.Tensor, places: torch.Tensor, purpose: int, index: torch.Tensor
+) -> torch.Tensor:
+    """float64 in [0, 1); arguments as of `random_bits`."""
+    return random_bits(seeds, places, purpose, index).to(torch.float64) * 2.0**-53
 
 
 def slices(rows: int, width: int, device: torch.device | None = None) -> Iterator[slice]:
@@ -107,3 +112,15 @@ def _inverse(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor
     index = torch.searchsorted(sums, aim, right=True).clamp_max_(sums.shape[1] - 1)
     weight = weights.gather(1, index)
     return index, (1.0 - (sums.gather(1, index) - aim) / weight).clamp_min_(0.0)
+
+
+def _mixed(keys: torch.Tensor) -> torch.Tensor:
+    """splitmix64's output function, in place; integer overflow wraps around."""
+    keys.bitwise_xor_(_shifted(keys, 30)).mul_(_MIX[0])
+    keys.bitwise_xor_(_shifted(keys, 27)).mul_(_MIX[1])
+    return keys.bitwise_xor_(_shifted(keys, 31))
+
+
+def _shifted(keys: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: the sign bit does not follow."""
+    return (keys >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -13,11 +13,8 @@ the result would be wrong.
 
 import torch
 
-from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.noise import RACE, random_bits, slices
 
-# Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 # Largest float32 below 1: nothing arrives later than what it stands for, about 16.6.
 _LATEST = 1.0 - 2.0**-24
 
@@ -34,30 +31,17 @@ def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch
         int64 [n] token ids; tokens of rate 0 never win.
     """
     winners = torch.empty_like(seeds)
-    keys = _mixed(_mixed(seeds + _GAMMA) ^ _mixed(places + 1 + _GAMMA))
-    ids = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * _GAMMA
+    ids = torch.arange(rows.shape[-1], device=rows.device)[None]
     for part in slices(len(seeds), rows.shape[-1], rows.device):
-        winners[part] = (rows[part] / _arrivals(keys[part, None] + ids)).argmax(-1)
+        arrivals = _arrivals(random_bits(seeds[part], places[part], RACE, ids))
+        winners[part] = (rows[part] / arrivals).argmax(-1)
     return winners
 
 
-def _arrivals(keys: torch.Tensor) -> torch.Tensor:
-    """Independent Exp(1) arrival times, float32, one per key; the keys are changed in place.
+def _arrivals(bits: torch.Tensor) -> torch.Tensor:
+    """Independent Exp(1) arrival times, float32, of numbers in [0, 2**53).
 
     Of a uniform number it is the small values that win races, and these float32 tells apart.
     """
-    fraction = _mixed(keys).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-    uniform = fraction.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_max_(_LATEST)
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_max_(_LATEST)
     return uniform.neg_().log1p_().neg_()
-
-
-def _mixed(keys: torch.Tensor) -> torch.Tensor:
-    """splitmix64's output function, in place; integer overflow wraps around."""
-    keys.bitwise_xor_(_shifted(keys, 30)).mul_(_MIX[0])
-    keys.bitwise_xor_(_shifted(keys, 27)).mul_(_MIX[1])
-    return keys.bitwise_xor_(_shifted(keys, 31))
-
-
-def _shifted(keys: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: the sign bit does not follow."""
-    return (keys >> bits).bitwise_and_((1 << (64 - bits)) - 1)

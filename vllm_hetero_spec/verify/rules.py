@@ -9,13 +9,11 @@ and computes a residual only at the one place per request where it ends.
 import torch
 
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise, choose, slices
+from vllm_hetero_spec.verify.noise import choose, slices
 from vllm_hetero_spec.verify.race import race
 
 
-def token_rule(
-    drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor, noise: Noise
-) -> Verdict:
+def token_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor) -> Verdict:
     """Accept K with min(1, p(K) / q(K)), token by token; correct from (p - q)+.
 
     Args:
@@ -23,15 +21,12 @@ def token_rule(
         target_probs: float32 [N, V], the target's at each draft token, after all sampling
             parameters; not changed.
         bonus: int64 [B], a draw from the target's distribution behind each draft.
-        noise: Uniform numbers.
     """
-    accept = passes(drafts, target_probs, noise)
-    return corrected(drafts, target_probs, in_a_row(drafts, accept), None, bonus, noise)
+    accept = passes(drafts, target_probs)
+    return corrected(drafts, target_probs, in_a_row(drafts, accept), None, bonus)
 
 
-def block_rule(
-    drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor, noise: Noise
-) -> Verdict:
+def block_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor) -> Verdict:
     """Accept the longest prefix that the block as a whole supports; never less than token by token.
 
     *Block Verification Accelerates Speculative Decoding*: with P_j the running support, the prefix
@@ -51,7 +46,7 @@ def block_rule(
         excess = drafts.residual(target_probs, index, behind).sum(-1)
         survival[cells] = excess / (1.0 - behind + excess)
     survival.nan_to_num_(0.0)
-    uniform = drafts.padded(noise.uniform(drafts.lengths), 0.0)
+    uniform = drafts.padded(drafts.accept_noise(), 0.0)
     places = torch.arange(1, drafts.width + 1, device=support.device)
     survives = (uniform[:, :-1] < survival[:, 1:]) & (places <= drafts.counts[:, None])
     # A column of 0 beside them: the empty prefix survives always.
@@ -59,7 +54,7 @@ def block_rule(
     accepted[:, 1:] = places * survives
     longest = accepted.amax(1)
     reached = support.gather(1, longest[:, None])[:, 0]
-    return corrected(drafts, target_probs, longest, reached, bonus, noise)
+    return corrected(drafts, target_probs, longest, reached, bonus)
 
 
 def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
@@ -74,22 +69,20 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
     return Verdict.of(own, in_a_row(drafts, drafts.tokens == best))
 
 
-def race_rule(
-    drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor, noise: Noise
-) -> Verdict:
+def race_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor) -> Verdict:
     """Accept while the draft is what the target's own race gives (`verify.race`).
 
-    Arguments as of `token_rule`; `bonus` are the winners behind the drafts, and `noise` is not
-    used. All draft tokens are raced for: how far each draft is accepted is not known in time.
+    Arguments as of `token_rule`; `bonus` are the winners behind the drafts. All draft tokens are
+    raced for: how far each draft is accepted is not known in time.
     """
     seeds, places = drafts.seeds[drafts.request_of], drafts.places[drafts.request_of]
     return greedy_rule(drafts, race(target_probs, seeds, places + drafts.place_of), bonus)
 
 
-def passes(drafts: DraftBatch, target_probs: torch.Tensor, noise: Noise) -> torch.Tensor:
+def passes(drafts: DraftBatch, target_probs: torch.Tensor) -> torch.Tensor:
     """bool [N], the ratio test of each draft token by itself."""
     mass, target = drafts.mass(), at_tokens(target_probs, drafts.tokens)
-    return (noise.uniform(drafts.lengths) * mass < target) & (mass > 0)
+    return (drafts.accept_noise() * mass < target) & (mass > 0)
 
 
 def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,17 +101,13 @@ def corrected(
     accepted: torch.Tensor,
     support: torch.Tensor | None,
     bonus: torch.Tensor,
-    noise: Noise,
 ) -> Verdict:
     """The token behind what was accepted: the bonus, or a draw from (support * p - q)+.
 
     Where it is the bonus, a correction of the last token is drawn and not used: only the device
     knows where that is.
     """
-    # A request without a draft uses up none of its numbers, as in a step where nobody has one: its
-    # seed means the same whoever is in the batch.
-    some = drafts.drafted
-    uniform = noise.uniform([min(1, length) for length in drafts.lengths])
+    some, uniform = drafts.drafted, drafts.correct_noise()
     ends, counts = accepted[some], drafts.counts[some]
     places = drafts.starts[some] + ends.minimum(counts - 1)
     drawn = torch.empty_like(some)

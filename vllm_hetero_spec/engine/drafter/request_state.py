@@ -137,7 +137,7 @@ class RequestState:
             top_k=params.top_k,
             top_p=params.top_p,
             generator=self.generator,
-            race_seed=params.race_seed if races else None,
+            race_seed=params.noise_seed if races else None,
             place=request.num_output_tokens,
         )
 

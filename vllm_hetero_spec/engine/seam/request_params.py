@@ -5,7 +5,6 @@ A token that the target is bound to reject is not worth verifying. Cutting a dra
 lossless; cutting it by what its tokens are is so for greedy drafts, of which nothing was drawn.
 """
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class RequestParams:
     """One request's parameters, read once when it is first seen.
 
     Attributes:
-        race_seed: Of its races: odd ones are of requests with a seed, so that none coincide.
+        noise_seed: From which its random choices in verification follow; its seed if it has one.
         temperature, top_k, top_p, seed: As in vLLM; top_k is 0 for all.
         penalty: Its penalties; None where there are none.
         structured: A grammar constrains it.
@@ -44,7 +43,7 @@ class RequestParams:
         lookahead: Target tokens that it asks to be drafted; None leaves it to the controller.
     """
 
-    race_seed: int
+    noise_seed: int
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -109,20 +108,19 @@ class RequestParams:
         return len(proposal)
 
 
-def params_of(params: "SamplingParams | None", req_id: str, engine_seed: int) -> RequestParams:
+def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams:
     """Read vLLM's parameters of a request; None (a pooling request) has the defaults.
 
     Args:
         params: vLLM's.
-        req_id: The request's id, of which a seed for its races is made where it has none.
-        engine_seed: The engine's own seed.
+        noise_seed: See `RequestParams`; the same on all ranks that verify together.
     """
     if params is None:
-        return RequestParams(_race_seed(None, req_id, engine_seed))
+        return RequestParams(noise_seed)
     penalty = Penalty(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     allowed = params.allowed_token_ids
     return RequestParams(
-        race_seed=_race_seed(params.seed, req_id, engine_seed),
+        noise_seed=noise_seed,
         temperature=params.temperature,
         top_k=max(0, params.top_k),
         top_p=params.top_p,
@@ -136,14 +134,6 @@ def params_of(params: "SamplingParams | None", req_id: str, engine_seed: int) ->
         bad_words=params.bad_words_token_ids or (),
         lookahead=_requested_lookahead(params),
     )
-
-
-def _race_seed(seed: int | None, req_id: str, engine_seed: int) -> int:
-    """Nothing is drawn: ranks that verify together get the same."""
-    if seed is not None:
-        return seed << 1 | 1
-    name = f"{engine_seed} {req_id}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 3 << 1
 
 
 def _requested_lookahead(params: "SamplingParams") -> int | None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
@@ -36,6 +37,7 @@ class RunnerV1:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
         self._clock = StepClock()
+        self._made_seeds = np.random.default_rng(runner.model_config.seed)
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
         runner.effective_drafter_max_model_len = runner.max_model_len + num_speculative_tokens + 1
@@ -104,11 +106,11 @@ class RunnerV1:
         seen = [states[req_id] for req_id in req_ids]
         return BatchView(
             req_ids=req_ids,
-            num_output_tokens=[len(state.output_token_ids) for state in seen],
-            race_seeds=[
-                self._params_of(req_id, state.sampling_params).race_seed
+            noise_seeds=[
+                self._params_of(req_id, state.sampling_params).noise_seed
                 for req_id, state in zip(req_ids, seen, strict=True)
             ],
+            num_output_tokens=[len(state.output_token_ids) for state in seen],
         )
 
     def replace_rejection_sampler(
@@ -133,6 +135,9 @@ class RunnerV1:
     def _params_of(self, req_id: str, params: "SamplingParams | None") -> RequestParams:
         known = self._params.get(req_id)
         if known is None or known[0] is not params:  # new, or another request of the same id
-            read = params_of(params, req_id, self._runner.model_config.seed)
+            seed = None if params is None else params.seed
+            if seed is None:  # ranks that verify together see the same requests in the same order
+                seed = int(self._made_seeds.integers(1 << 63))
+            read = params_of(params, (seed + (1 << 63)) % (1 << 64) - (1 << 63))  # as int64 has it
             known = self._params[req_id] = params, read
         return known[1]

@@ -112,10 +112,12 @@ class BatchView:
 
     Attributes:
         req_ids: In the batch's order.
+        noise_seeds: See `RequestParams`; as the next, where the device does not know them.
         num_output_tokens: Target tokens that each has generated before this step.
-        race_seeds: Of each request's races.
+        lengths: Tokens of each request's draft, where the runner tells them here.
     """
 
     req_ids: Sequence[str]
-    num_output_tokens: Sequence[int]
-    race_seeds: Sequence[int]
+    noise_seeds: Sequence[int] = ()
+    num_output_tokens: Sequence[int] = ()
+    lengths: Sequence[int] = ()

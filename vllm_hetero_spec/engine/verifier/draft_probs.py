@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
-from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
@@ -43,23 +42,30 @@ class PendingDraftProbs:
         for req_id in self._pending.keys() - live:
             del self._pending[req_id]
 
-    def batch(self, view: BatchView, lengths: Sequence[int], tokens: torch.Tensor) -> DraftBatch:
+    def batch(
+        self,
+        req_ids: Sequence[str],
+        lengths: Sequence[int],
+        tokens: torch.Tensor,
+        seeds: Sequence[int] | torch.Tensor,
+        places: Sequence[int] | torch.Tensor,
+    ) -> DraftBatch:
         """The drafts of a step with their draft_probs, which are handed out once.
 
         Args:
-            view: The batch of B requests; empty where vLLM profiles with made-up ones, whose
-                drafts are certain.
+            req_ids: The B requests; empty where vLLM profiles with made-up ones, whose drafts are
+                certain.
             lengths: Tokens left of each request's draft; cut at the end, never elsewhere.
             tokens: int64 [N], the draft tokens.
+            seeds: See `DraftBatch`, as `places`.
+            places: [B].
         """
-        if not view.req_ids:
-            return DraftBatch.of(tokens, lengths, send=self._send)
         # A round of drafting is known by its table, which all its requests share: rows by round,
         # and where they will start.
         rounds: dict[int, tuple[torch.Tensor, int]] = {}
         row_of: list[int] = []
         total = 0
-        for req_id, length in zip(view.req_ids, lengths, strict=True):
+        for req_id, length in zip(req_ids, lengths, strict=True) if req_ids else ():
             probs = self._pending.pop(req_id, None) if length else None
             if probs is None:
                 row_of += [-1] * length
@@ -72,10 +78,11 @@ class PendingDraftProbs:
         return DraftBatch.of(
             tokens,
             lengths,
+            seeds,
+            places,
             draft_probs=[rows for rows, _ in rounds.values()],
             row_of=row_of,
-            seeds=view.race_seeds,
-            places=view.num_output_tokens,
+            req_ids=req_ids,
             send=self._send,
         )
 

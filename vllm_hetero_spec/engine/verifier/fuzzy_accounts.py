@@ -2,17 +2,15 @@
 """Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.staging import Fetched, Receiver
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
-from vllm_hetero_spec.verify.noise import Noise
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -34,7 +32,6 @@ class FuzzyRule:
     Args:
         divergence: One of `config.DIVERGENCES`.
         threshold: Divergence below which a sampled draft passes.
-        batch: Gives the batch that tokens are being chosen for.
         receiver: Brings the accounts of a batch, three float64 for each request.
         stats: Where the sums over all requests are counted.
     """
@@ -43,31 +40,25 @@ class FuzzyRule:
         self,
         divergence: str,
         threshold: float,
-        batch: Callable[[], BatchView],
         receiver: Receiver,
         stats: DraftStats,
     ) -> None:
         self._divergence, self._threshold = divergence, threshold
-        self._batch, self._receiver, self._stats = batch, receiver, stats
+        self._receiver, self._stats = receiver, stats
         self._coming: tuple[Sequence[str], Fetched] | None = None
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
-        self,
-        drafts: DraftBatch,
-        target_probs: torch.Tensor,
-        bonus: torch.Tensor,
-        noise: Noise,
+        self, drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor
     ) -> Verdict:
         """See `verify.rules.token_rule`."""
-        found = fuzzy_rule(drafts, target_probs, bonus, noise, self._divergence, self._threshold)
-        req_ids = self._batch().req_ids
-        if not req_ids:  # vLLM profiles with requests that do not exist
+        found = fuzzy_rule(drafts, target_probs, bonus, self._divergence, self._threshold)
+        if not drafts.req_ids:  # vLLM profiles with requests that do not exist
             return found.verdict
         self._settle()
         figures = [found.verdict.accepted + 1, found.only_fuzzy, found.variation]
         stacked = torch.stack([figure.to(torch.float64) for figure in figures])
-        self._coming = req_ids, self._receiver.fetch(stacked)
+        self._coming = drafts.req_ids, self._receiver.fetch(stacked)
         return found.verdict
 
     def keep(self, live: Collection[str]) -> None:

@@ -14,7 +14,8 @@ from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler, Rule
+from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
@@ -49,9 +50,7 @@ class Verifier:
             assert options.threshold is not None
             # At most one request for each token of a step, three float64 for each.
             receiver = Receiver(seam.device, 24 * seam.max_num_tokens)
-            self._fuzzy = FuzzyRule(
-                options.divergence, options.threshold, seam.batch, receiver, stats
-            )
+            self._fuzzy = FuzzyRule(options.divergence, options.threshold, receiver, stats)
             rule = self._fuzzy
             logger.warning(
                 "Fuzzy verification is LOSSY: sampled drafts whose %s divergence from the target "

@@ -75,5 +75,5 @@ class RacingSampler(torch.nn.Module):
         if self._drafts is not None:
             return [self._drafts.seeds, self._drafts.places + self._drafts.counts]
         view = self._batch()
-        seeds, places = view.race_seeds or [0] * size, view.num_output_tokens or [0] * size
+        seeds, places = view.noise_seeds or [0] * size, view.num_output_tokens or [0] * size
         return self._send(np.array(seeds, np.int64), np.array(places, np.int64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification inside vLLM: target_probs from the target's logits, our rules on them.
+"""Verification inside Model Runner V1: target_probs from the target's logits, our rules on them.
 
 vLLM's own sampler prepares the logits (penalties, bad words, grammar) and draws the bonus tokens;
 temperature, top-k and top-p of the draft rows are applied here, and `verify` decides. A batch may
@@ -27,11 +27,8 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
-from vllm_hetero_spec.verify.noise import Noise, slices
-from vllm_hetero_spec.verify.rules import greedy_rule
-
-Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor, Noise], Verdict]
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
+from vllm_hetero_spec.verify.noise import slices
 
 
 class HeteroRejectionSampler(RejectionSampler):
@@ -76,8 +73,13 @@ class HeteroRejectionSampler(RejectionSampler):
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
+        view, nowhere = self._batch(), [0] * len(metadata.num_draft_tokens)
         drafts = self._pending.batch(
-            self._batch(), metadata.num_draft_tokens, metadata.draft_token_ids.long()
+            view.req_ids,
+            metadata.num_draft_tokens,
+            metadata.draft_token_ids.long(),
+            view.noise_seeds or nowhere,
+            view.num_output_tokens or nowhere,
         )
         with self._racing.behind(drafts) if self._racing is not None else nullcontext():
             bonus = self.sampler(
@@ -94,7 +96,19 @@ class HeteroRejectionSampler(RejectionSampler):
             raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
         )
         last = bonus.sampled_token_ids[:, 0].long()
-        verdict = self._verdict(drafts, target, last, sampling_metadata, wanted and processed)
+        cold: torch.Tensor | bool = sampling_metadata.all_greedy
+        if not (cold or sampling_metadata.all_random):
+            cold = sampling_metadata.temperature == 0
+        verdict = verdict_of(
+            self._rule,
+            drafts,
+            last,
+            cold,
+            lambda: target.argmax(-1),
+            lambda: _target_probs(
+                target, drafts.request_of, sampling_metadata, wanted and processed
+            ),
+        )
         tokens = verdict.tokens.to(torch.int32)
         logprobs = None
         if wanted:
@@ -108,31 +122,6 @@ class HeteroRejectionSampler(RejectionSampler):
             )
         self._stats.verify_seconds += time.perf_counter() - began
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
-
-    def _verdict(
-        self,
-        drafts: DraftBatch,
-        logits: torch.Tensor,
-        bonus: torch.Tensor,
-        sampling: SamplingMetadata,
-        keep_logits: bool,
-    ) -> Verdict:
-        """Greedy requests by comparison, random ones by the rule, each blind to the other."""
-        if sampling.all_greedy:
-            return greedy_rule(drafts, logits.argmax(-1), bonus)
-        greedy = None
-        if not sampling.all_random:
-            greedy = greedy_rule(drafts, logits.argmax(-1), bonus)
-        target_probs = _target_probs(logits, drafts.request_of, sampling, keep_logits)
-        noise = Noise(logits.device, sampling.generators)
-        verdict = self._rule(drafts, target_probs, bonus, noise)
-        if greedy is None:
-            return verdict
-        cold = sampling.temperature == 0
-        return Verdict(
-            torch.where(cold[:, None], greedy.tokens, verdict.tokens),
-            torch.where(cold, greedy.accepted, verdict.accepted),
-        )
 
 
 def _target_probs(
