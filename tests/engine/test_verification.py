@@ -72,10 +72,15 @@ class Sampler(torch.nn.Module):
         super().__init__()
         self.racing = racing
 
-    def forward(self, logits: torch.Tensor, **_: Any) -> SamplerOutput:
+    def forward(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, **_: Any
+    ) -> SamplerOutput:
         tokens = logits.argmax(-1)
         if self.racing is not None:
-            tokens, _ = self.racing(logits.float(), {}, None, None)
+            cold = sampling_metadata.temperature == 0
+            warm = logits.float() / sampling_metadata.temperature.masked_fill(cold, 1.0)[:, None]
+            won, _ = self.racing(warm, {}, sampling_metadata.top_k, sampling_metadata.top_p)
+            tokens = torch.where(cold, tokens, won)
         kept = LogprobsTensors(None, logits, None)
         return SamplerOutput(tokens[:, None].to(torch.int32), logprobs_tensors=kept)
 

@@ -55,7 +55,8 @@ class PendingDraftProbs:
         Args:
             req_ids: The B requests; empty where vLLM profiles with made-up ones, whose drafts are
                 certain.
-            lengths: Tokens left of each request's draft; cut at the end, never elsewhere.
+            lengths: Tokens of each request's draft; cut at the end, never elsewhere, or filled up
+                there with -1.
             tokens: int64 [N], the draft tokens.
             seeds: See `DraftBatch`, as `places`.
             places: [B].
@@ -74,7 +75,8 @@ class PendingDraftProbs:
                 rounds[id(probs.rows)] = probs.rows, total
                 total += len(probs.rows)
             start = rounds[id(probs.rows)][1]
-            row_of += [row + start if row >= 0 else -1 for row in probs.row_of[:length]]
+            own = [row + start if row >= 0 else -1 for row in probs.row_of[:length]]
+            row_of += own + [-1] * (length - len(own))
         return DraftBatch.of(
             tokens,
             lengths,

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification in Model Runner V2's sampler: the verdicts of V1, in parts, without a read.
+
+vLLM's kernels need Triton: here its sampler is a stand-in, and so is what walks over the parts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from goodness import follows
+from test_verification import (
+    CPU,
+    IDS,
+    LENGTHS,
+    RULES,
+    TEMPERATURE,
+    VIEW,
+    WIDTH,
+    Engine,
+    Recorder,
+    arguments,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_hetero_spec.draft.draft import DraftProbs
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.verifier import rejection_sampler_v2
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.races_v2 import Races
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
+from vllm_hetero_spec.engine.verifier.verdict import Rule
+from vllm_hetero_spec.verify.drafts import FILLER
+from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
+
+STEPS = 5  # num_speculative_tokens: lines are as long, whatever is drafted
+PROMPTS = [3, 8, 2, 6, 4]
+Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class States:
+    """What vLLM's sampler holds of its requests, which lie in other places than in the batch."""
+
+    def __init__(
+        self,
+        temperature: Sequence[float],
+        seeds: Sequence[int],
+        top_k: torch.Tensor | None = None,
+        top_p: torch.Tensor | None = None,
+    ) -> None:
+        heat = np.array(temperature, np.float32)
+        self.temperature = SimpleNamespace(np=heat, gpu=torch.from_numpy(heat))
+        self.seeds = SimpleNamespace(gpu=torch.tensor(seeds))
+        self.top_k, self.top_p = top_k, top_p
+
+    def apply_top_k_top_p(
+        self, logits: torch.Tensor, requests: torch.Tensor, requests_np: np.ndarray
+    ) -> torch.Tensor:
+        k, p = (None if x is None else x[requests] for x in (self.top_k, self.top_p))
+        return apply_top_k_top_p_pytorch(logits, k, p)
+
+
+class Sampler:
+    """Stands in for vLLM's."""
+
+    return_sampling_mask = False
+    use_fp64_gumbel = False
+
+    def __init__(self, states: States, logprobs_mode: str = "raw_logprobs") -> None:
+        self.sampling_states, self.logprobs_mode = states, logprobs_mode
+
+    def apply_sampling_params(
+        self, logits: torch.Tensor, requests: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        heat = self.sampling_states.temperature.gpu[requests, None]
+        warm = logits.float() / torch.where(heat == 0, 1.0, heat)
+        return self.sampling_states.apply_top_k_top_p(warm, requests, args[1])
+
+
+def likeliest(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """In place of noise of vLLM's: as the stand-in for the sampler of V1 chooses bonus tokens."""
+    return logits.argmax(-1)
+
+
+class Batch:
+    """A batch as V2 lays it out: behind each request's last token its draft."""
+
+    def __init__(self, lengths: Sequence[int], requests: Sequence[int], written: list[int]) -> None:
+        self.ends = np.cumsum(np.array(lengths) + 1)
+        self.cu = torch.tensor([0, *self.ends], dtype=torch.int32)
+        self.idx = torch.tensor(requests)
+        self.idx_np = np.array(requests)
+        counts = torch.tensor(lengths) + 1
+        self.expanded = self.idx.repeat_interleave(counts)
+        local = [place for length in lengths for place in range(length + 1)]
+        self.local = torch.tensor(local, dtype=torch.int32)
+        # The first row's token is the last one written.
+        self.pos = torch.tensor(written).repeat_interleave(counts) - 1 + self.local
+
+    def run(
+        self,
+        sampler: HeteroRejectionSamplerV2,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        parts: Sequence[tuple[int, int]],
+    ) -> list[Verified]:
+        """What vLLM does: the view once, then part by part."""
+        found = []
+        sampler._view, sampler._verified = sampler._batch(None), 0  # type: ignore[arg-type]
+        for start, stop in parts:
+            lo, hi = (0 if not i else int(self.ends[i - 1]) for i in (start, stop))
+            found.append(
+                sampler._verify(
+                    logits[lo:hi],
+                    None,
+                    tokens[lo:hi],
+                    self.pos[lo:hi],
+                    self.cu[start : stop + 1] - lo,
+                    self.idx[start:stop],
+                    self.idx_np[start:stop],
+                    self.expanded[lo:hi],
+                    self.local[lo:hi],
+                    np.zeros(stop - start),
+                    tokens[lo:hi],
+                )
+            )
+        return found
+
+
+def made(
+    rule: Rule,
+    pending: PendingDraftProbs,
+    sampler: Sampler,
+    view: BatchView,
+    prompts: torch.Tensor,
+    *,
+    races: bool,
+) -> HeteroRejectionSamplerV2:
+    def places(requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return positions + 1 - prompts[requests]
+
+    spec = SimpleNamespace(
+        num_speculative_tokens=STEPS,
+        enable_adaptive_verification=False,
+        rejection_sample_method="strict",
+    )
+    return HeteroRejectionSamplerV2(
+        rule,
+        pending,
+        Races(sampler.sampling_states, places) if races else None,  # type: ignore[arg-type]
+        lambda batch: view,
+        places,
+        DraftStats(),
+        sampler,
+        spec,
+        CPU,
+    )
+
+
+class Mixed:
+    """The batch of the tests of V1, and the sampler of V1 with the same drafts outstanding."""
+
+    def __init__(self, rule: str, logprobs_mode: str = "raw_logprobs", **engine: Any) -> None:
+        self.old = Engine(rule, **engine)
+        self.given = metadata, _, self.logits, sampling = arguments()
+        order = [4, 2, 0, 1, 3]  # of the requests' states
+
+        def by_state(values: Any) -> list:
+            return [values[order.index(place)] for place in range(len(order))]
+
+        states = States(
+            by_state(TEMPERATURE),
+            by_state(VIEW.noise_seeds),
+            sampling.top_k[torch.tensor(by_state(range(5)))],
+            sampling.top_p[torch.tensor(by_state(range(5)))],
+        )
+        written = [a + b for a, b in zip(PROMPTS, VIEW.num_output_tokens, strict=True)]
+        self.batch = Batch(LENGTHS, order, written)
+        self.tokens = torch.zeros(len(self.logits), dtype=torch.int32)
+        self.tokens[metadata.target_logits_indices + 1] = metadata.draft_token_ids
+        self.sampler = made(
+            self.old.sampler._rule,
+            self.old.sampler._pending,
+            Sampler(states, logprobs_mode),
+            BatchView(IDS, lengths=LENGTHS),
+            torch.tensor(by_state(PROMPTS)),
+            races=rule == "race",
+        )
+
+    def run(self, parts: Sequence[tuple[int, int]] = ((0, 5),)) -> list[Verified]:
+        return self.batch.run(self.sampler, self.logits.clone(), self.tokens, parts)
+
+
+@pytest.fixture(autouse=True)
+def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection_sampler_v2, "gumbel_sample", likeliest)
+
+
+def mixed(rule: str, **more: Any) -> Mixed:
+    torch.manual_seed(8)
+    return Mixed(rule, **more)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("parts", [((0, 5),), ((0, 2), (2, 4), (4, 5))])
+def test_verdicts_are_those_of_v1(rule: str, parts: Sequence[tuple[int, int]]) -> None:
+    """Also in parts, with a request of each kind: see the batch."""
+    batch = mixed(rule)
+    found = batch.run(parts)
+    assert len(found) == len(parts)
+    tokens, counts = (torch.cat([part[i] for part in found]) for i in (1, 2))
+    assert tokens.shape == (len(IDS), STEPS + 1)
+    assert (tokens.dtype, counts.dtype) == (torch.int64, torch.int32)
+    old = mixed(rule)
+    expected = old.old.sampler(*old.given).sampled_token_ids
+    assert torch.equal(tokens[:, : expected.shape[1]].int(), expected)
+    assert torch.equal(counts.long(), (expected != FILLER).sum(1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_part_sends_one_packet_and_reads_nothing(rule: str) -> None:
+    batch, recorder = mixed(rule), Recorder()
+    with recorder:
+        batch.run(((0, 3), (3, 5)))
+    # Fuzzy accounts of a part are taken in before those of the next are fetched.
+    reads = ["numpy"] if rule == "fuzzy" else []
+    assert (batch.old.packets, recorder.copies, recorder.reads) == (2, [], reads)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
+    """Fake tensors raise where one is read."""
+
+    def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
+
+    batch = mixed(rule, send=sent)
+    states = batch.sampler.sampler.sampling_states
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        for owner in (batch, batch.batch, states, states.temperature, states.seeds):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, torch.Tensor):
+                    setattr(owner, name, fake.from_tensor(value))
+        ((_, tokens, counts),) = batch.run()
+    assert tokens.shape == (len(IDS), STEPS + 1)
+    assert counts.shape == (len(IDS),)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logits_are_kept_where_they_are_asked_for(mode: str) -> None:
+    """target_probs take the place of the processed ones alone, and of those that are not wanted."""
+    batch = mixed("token", logprobs_mode=mode)
+    logits = batch.logits.clone()
+    ((processed, *_),) = batch.batch.run(batch.sampler, logits, batch.tokens, [(0, 5)])
+    assert torch.equal(logits, batch.logits)
+    sampler = batch.sampler.sampler
+    fresh = sampler.apply_sampling_params(
+        batch.logits, batch.batch.expanded, None, batch.batch.idx.numpy()
+    )
+    assert torch.equal(processed, fresh) is (mode == "processed_logprobs")
+
+
+def test_logits_without_parameters_are_left_alone() -> None:
+    """vLLM copies none then: its own are what logprobs are made of."""
+    batch = mixed("token")
+    batch.sampler.sampler.apply_sampling_params = lambda logits, *_: logits  # type: ignore[method-assign]
+    logits = batch.logits.clone().bfloat16()
+    before = logits.clone()
+    ((processed, tokens, _),) = batch.batch.run(batch.sampler, logits, batch.tokens, [(0, 5)])
+    assert processed is not None
+    assert torch.equal(logits, before)
+    assert (tokens[:, 0] >= 0).all()
+
+
+# ----------------------------------------------------------------------------------- laws
+
+COPIES = 20_000
+P = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1]])
+Q = torch.tensor([[0.2, 0.5, 0.1, 0.2], [0.4, 0.1, 0.4, 0.1]])
+
+
+def many(rule: str, draft: torch.Tensor, heat: float = 1.0) -> Counter:
+    """The first three tokens of as many requests as there are drafts int64 [n, 2], filled up."""
+    count = len(draft)
+    pending = PendingDraftProbs()
+    ids = [str(i) for i in range(count)]
+    for i, line in enumerate(draft.tolist()):
+        pending.put(ids[i], DraftProbs(Q, [j for j in (0, 1) if line[j] >= 0]))
+    sampler = Sampler(States([heat] * count, range(count)))
+    rules: dict[str, Rule] = {"token": token_rule, "block": block_rule, "race": race_rule}
+    verifier = made(
+        rules[rule],
+        pending,
+        sampler,
+        BatchView(ids, lengths=[2] * count),
+        torch.full((count,), 4),
+        races=True,  # bonus tokens with a law
+    )
+    batch = Batch([2] * count, range(count), [4] * count)
+    tokens = torch.zeros(count, 3, dtype=torch.int64)
+    tokens[:, 1:] = draft
+    logits = (P.log() * heat).repeat(count, 1)
+    ((_, sampled, _),) = batch.run(verifier, logits, tokens.view(-1), [(0, count)])
+    return Counter(tuple(t for t in line if t >= 0) for line in sampled.tolist())
+
+
+def drafts(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack(
+        [torch.multinomial(row, count, replacement=True, generator=generator) for row in Q], 1
+    )
+
+
+def firsts(found: Counter) -> Counter:
+    return Counter(line[0] for line in found.elements())
+
+
+def behind(found: Counter, accepted: int) -> Counter:
+    """The tokens behind so many accepted ones."""
+    return Counter(line[accepted] for line in found.elements() if len(line) > accepted)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "race"])
+@pytest.mark.parametrize("heat", [1.0, 0.6])
+def test_the_law_is_the_targets(rule: str, heat: float) -> None:
+    found = many(rule, drafts(COPIES), heat)
+    assert {len(line) for line in found} == {1, 2, 3}
+    assert follows(firsts(found), dict(enumerate(P[0].tolist())))
+    assert follows(behind(found, 2), dict(enumerate(P[2].tolist())))
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "race"])
+@pytest.mark.parametrize("valid", [0, 1])
+def test_a_place_without_a_token_is_the_targets_own(rule: str, valid: int) -> None:
+    """Drafts filled up with -1: nothing is accepted there, and the target's law is kept."""
+    draft = drafts(COPIES)
+    draft[:, valid:] = -1
+    found = many(rule, draft)
+    assert {len(line) for line in found} == set(range(1, valid + 2))
+    assert follows(firsts(found), dict(enumerate(P[0].tolist())))
+    assert follows(behind(found, valid), dict(enumerate(P[valid].tolist())))
+
+
+def test_races_without_drafts_are_those_of_v1() -> None:
+    """A seed's tokens are the same on both runners; at temperature 0 the likeliest."""
+    logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
+    top_k = torch.tensor([WIDTH, 4, 9, 3, WIDTH])
+    top_p = torch.tensor([1.0, 0.9, 1.0, 0.7, 0.8])
+    racing = RacingSampler(lambda: VIEW, "processed_logits")
+    expected, kept = racing(logits.clone(), {}, top_k, top_p)
+    states = States([1.0] * 5, VIEW.noise_seeds, top_k, top_p)
+    races = Races(states, lambda requests, positions: positions + 1 - torch.tensor(PROMPTS))  # type: ignore[arg-type]
+    positions = torch.tensor(PROMPTS) + torch.tensor(VIEW.num_output_tokens) - 1
+    index = torch.arange(5)
+    tokens, processed = races(logits.clone(), index, index.numpy(), positions, top_k, top_p, False)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(processed, kept)
+    states.temperature.gpu[1] = 0
+    tokens, _ = races(logits.clone(), index, index.numpy(), positions, None, None, False)
+    assert tokens[1] == logits[1].argmax()
+
+
+def test_the_batch_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every batch begins at its first request."""
+    batch = mixed("token")
+    asked: list[Any] = []
+    batch.sampler._batch = lambda given: asked.append(given) or BatchView(IDS, lengths=LENGTHS)  # type: ignore[func-returns-value, return-value]
+    monkeypatch.setattr(RejectionSampler, "__call__", lambda self, *_: self._verified)
+    batch.sampler._verified = 3
+    assert batch.sampler(batch.logits, "a batch") == 0  # type: ignore[arg-type, comparison-overlap]
+    assert asked == ["a batch"]
+    assert batch.sampler._stats.verify_seconds > 0

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification inside Model Runner V2: the same rules, on logits that vLLM has made ready.
+
+vLLM's sampler applies all sampling parameters to the rows of drafts and bonus tokens alike. Bonus
+tokens are drawn as vLLM draws them where nobody has a draft, so that a seed means the same in any
+batch. Seeds, places and parameters are on the device: one packet says how long the drafts are.
+
+Memory: target_probs take the place of the logits that vLLM has copied, at most 1 GiB of them at a
+time; where it has made no copy, or logprobs want it, they are a table beside.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.verifier.races_v2 import Races
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
+from vllm_hetero_spec.verify.noise import slices
+
+
+class HeteroRejectionSamplerV2(RejectionSampler):
+    """Verifies drafts by one of our rules.
+
+    Args:
+        rule: Decides over the drafts of random requests.
+        pending: Where the proposer leaves what its drafts were drawn from.
+        races: What draws tokens where they are raced for; else None.
+        batch: Gives the requests of a batch of vLLM's, and the lengths of their drafts.
+        places: See `Races`.
+        stats: Where `verify_seconds` is counted.
+        args: What RejectionSampler takes.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        pending: PendingDraftProbs,
+        races: Races | None,
+        batch: Callable[[InputBatch], BatchView],
+        places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        stats: DraftStats,
+        *args: Any,
+    ) -> None:
+        super().__init__(*args)
+        self._rule, self._pending, self._races = rule, pending, races
+        self._batch, self._places, self._stats = batch, places, stats
+        self._view = BatchView([])
+        self._verified = 0  # requests of the batch so far
+
+    def __call__(
+        self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
+    ) -> SamplerOutput:
+        """See RejectionSampler, which calls `_verify` for a part of the batch at a time."""
+        began = time.perf_counter()
+        self._view, self._verified = self._batch(input_batch), 0
+        output = super().__call__(logits, input_batch, *args, **kwargs)
+        self._stats.verify_seconds += time.perf_counter() - began
+        return output
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See RejectionSampler; `draft_logits` are not used, ours are in `pending`."""
+        sampler, states = self.sampler, self.sampler.sampling_states
+        processed = sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long() - 1
+        seeds, places = states.seeds.gpu[idx_mapping], self._places(idx_mapping, pos[starts])
+        drafts, rows = self._drafts(seeds, places, starts, verify_draft_sampled)
+        bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
+        temperature = states.temperature.np[idx_mapping_np]
+        cold: torch.Tensor | bool = not temperature.any()
+        if not (cold or temperature.all()):
+            cold = states.temperature.gpu[idx_mapping] == 0
+        kept = (
+            processed is logits
+            or sampler.logprobs_mode.startswith("processed")
+            or sampler.return_sampling_mask
+        )
+        verdict = verdict_of(
+            self._rule,
+            drafts,
+            bonus,
+            cold,
+            lambda: processed.argmax(-1)[rows],
+            lambda: _target_probs(processed, rows, kept=kept),
+        )
+        sampled = bonus.new_full((drafts.size, self.num_speculative_steps + 1), FILLER)
+        sampled[:, : drafts.width + 1] = verdict.tokens
+        return processed, sampled, (verdict.accepted + 1).to(torch.int32)
+
+    def _drafts(
+        self,
+        seeds: torch.Tensor,
+        places: torch.Tensor,
+        starts: torch.Tensor,
+        draft_sampled: torch.Tensor,
+    ) -> tuple[DraftBatch, torch.Tensor]:
+        """The drafts of the next requests, and which row of logits int64 [N] is for each token.
+
+        Args:
+            seeds: int64 [B].
+            places: int64 [B].
+            starts: int64 [B], each request's first row.
+            draft_sampled: int [N + B], each request's last token and its draft; -1 for a place
+                that holds none.
+        """
+        part = slice(self._verified, self._verified + len(seeds))
+        self._verified = part.stop
+        drafts = self._pending.batch(
+            self._view.req_ids[part], self._view.lengths[part], draft_sampled, seeds, places
+        )
+        rows = starts[drafts.request_of] + drafts.place_of
+        return replace(drafts, tokens=draft_sampled[rows + 1].long()), rows
+
+    def _drawn(
+        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """int64 [n], as the sampler draws tokens behind no draft; see `Races.winners`."""
+        if self._races is not None:
+            return self._races.winners(logits, requests, positions)
+        states = self.sampler.sampling_states
+        return gumbel_sample(
+            logits,
+            requests,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            positions,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+
+
+def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> torch.Tensor:
+    """float32 [N, V], of some rows; over the logits, from the first on, where they are not kept.
+
+    No row moves up, so that none is overwritten before it is read.
+    """
+    count, width = len(rows), logits.shape[1]
+    probs = logits.new_empty((count, width), dtype=torch.float32) if kept else logits[:count]
+    for part in slices(count, width):
+        probs[part] = logits.index_select(0, rows[part]).softmax(-1, dtype=torch.float32)
+    return probs
