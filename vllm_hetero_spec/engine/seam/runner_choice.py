@@ -45,9 +45,7 @@ def _unsupported(config: "VllmConfig") -> list[str]:
     """What V2 can do, but not with us."""
     from vllm.utils.platform_utils import is_uva_available
 
-    found, options = [], config.speculative_config.hetero
-    if options.method != "slem" or options.verification in ("race", "fuzzy"):
-        found.append(f"method {options.method!r} with verification {options.verification!r}")
+    found = []
     if getattr(config, "watermark_config", None) is not None:
         found.append("watermarking with vllm_hetero_spec")
     if config.parallel_config.enable_batch_sharded_sampling:

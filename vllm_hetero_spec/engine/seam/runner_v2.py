@@ -8,7 +8,7 @@ which lie in host memory: one small copy of counts and one wait bring all that a
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+_Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
 
 class RunnerV2:
@@ -151,27 +154,19 @@ class RunnerV2:
         self._clock.handed_out()
 
     def batch(self, batch: "InputBatch") -> BatchView:
-        """The batch that tokens are being chosen for; empty where its requests are made up."""
-        if not all(req_id in self._new for req_id in batch.req_ids):
-            return BatchView([], [], [])
-        states = self._runner.req_states
-        params = [self._params_of(req_id) for req_id in batch.req_ids]
-        return BatchView(
-            req_ids=batch.req_ids,
-            # Before a step that samples, all but the last token of a text have been computed.
-            num_output_tokens=[
-                max(0, int(computed) + 1 - int(states.prompt_len.np[slot]))
-                for slot, computed in zip(
-                    batch.idx_mapping_np, batch.num_computed_tokens_np, strict=True
-                )
-            ],
-            race_seeds=[each.race_seed for each in params],
-        )
+        """The batch that tokens are being chosen for; its seeds and places are on the device."""
+        lengths = np.diff(batch.cu_num_logits_np) - 1  # behind a draft comes a bonus token
+        return BatchView(batch.req_ids, lengths=lengths.tolist())
 
-    def prompt_lens(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """int32 [B] on the device, prompt tokens of the requests in these places of the runner."""
-        lengths: torch.Tensor = self._runner.req_states.prompt_len.gpu[idx_mapping]
-        return lengths
+    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [n], where the token behind each position stands in its request's output.
+
+        Args:
+            slots: int64 [n], of the requests in the runner.
+            positions: int64 [n], in their texts.
+        """
+        prompts: torch.Tensor = self._runner.req_states.prompt_len.gpu[slots]
+        return positions + 1 - prompts
 
     def replace_rejection_sampler(
         self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
@@ -179,6 +174,12 @@ class RunnerV2:
         """Verify drafts by another sampler from now on."""
         runner = self._runner
         runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
+
+    def replace_randomness(self, make: "Callable[[SamplingStates], _Draw]") -> _Draw:
+        """Draw tokens by another function from now on, made for the parameters of all requests."""
+        sampler = self._runner.sampler
+        sampler._sample_random = made = make(sampler.sampling_states)
+        return made
 
     def replace_drafts_handler(self, handler: Any) -> None:
         """Have the scheduler's questions for drafts answered by another from now on."""
@@ -202,6 +203,9 @@ class RunnerV2:
     def _params_of(self, req_id: str) -> RequestParams:
         params = self._params.get(req_id)
         if params is None:
-            asked, seed = self._new[req_id].sampling_params, self._runner.model_config.seed
-            params = self._params[req_id] = params_of(asked, req_id, seed)
+            # vLLM holds a seed for every request: its own, or one that it has made.
+            runner, asked = self._runner, self._new[req_id].sampling_params
+            seeds = runner.sampler.sampling_states.seeds.np
+            seed = int(seeds[runner.req_states.req_id_to_index[req_id]])
+            params = self._params[req_id] = params_of(asked, seed)
         return params

@@ -10,10 +10,12 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.staging import Receiver, Sender
@@ -39,14 +41,8 @@ class Verifier:
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._group: GroupCoordinator | None = None
-        if not isinstance(seam, RunnerV1):
-            return  # V2's own sampler takes drafts for certain, which greedy ones are
-        racing: RacingSampler | None = None
-        rule: Rule = block_rule if options.verification == "block" else token_rule
-        if options.verification == "race":
-            racing = seam.replace_randomness(lambda mode: RacingSampler(seam.batch, mode, send))
-            rule = race_rule
-        elif options.verification == "fuzzy":
+        rule: Rule = {"block": block_rule, "race": race_rule}.get(options.verification, token_rule)
+        if options.verification == "fuzzy":
             assert options.threshold is not None
             # At most one request for each token of a step, three float64 for each.
             receiver = Receiver(seam.device, 24 * seam.max_num_tokens)
@@ -59,11 +55,30 @@ class Verifier:
                 options.divergence,
                 options.threshold,
             )
-        seam.replace_rejection_sampler(
-            lambda *args: HeteroRejectionSampler(
-                rule, self._pending, racing, seam.batch, stats, *args
+        if isinstance(seam, RunnerV1):
+            racing: RacingSampler | None = None
+            if options.verification == "race":
+                racing = seam.replace_randomness(lambda mode: RacingSampler(seam.batch, mode, send))
+            seam.replace_rejection_sampler(
+                lambda *args: HeteroRejectionSampler(
+                    rule, self._pending, racing, seam.batch, stats, *args
+                )
             )
-        )
+        else:
+            assert isinstance(seam, RunnerV2)
+            # Behind `if`: what it imports of vLLM is of this runner alone.
+            from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import (
+                HeteroRejectionSamplerV2,
+            )
+
+            races: Races | None = None
+            if options.verification == "race":
+                races = seam.replace_randomness(lambda states: Races(states, seam.places))
+            seam.replace_rejection_sampler(
+                lambda *args: HeteroRejectionSamplerV2(
+                    rule, self._pending, races, seam.batch, seam.places, stats, *args
+                )
+            )
 
     def share_among(self, group: "GroupCoordinator") -> None:
         """The ranks of a group verify together: all of them need what drafts were drawn from."""
