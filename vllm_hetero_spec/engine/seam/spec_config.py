@@ -25,10 +25,13 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         hetero: The user's validated options.
         drafter_model_config: The drafter as vLLM sees a model. `draft_model_config` stays the
             target's, as `custom_class` demands.
+        takes_all_params: Whether drafts are verified under every sampling parameter; set where
+            requests are checked (`params_check`).
     """
 
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
     drafter_model_config: SkipValidation[ModelConfig] = None
+    takes_all_params: bool = False
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Unpickled in another process (engine core, worker): install there what it needs."""
