@@ -312,26 +312,27 @@ class Drafter:
             self._take_steps(current, None)
             self._fetch(current)
         assert current.fetched is not None
-        tokens = PickedTokens(current.fetched.wait()[:, :, : current.plan.count])
         active = current.plan.active[: current.taken]
-        draws = current.own.draws
-        row_of = current.own.row_of(active)
-        stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
-        probs = None if draws is None else draws.draft_probs  # one tensor for all
+        packet = current.fetched.wait()[:, :, : active[0]]
+        tokens = PickedTokens(packet, confidences=self._rules.confidences)
         drafted = []
-        for index, row in enumerate(current.rows[: active[0]]):
+        for row, ids, peaks, sound in zip(
+            current.rows, tokens.ids, tokens.peaks, tokens.sound, strict=False
+        ):
             wanted = min(row.steps, current.taken)
-            count = min(wanted, tokens.sound[index])
-            sound = count == wanted
-            ids = tokens.ids[index][:count]
+            count = min(wanted, sound)
+            del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
-            row.sequence.kv_ids.extend(ids[:-1])
-            peaks = tokens.peaks[index][:count] if self._rules.confidences else []
-            draft = None
-            if probs is not None and index in row_of:
-                drawn = Drawn(ids if sound else [], row_of[index], peaks)
-                draft = drawn.draft(row.task, self._rules, probs, stand_ins)
-            drafted.append(DrafterTokens(ids, sound, peaks, draft))
+            row.sequence.kv_ids += ids[:-1]
+            drafted.append(DrafterTokens(ids, count == wanted, peaks[:count]))
+        if (draws := current.own.draws) is not None:
+            stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
+            probs = draws.draft_probs  # one tensor for all
+            for index, lines in current.own.row_of(active).items():
+                ids, sound, peaks, _ = drafted[index]
+                drawn, task = Drawn(ids if sound else [], lines, peaks), current.rows[index].task
+                draft = drawn.draft(task, self._rules, probs, stand_ins)
+                drafted[index] = drafted[index]._replace(proposal=draft)
         return drafted
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:

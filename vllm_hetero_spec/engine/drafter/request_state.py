@@ -226,8 +226,9 @@ class Requests:
                 if request.new_tokens:
                     self._stats.skip(state.retired or "no_blocks")
                 continue
-            news.append(request.token_ids[state.context.num_target :].tolist())
-            state.last_target = int(request.token_ids[-1])
+            new = request.since(state.context.num_target)
+            state.last_target = new[-1] if new else state.last_target
+            news.append(new)
             known.append((request, state))
         ready = []
         for (request, state), unchanged in zip(known, self._extend(known, news), strict=True):

@@ -102,7 +102,7 @@ class Planner:
         table = self.table(sequences, size)
         size = len(table)
         feed = self.ragged(table, cached, pending)
-        after = cached + [len(ids) for ids in pending]
+        after = cached + np.diff(feed.starts)
         if width:
             feed = self._uniform(feed, sequences, after, size, width)
         lengths = np.ones((rounds, size), np.int32)

@@ -135,17 +135,20 @@ class PickedTokens:
 
     Args:
         packet: int32 [S, 3, B].
+        confidences: Whether it has any.
 
     Attributes:
         ids: Of each request, S of them; of one that ended earlier the first count.
-        peaks: As `ids`.
+        peaks: As `ids`; none without confidences.
         sound: Of each request, how many of its first logits were finite.
     """
 
-    def __init__(self, packet: np.ndarray) -> None:
+    def __init__(self, packet: np.ndarray, *, confidences: bool) -> None:
         steps = len(packet)
         self.ids: list[list[int]] = packet[:, 0].T.tolist()
-        self.peaks: list[list[float]] = packet[:, 2].view(np.float32).T.tolist()
+        self.peaks: list[list[float]] = [[]] * packet.shape[2]
+        if confidences:
+            self.peaks = packet[:, 2].view(np.float32).T.tolist()
         finite = np.isfinite(packet[:, 1].view(np.float32))
         self.sound = [steps] * packet.shape[2]
         if not finite.all():

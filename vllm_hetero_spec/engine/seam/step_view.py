@@ -47,6 +47,13 @@ class RequestView(NamedTuple):
         """Target tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def since(self, num_tokens: int) -> Sequence[int]:
+        """Target ids behind the first so many."""
+        if num_tokens + len(self.new_tokens) == len(self.token_ids):
+            return self.new_tokens  # the usual case, without a look at the runner's memory
+        ids: list[int] = self.token_ids[num_tokens:].tolist()
+        return ids
+
     @property
     def begins(self) -> bool:
         """Whether it waits for its first token, or has sampled it in this step."""
