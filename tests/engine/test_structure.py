@@ -40,7 +40,7 @@ MOVERS = {
     "draft/tree.py": "part of slrs",
     "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",
-    "engine/drafter/request_state.py": "arrays of the host: token ids of a request",
+    "engine/drafter/request_state.py": "arrays of the host: a prompt's token ids",
     "engine/drafter/round_plan.py": "arrays of the host: what will be fed",
     "engine/drafter/span_drafting.py": "runs slrs",
     "engine/drafter/static_tensors.py": "static buffers, once at start",
@@ -48,6 +48,7 @@ MOVERS = {
     "engine/drafter/token_choice.py": "confidences between steps, on a CPU alone",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
+    "engine/seam/step_view.py": "arrays of the host: token ids of a request",
 }
 
 _BIRTH = ("__init__", "__post_init__")

@@ -31,6 +31,9 @@ _CORRELATION_OCTAVES = 2.0  # sizes further apart have little to do with each ot
 _ACROSS_KINDS = 0.8  # correlation of two kinds of step, which share most of their work
 _FADE = 1500  # measurements over which what is known fades to the prior, as machines drift
 _FADE_EVERY = 8  # of them: fading each time would cost as much as learning from one
+# Behind so many measurements, those of a known size are learnt from
+_EACH = 64
+_TOGETHER = 4  # at a time: what follows from a curve takes longer to work out than the curve
 # Without calibration.
 _GROWTH = 0.1  # logarithm of seconds per doubling of the size: nearly flat, as below saturation
 _LEVEL = -5.0  # logarithm of seconds at size 1: 7 ms, and the first measurement replaces it
@@ -49,7 +52,8 @@ class CostCurve:
         known = {kind: clean for kind, raw in (points or {}).items() if (clean := _clean(raw))}
         self._kinds = kinds
         self._seen = np.zeros(kinds * len(_KNOTS), bool)
-        self._measured = 0
+        self._learnt = 0  # measurements
+        self._measurements: list[tuple[float, float, int]] = []  # not learnt from yet
         fallback = known.get(0) or next(iter(known.values()), None)
         level, growth, shape = _CALIBRATED if fallback else _UNKNOWN
         means = []
@@ -119,8 +123,23 @@ class CostCurve:
         """Learn from one measurement; what is not a positive number is ignored."""
         if not (size > 0 and 0 < seconds < math.inf):
             return
-        self._measured += 1
-        if not self._measured % _FADE_EVERY:
+        self._measurements.append((size, seconds, kind))
+        familiar = self._learnt >= _EACH and self._seen[kind * len(_KNOTS) + _place(size)[0]]
+        if familiar and len(self._measurements) < _TOGETHER:
+            return
+        for measurement in self._measurements:
+            self._learn(*measurement)
+        for results in (self._measurements, self._monotone, self._slopes, self._hulls):
+            results.clear()
+
+    def points(self, kind: int = 0) -> list[tuple[float, float]]:
+        """The curve at all sizes that were calibrated or measured, as calibration takes it."""
+        seen = self._seen.reshape(self._kinds, -1).any(0)
+        return [(float(size), self.seconds(size, kind)) for size in _KNOTS[seen]]
+
+    def _learn(self, size: float, seconds: float, kind: int) -> None:
+        self._learnt += 1
+        if not self._learnt % _FADE_EVERY:
             self._covariance += (self._drift - self._covariance) * (_FADE_EVERY / _FADE)
         at, low, high, expected = self._expect(size, kind)
         off = math.log(seconds / expected)
@@ -138,13 +157,6 @@ class CostCurve:
         self._log += column * (max(-bound, min(bound, off)) / spread)
         self._covariance -= column[:, None] * (column / spread)
         self._seen[at + (high > low)] = True
-        for results in (self._monotone, self._slopes, self._hulls):
-            results.clear()
-
-    def points(self, kind: int = 0) -> list[tuple[float, float]]:
-        """The curve at all sizes that were calibrated or measured, as calibration takes it."""
-        seen = self._seen.reshape(self._kinds, -1).any(0)
-        return [(float(size), self.seconds(size, kind)) for size in _KNOTS[seen]]
 
     def _expect(self, size: float, kind: int) -> tuple[int, float, float, float]:
         """The knot below, the log-seconds' derivatives by that knot and the next, the seconds."""
@@ -160,7 +172,7 @@ class CostCurve:
         if kind not in self._monotone:
             span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
             logs = self._log[span]
-            if (np.diff(logs) < 0).any():
+            if (logs[1:] < logs[:-1]).any():
                 logs = _isotonic(logs, 1.0 / self._covariance.diagonal()[span])
             self._monotone[kind] = np.exp(logs).tolist()
         return self._monotone[kind]
@@ -207,6 +219,7 @@ def _line(points: Points) -> np.ndarray:
 def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The rising values nearest to the given ones (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, members
+    rising: list[float] = []
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         mean, total, members = value, weight, 1
         while pools and pools[-1][0] > mean:
@@ -214,4 +227,6 @@ def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
             mean = (before * heavy + mean * total) / (heavy + total)
             total, members = heavy + total, count + members
         pools.append((mean, total, members))
-    return np.concatenate([np.full(members, mean) for mean, _, members in pools])
+    for mean, _, members in pools:
+        rising += [mean] * members
+    return np.array(rising)
