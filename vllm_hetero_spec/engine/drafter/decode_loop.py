@@ -314,10 +314,10 @@ class Drafter:
         assert current.fetched is not None
         active = current.plan.active[: current.taken]
         packet = current.fetched.wait()[:, :, : active[0]]
-        tokens = PickedTokens(packet, confidences=self._rules.confidences)
+        picked = PickedTokens(packet, confidences=self._rules.confidences)
         drafted = []
         for row, ids, peaks, sound in zip(
-            current.rows, tokens.ids, tokens.peaks, tokens.sound, strict=False
+            current.rows, picked.ids, picked.peaks, picked.sound, strict=False
         ):
             wanted = min(row.steps, current.taken)
             count = min(wanted, sound)
@@ -329,10 +329,10 @@ class Drafter:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all
             for index, lines in current.own.row_of(active).items():
-                ids, sound, peaks, _ = drafted[index]
-                drawn, task = Drawn(ids if sound else [], lines, peaks), current.rows[index].task
+                tokens, task = drafted[index], current.rows[index].task
+                drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
                 draft = drawn.draft(task, self._rules, probs, stand_ins)
-                drafted[index] = drafted[index]._replace(proposal=draft)
+                drafted[index] = tokens._replace(proposal=draft)
         return drafted
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:
