@@ -17,7 +17,12 @@ import pytest
 from vllm_hetero_spec.engine.compat.ledger import missing
 
 HERE = Path(__file__).parent
-SCENARIOS = ("test_identity.py", "test_cpu_repair.py", "test_drafter_config.py")
+SCENARIOS = (
+    "test_identity.py",
+    "test_cpu_repair.py",
+    "test_drafter_config.py",
+    "test_kv_transfer.py",
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
+from vllm_hetero_spec.engine.seam.alone import alone, solo_group
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     drafting_mode,
@@ -36,7 +37,6 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 )
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
-from vllm_hetero_spec.engine.seam.tensor_parallel import solo_group, tensor_parallel
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -88,7 +88,7 @@ class DraftingRank:
         self._begun = False
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
-        with tensor_parallel(self._group), torch.random.fork_rng(used, device_type=device.type):
+        with alone(self._group), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
                 device,
@@ -169,17 +169,17 @@ class DraftingRank:
 
     def record(self) -> int:
         """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
-        with tensor_parallel(self._group):
+        with alone(self._group):
             return self._recording.record()
 
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, to be timed."""
-        with tensor_parallel(self._group):
+        with alone(self._group):
             self.drafter.step(batch)
 
     def read(self, tokens: int) -> None:
         """One forward over so many context tokens, to be timed."""
-        with tensor_parallel(self._group):
+        with alone(self._group):
             self.drafter.read(tokens)
 
     def reset(self) -> None:
@@ -217,11 +217,11 @@ class DraftingRank:
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
         tasks = self._tasks(step, plan)
-        with tensor_parallel(self._group):
+        with alone(self._group):
             self._rounds.begin(tasks, self.requests.outside(step), self.control)
 
     def _finish(self, step: StepView) -> list[Draft]:
-        with tensor_parallel(self._group):
+        with alone(self._group):
             drafts = self._rounds.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:
