@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from vllm_hetero_spec.verify.race import race
+
 # The third token is the first that is drafted.
 LENGTH = 4
 # Sequences that are rarer share one cell.
@@ -23,10 +25,20 @@ class Setting:
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
 
     def rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Laws [n, V] of the next token, by the definitions of top-k and top-p."""
-        rows = (logits.double() / self.temperature).softmax(-1)
+        """Laws [n, V] of the next token, by the definitions of the parameters."""
+        logits = logits.double()
+        for token, more in self.bias:
+            logits[:, token] += more
+        rows = (logits / self.temperature).softmax(-1)
+        if self.min_p:
+            least = self.min_p * rows.amax(-1, keepdim=True)
+            assert ((rows / least - 1).abs() > 1e-5).all(), "a tie"
+            rows = torch.where(rows < least, 0.0, rows)
+            rows /= rows.sum(-1, keepdim=True)
         ordered, ids = rows.sort(-1, descending=True)
         if self.top_k:
             assert (ordered[:, self.top_k - 1] > 1.00001 * ordered[:, self.top_k]).all(), "a tie"
@@ -57,6 +69,12 @@ def third_is_one_of(
     model: Any, start: list[int], setting: Setting, tokens: Collection[int]
 ) -> dict[bool, float]:
     """Law of whether the third token is one of some, exact but for what hardly ever precedes it."""
+    share = float(law_of_third(model, start, setting)[list(tokens)].sum())
+    return {True: share, False: 1 - share}
+
+
+def law_of_third(model: Any, start: list[int], setting: Setting) -> torch.Tensor:
+    """float64 [V], of the third token, exact but for what hardly ever precedes it."""
     found, mass = torch.tensor([start]), torch.ones(1, dtype=torch.float64)
     with torch.inference_mode():
         for _ in range(2):
@@ -66,8 +84,7 @@ def third_is_one_of(
             found, mass = torch.cat([found[index], token[:, None]], 1), joint[index, token]
         rows = torch.cat([model(part).logits[:, -1] for part in found.split(1024)])
     assert mass.sum() > 0.999
-    share = float(mass @ setting.rows(rows)[:, list(tokens)].sum(-1) / mass.sum())
-    return {True: share, False: 1 - share}
+    return mass @ setting.rows(rows) / mass.sum()
 
 
 def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
@@ -86,3 +103,16 @@ def thirds(sequences: Iterable[Sequence[int]], tokens: Collection[int]) -> Count
 def counted(sequences: Iterable[Iterable[int]]) -> Counter:
     """Samples by their first LENGTH tokens."""
     return Counter(tuple(sequence)[:LENGTH] for sequence in sequences)
+
+
+def raced(
+    model: Any, start: list[int], setting: Setting, seeds: list[int], length: int
+) -> list[list[int]]:
+    """What requests with these seeds say under races, computed without an engine."""
+    texts = torch.tensor([start] * len(seeds))
+    for place in range(length):
+        with torch.inference_mode():
+            rows = setting.rows(model(texts).logits[:, -1]).float()
+        winners = race(rows, torch.tensor(seeds), torch.full((len(seeds),), place))
+        texts = torch.cat([texts, winners[:, None]], 1)
+    return texts[:, len(start) :].tolist()

@@ -187,3 +187,22 @@ def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
     assert make(None).create_engine_config().speculative_config is None
     monkeypatch.setenv("HETERO_SPEC_ALLOW_VLLM", "0.40.0")
     assert make(slem(demo_pair / "drafter")).create_engine_config().speculative_config.hetero
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}])
+def test_parameters_that_v1_leaves_out_of_drafts_are_refused_there(
+    make, demo_pair: Path, params: dict[str, Any]
+) -> None:
+    """On V2 (`laws_v2.py` serves them there) drafts are verified under every parameter."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    config = make(slem(demo_pair / "drafter")).create_engine_config()
+    InputProcessor(config)
+    asked = SamplingParams(**params)
+    assert config.use_v2_model_runner is config.speculative_config.takes_all_params is False
+    with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+        asked._validate_spec_decode(config.speculative_config)
+    config.speculative_config.takes_all_params = True
+    asked._validate_spec_decode(config.speculative_config)

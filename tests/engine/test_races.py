@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chain_pair import PROMPT
 from harness import engine, metrics_of, slem
+from target_law import Setting, load, raced
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,13 @@ def outputs(pair: Path, drafter: str, batch: int, **changes: Any) -> tuple[list[
     spec = slem(pair / drafter, verification="race", **changes)
     with engine(pair / "target", spec, max_num_seqs=batch) as llm:
         params = [
-            SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=24, ignore_eos=True)
+            SamplingParams(
+                temperature=0.9,
+                top_p=0.95,
+                seed=s,
+                max_tokens=24,
+                ignore_eos=True,
+            )
             for s in range(REQUESTS)
         ]
         texts = [PROMPT[s % 20 :] for s in range(REQUESTS)]
@@ -39,6 +46,10 @@ def test_drafters_change_nothing(chain_pair: Path) -> None:
     """The first variant drafts nothing at all: a drafter whose pool holds no request."""
     nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", max_model_len=2, lookahead=1)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
+    same = list(range(0, REQUESTS, 20))  # seeds of requests with the same prompt
+    model, start = load(chain_pair / "target", PROMPT)
+    setting = Setting(0.9, top_p=0.95)
+    assert [nothing[seed] for seed in same] == raced(model, start, setting, same, 24)
     for drafter, batch, changes in VARIANTS:
         found, accepted = outputs(chain_pair, drafter, batch, **changes)
         assert found == nothing, (drafter, changes)

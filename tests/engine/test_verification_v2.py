@@ -94,6 +94,7 @@ class Batch:
     """A batch as V2 lays it out: behind each request's last token its draft."""
 
     def __init__(self, lengths: Sequence[int], requests: Sequence[int], written: list[int]) -> None:
+        self.written = written
         self.ends = np.cumsum(np.array(lengths) + 1)
         self.cu = torch.tensor([0, *self.ends], dtype=torch.int32)
         self.idx = torch.tensor(requests)
@@ -252,6 +253,23 @@ def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
         ((_, tokens, counts),) = batch.run()
     assert tokens.shape == (len(IDS), STEPS + 1)
     assert counts.shape == (len(IDS),)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_were_filled_up_have_the_same_verdicts(rule: str) -> None:
+    """Under asynchronous scheduling all have as many rows; how long a draft is says the view."""
+    ((_, *expected),) = mixed(rule).run()
+    batch = mixed(rule)
+    plain = batch.batch
+    even = batch.batch = Batch([STEPS] * len(IDS), list(plain.idx_np), plain.written)
+    rows = [
+        int(even.cu[i]) + place for i, length in enumerate(LENGTHS) for place in range(length + 1)
+    ]
+    logits, tokens = torch.randn(int(even.cu[-1]), WIDTH), torch.ones(int(even.cu[-1]))
+    logits[rows], tokens[rows] = batch.logits, batch.tokens.float()
+    batch.logits, batch.tokens = logits, tokens.int()
+    ((_, *found),) = batch.run()
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])

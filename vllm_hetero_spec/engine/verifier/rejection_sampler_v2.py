@@ -37,7 +37,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         rule: Decides over the drafts of random requests.
         pending: Where the proposer leaves what its drafts were drawn from.
         races: What draws tokens where they are raced for; else None.
-        batch: Gives the requests of a batch of vLLM's, and the lengths of their drafts.
+        batch: Gives the requests of a batch of vLLM's, and the true lengths of their drafts.
         places: See `Races`.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
@@ -95,9 +95,10 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long() - 1
+        starts = cu_num_logits[:-1].long()
         seeds, places = states.seeds.gpu[idx_mapping], self._places(idx_mapping, pos[starts])
         drafts, rows = self._drafts(seeds, places, starts, verify_draft_sampled)
+        ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
         bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
         temperature = states.temperature.np[idx_mapping_np]
         cold: torch.Tensor | bool = not temperature.any()
@@ -133,8 +134,8 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             seeds: int64 [B].
             places: int64 [B].
             starts: int64 [B], each request's first row.
-            draft_sampled: int [N + B], each request's last token and its draft; -1 for a place
-                that holds none.
+            draft_sampled: int, for each row of logits the token before it: each request's last
+                token, its draft, and what may fill that up; -1 for a place that holds none.
         """
         part = slice(self._verified, self._verified + len(seeds))
         self._verified = part.stop

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of samples on Model Runner V2: tests of a process of its own, which `test_laws_v2.py` runs.
+
+The interpreter takes several times as long as the kernels that it stands in for: few samples, and
+few engines. HETERO_SPEC_SAMPLES asks for more, of all methods.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chain_pair import PROMPT
+from goodness import MISSED, follows, missed
+from harness import engine, metrics_of, proposer_of, slem
+from target_law import (
+    Ids,
+    Setting,
+    counted,
+    law_of,
+    law_of_third,
+    load,
+    raced,
+    third_is_one_of,
+    thirds,
+)
+from test_sampling import SETTINGS, params_of, sample
+from vllm import SamplingParams
+
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
+
+LONG = "HETERO_SPEC_SAMPLES" in os.environ
+SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "150"))
+# What V1 refuses: the likeliest continuations alone, and some tokens made likelier than they are.
+ALL_SETTINGS = (SETTINGS if LONG else {"nucleus": SETTINGS["nucleus"]}) | {
+    "narrow": Setting(1.0, min_p=0.4),
+    "biased": Setting(1.0, bias=((70, 4.0), (72, -4.0), (67, -4.0))),
+}
+CASES = [("slrs", "token"), ("tli", "block")]
+if LONG:
+    CASES += [
+        ("slem", "token"),
+        ("slem", "block"),
+        ("tli", "token"),
+        ("union", "token"),
+        ("union", "block"),
+        ("push_forward", "token"),
+        ("push_forward", "block"),
+        ("push_forward", "race"),
+        ("slrs", "block"),
+        ("hetero", "token"),
+        ("hetero", "race"),
+    ]
+ROOM = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
+Target = tuple[Any, list[int]]
+
+
+@pytest.fixture(scope="module")
+def target(chain_pair: Path) -> Target:
+    return load(chain_pair / "target", PROMPT)
+
+
+@pytest.fixture(scope="module")
+def laws(target: Target) -> dict[str, dict[Ids, float]]:
+    """The target's law under every setting."""
+    return {name: law_of(*target, setting) for name, setting in ALL_SETTINGS.items()}
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
+    method, verification = request.param
+    spec = slem(chain_pair / "drafter", lookahead=3, method=method, verification=verification)
+    with engine(chain_pair / "target", spec, **ROOM) as llm:
+        yield llm
+
+
+def test_samples_follow_the_targets_law(
+    llm: Any, target: Target, laws: dict[str, dict[Ids, float]]
+) -> None:
+    """Every setting, seeded and not, greedy neighbours, all in one batch."""
+    assert isinstance(proposer_of(llm).seam, RunnerV2)
+    drawn = sample(llm, SAMPLES, ALL_SETTINGS, seeds=True)
+    for name, texts in drawn.items():
+        assert follows(counted(texts), laws[name]), name
+    # The third token is the first drafted one. Without its parameter a setting would be caught.
+    hot = law_of_third(*target, SETTINGS["hot"])
+    for name in ("narrow", "biased"):
+        rarer = set((law_of_third(*target, ALL_SETTINGS[name]) < hot).nonzero()[:, 0].tolist())
+        law, plain = (
+            third_is_one_of(*target, setting, rarer)
+            for setting in (ALL_SETTINGS[name], SETTINGS["hot"])
+        )
+        assert missed(law, plain, SAMPLES) < MISSED
+        assert follows(thirds(drawn[name], rarer), law)
+    gained = metrics_of(llm)
+    assert 0 < gained["num_accepted_tokens"] < gained["num_draft_tokens"]
+
+
+def test_a_seed_means_the_same_in_any_batch(llm: Any) -> None:
+    """Beside others, which have drafts of other lengths, and alone."""
+    own = [params_of(SETTINGS["hot"], seed) for seed in range(8)]
+    others = [
+        SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        for tokens in (2, 3, 4, 9)
+    ]
+    mixed = [params for seeded in own for params in (seeded, *others)]
+    found = llm.generate([PROMPT] * len(mixed), mixed, use_tqdm=False)
+    beside = [output.outputs[0].token_ids for output in found[:: 1 + len(others)]]
+    alone = [
+        llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+        for params in own[:: 1 if LONG else 3]
+    ]
+    assert beside[:: 1 if LONG else 3] == alone
+    assert len({tuple(text) for text in beside}) > 4
+
+
+def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
+    """Of drafted tokens, corrections and bonus tokens: before any parameter, by vLLM's default."""
+    model, start = target
+    params = [
+        SamplingParams(temperature=0.7, top_k=20, seed=s, logprobs=1, max_tokens=9, ignore_eos=True)
+        for s in range(4)
+    ]
+    for output in llm.generate([PROMPT] * 4, params, use_tqdm=False):
+        tokens = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            rows = model(torch.tensor([[*start, *tokens]])).logits[0, len(start) - 1 : -1]
+        expected = rows.log_softmax(-1)[range(9), tokens].tolist()
+        told = [
+            among[token].logprob
+            for among, token in zip(output.outputs[0].logprobs, tokens, strict=True)
+        ]
+        assert told == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "target", "none"])
+def test_races_are_those_of_the_seed(chain_pair: Path, target: Target, drafter: str) -> None:
+    """Whatever drafts, and where nothing does; `test_races` holds V1 to the same texts."""
+    setting, seeds, length = Setting(0.9, top_p=0.95), list(range(20)), 10
+    name, more = drafter, {}
+    if drafter == "none":  # a drafter whose pool holds no request
+        name, more = "drafter", {"max_model_len": 2}
+    spec = slem(chain_pair / name, 3, method="tli", verification="race", **more)
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=length, ignore_eos=True)
+        for s in seeds
+    ]
+    with engine(chain_pair / "target", spec, max_num_seqs=16) as llm:
+        found = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        gained = metrics_of(llm)
+    assert [list(o.outputs[0].token_ids) for o in found] == raced(*target, setting, seeds, length)
+    drafted = gained["num_draft_tokens"], gained["num_accepted_tokens"]
+    if drafter == "target":
+        assert drafted[0] == drafted[1] > 100
+    else:
+        assert (drafted[1] > 0) is (drafter == "drafter")
+
+
+@pytest.mark.parametrize(
+    ("method", "verification"), [("tli", "token"), ("push_forward", "block"), ("slrs", "fuzzy")]
+)
+def test_a_drafter_that_is_the_target_is_always_right(
+    chain_pair: Path, method: str, verification: str
+) -> None:
+    """Same model, same tokenizer, same law: rows agree but for rounding; without parameters too."""
+    target = chain_pair / "target"
+    more = {"threshold": 0.0} if verification == "fuzzy" else {}
+    spec = slem(target, lookahead=4, method=method, verification=verification, **more)
+    params = [
+        SamplingParams(temperature=heat, top_p=p, max_tokens=21, ignore_eos=True, seed=seed)
+        for heat, p, seed in [(0.8, 0.95, None), (0.8, 1.0, 4), (1.0, 1.0, None), (0.0, 1.0, None)]
+    ]
+    with engine(target, spec, max_num_seqs=16) as llm:
+        prompts = [PROMPT[start:] for start in range(16)]
+        llm.generate(prompts, params * 4, use_tqdm=False)
+        gained = metrics_of(llm)
+    assert gained["num_draft_tokens"] > 150
+    assert gained["num_accepted_tokens"] / gained["num_draft_tokens"] > 0.995
