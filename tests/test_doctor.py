@@ -14,7 +14,29 @@ def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["good"]
-    assert len(found["findings"]) == 7
+    assert len(found["findings"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "triton", "said"),
+    [
+        ("0", True, "V1 (VLLM_USE_V2_MODEL_RUNNER=0)"),
+        ("1", True, "V2 (VLLM_USE_V2_MODEL_RUNNER=1)"),
+        (None, True, "V2 (vLLM's default)"),
+        (None, False, "V1 (V2 needs Triton, which has no backend here)"),
+    ],
+)
+def test_the_model_runner_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, triton: bool, said: str
+) -> None:
+    from vllm.triton_utils import importing
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(importing, "HAS_TRITON", triton)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    (finding,) = (f for f in health.examine(run=False) if f.check == "model runner")
+    assert finding.found == said
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,22 @@ BASE: dict[str, Any] = {
     "max_num_seqs": 32,
     "disable_log_stats": False,
 }
+
+
+HERE = Path(__file__).parent
+
+
+def v2_environment(*first: Path) -> dict[str, str]:
+    """Of a process whose engines run on Model Runner V2.
+
+    Args:
+        first: Folders to import from before all others, such as another release of vLLM.
+    """
+    path = [HERE / "v2_on_cpu", *first, HERE, HERE.parent, HERE.parent.parent]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "TRITON_INTERPRET": "1",
+    }
 
 
 @contextlib.contextmanager

@@ -4,11 +4,15 @@
 Every scenario is run by the target alone and by each way of speculating; the ids must be equal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from harness import engine, metrics_of
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_hetero_spec import read_stats
 
 Outputs = dict[str, list[int]]
 Scenario = Callable[[LLM, list[str]], Outputs]
@@ -100,7 +104,8 @@ def structured(llm: LLM, prompts: list[str]) -> Outputs:
     }
     params = greedy(max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
     free = greedy(max_tokens=24)
-    return generate(llm, prompts[:12], [params, free] * 6)
+    chosen = prompts[:12]
+    return generate(llm, chosen, [(params, free)[i % 2] for i in range(len(chosen))])
 
 
 def up_to_max_model_len(llm: LLM, prompts: list[str]) -> Outputs:
@@ -147,9 +152,37 @@ ROOMY: dict[str, Scenario] = {
     "structured output": structured,
 }
 
-# Run with max_num_batched_tokens=64, a short max_model_len and few KV blocks.
+# Run in an engine of these limits.
+TIGHT_LIMITS: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_model_len": 320,
+    "num_gpu_blocks_override": 40,
+    "block_size": 32,
+    "max_num_seqs": 16,
+}
 TIGHT: dict[str, Scenario] = {
     "long prompts": long_prompts,
     "up to max_model_len": up_to_max_model_len,
     "preemption": crowded,
 }
+
+
+def run_all(
+    target: Path,
+    spec: dict[str, Any] | None,
+    prompts: list[str],
+    roomy: Mapping[str, Scenario] = ROOMY,
+    tight: Mapping[str, Scenario] = TIGHT,
+) -> dict[str, tuple[Outputs, dict[str, Any]]]:
+    """scenario -> token ids, and what the counters gained meanwhile."""
+    found = {}
+    for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
+        with engine(target, spec, **limits) as llm:
+            for name, scenario in scenarios.items():
+                before = metrics_of(llm)
+                ids = scenario(llm, prompts)
+                gained = {k: v - before.get(k, 0) for k, v in metrics_of(llm).items()}
+                if spec is not None:
+                    gained["skipped"] = read_stats(llm)["skipped"]
+                found[name] = (ids, gained)
+    return found

@@ -6,26 +6,17 @@ One engine per way of speculating runs all scenarios; every scenario is then com
 
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import engine, metrics_of, slem
-from scenarios import ROOMY, TIGHT, Outputs
+from harness import slem
+from scenarios import ROOMY, TIGHT, run_all
 from tokenizers import Tokenizer
 
-from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.engine
 
-TIGHT_LIMITS: dict[str, Any] = {
-    "max_num_batched_tokens": 64,
-    "max_model_len": 320,
-    "num_gpu_blocks_override": 40,
-    "block_size": 32,
-    "max_num_seqs": 16,
-}
 LOOKAHEAD = 4
 # The least share of proposed tokens that must be accepted where the drafter is the target. Through
 # text the target has to write what it means canonically: each of its tokens that its own tokenizer
@@ -40,26 +31,12 @@ def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> dict[s
     target = demo_pair / "target"
     text = slem(target, translation="text")
     return {
-        "alone": _run_all(target, None, prompts),
-        "alone on code": _run_all(target, None, code_prompts),
-        "pair": _run_all(target, slem(demo_pair / "drafter"), prompts),
-        "identity": _run_all(target, slem(target), prompts),
-        "forced text": _run_all(target, text, code_prompts),
+        "alone": run_all(target, None, prompts),
+        "alone on code": run_all(target, None, code_prompts),
+        "pair": run_all(target, slem(demo_pair / "drafter"), prompts),
+        "identity": run_all(target, slem(target), prompts),
+        "forced text": run_all(target, text, code_prompts),
     }
-
-
-def _run_all(target: Path, spec: dict[str, Any] | None, prompts: list[str]) -> dict[str, tuple]:
-    found = {}
-    for scenarios, limits in ((ROOMY, {}), (TIGHT, TIGHT_LIMITS)):
-        with engine(target, spec, **limits) as llm:
-            for name, scenario in scenarios.items():
-                before = metrics_of(llm)
-                ids: Outputs = scenario(llm, prompts)
-                gained = {k: v - before.get(k, 0) for k, v in metrics_of(llm).items()}
-                if spec is not None:
-                    gained["skipped"] = read_stats(llm)["skipped"]
-                found[name] = (ids, gained)
-    return found
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])

@@ -54,6 +54,7 @@ def examine(*, run: bool = True) -> Iterator[Finding]:
         ("versions", _versions),
         ("vLLM release", _release),
         ("platform", _platform),
+        ("model runner", _runner),
         ("plugin", _plugin),
         ("hooks", _hooks),
         ("vLLM's sources", _ledger),
@@ -104,6 +105,12 @@ def _platform() -> str:
         )
     name = current_platform.get_device_name() if device == "cuda" else platform.processor()
     return f"{device} {name or platform.machine()}"
+
+
+def _runner() -> str:
+    from vllm_hetero_spec.engine.compat.model_runner import choice
+
+    return "{} ({})".format(*choice())
 
 
 def _plugin() -> str:

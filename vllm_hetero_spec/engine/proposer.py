@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
+from vllm_hetero_spec.engine.seam import runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
@@ -30,6 +31,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 def build(vllm_config: VllmConfig) -> "HeteroProposer":
     """Build the proposer; vLLM calls this, which `spec_config.PROPOSER` names, in every worker."""
+    logger.info("Drafting for %s.", runner_choice.describe(vllm_config))
     install_worker_hooks(HeteroProposer, v2=vllm_config.use_v2_model_runner)
     return HeteroProposer(vllm_config)
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.compat.model_runner import choice
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,12 @@ def install() -> None:
     patching.replace(v2, "init_speculator", "speculator", _wrap_init)
     if _RUNNER_V2 in sys.modules:  # it has the function by name, of before
         patching.replace(sys.modules[_RUNNER_V2], "init_speculator", "speculator", _wrap_init)
+
+
+def describe(config: "VllmConfig") -> str:
+    """Which runner serves a configuration of ours, and why."""
+    runner, why = choice(config._get_v2_model_runner_unsupported_features())
+    return f"Model Runner {runner} ({why})"
 
 
 def _wrap_unsupported(original: patching.Function) -> patching.Function:

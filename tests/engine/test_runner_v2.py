@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on Model Runner V2, of each release: output, counts and choice of the runner.
+
+On a CPU vLLM takes V2 only where Triton's interpreter stands in for a backend (`v2_on_cpu`), and in
+a process of its own; what that process found is compared here.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import v2_environment
+from test_identity import IDENTITY
+from v2_runs import SOME, SOME_TIGHT, Run, run_way
+
+pytestmark = pytest.mark.engine
+SCENARIOS = [*SOME, *SOME_TIGHT]
+
+
+@pytest.fixture(scope="module")
+def few(code_prompts: list[str]) -> list[str]:
+    return [prompt[:400] for prompt in code_prompts[:8]]
+
+
+@pytest.fixture(scope="module", params=["installed", "0.33"])
+def on_v2(
+    request: pytest.FixtureRequest,
+    demo_pair: Path,
+    few: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Run], str]:
+    """way -> scenario -> token ids and counts, and the log."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("v2")
+    release = [request.getfixturevalue("runs_033")] if request.param == "0.33" else []
+    environment = v2_environment(*release) | {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
+    }
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("v2_runs.py")),
+        str(demo_pair),
+        json.dumps(few),
+    ]
+    out = folder / "found.json"
+    done = subprocess.run([*command, str(out)], env=environment, capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-8000:]
+    return json.loads(out.read_text()), log
+
+
+def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:
+    _, log = on_v2
+    assert "Drafting for Model Runner V2 (vLLM's default)" in log
+    assert "V1" not in log
+    assert "does not yet support" not in log
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("way", ["pair", "identity"])
+def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) -> None:
+    runs, _ = on_v2
+    ids, gained = runs[way][scenario]
+    assert ids == runs["alone"][scenario][0]
+    assert gained["num_drafts"] > 0
+    assert "drafter_error" not in gained["skipped"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, scenario: str) -> None:
+    _, gained = on_v2[0]["identity"][scenario]
+    assert gained["num_accepted_tokens"] >= IDENTITY * gained["num_draft_tokens"]
+
+
+def test_preemption_was_forced(on_v2: tuple) -> None:
+    runs, _ = on_v2
+    assert all(runs[way]["preemption"][1]["num_preemptions"] > 0 for way in ("alone", "pair"))
+
+
+def test_both_models_are_timed(on_v2: tuple) -> None:
+    runs, log = on_v2
+    assert "Timed target and drafter in" in log
+    assert "could not be timed" not in log
+    ids, alone = (runs[way]["batch 8"][0] for way in ("calibrated", "alone"))
+    assert list(ids.values()) == list(alone.values())
+
+
+def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
+    pair = on_v2[0]["pair"]
+    for scenario in SCENARIOS:
+        assert pair[scenario] == list(on_v1[scenario]), scenario
+
+
+@pytest.fixture(scope="module")
+def on_v1(demo_pair: Path, few: list[str]) -> Run:
+    """Of the pair."""
+    return run_way("pair", demo_pair, few)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model Runner V2 without a GPU: with this folder on PYTHONPATH and TRITON_INTERPRET=1.
+
+V2 needs Triton, which has no backend for CPUs in any package index. Its interpreter runs V2's
+kernels in numpy: vLLM only has to be told that there is a backend.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+_SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
+
+
+class _TorchSampler(importlib.abc.MetaPathFinder):
+    """Has the sampler's module loaded as if there were no Triton: the interpreter cannot run its
+    kernel of top-k and top-p."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _SAMPLER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            module.__dict__["HAS_TRITON"] = False
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _masks_are_bools(store: Any) -> Any:
+    """`store` of the interpreter, which refuses some masks that compiled kernels take."""
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, policy: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(self, pointers, value, mask, policy)
+
+    return create_masked_store
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.backends import backends
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_masked_store
+    InterpreterBuilder.create_masked_store = _masks_are_bools(store)
+    driver = SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = SimpleNamespace(compiler=None, driver=driver)
+    sys.meta_path.insert(0, _TorchSampler())

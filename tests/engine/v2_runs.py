@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `test_runner_v2.py` has run in a process of Model Runner V2: loads as small as they may be.
+
+The interpreter takes several times as long as the kernels that it stands in for.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import engine, slem
+from scenarios import ROOMY, TIGHT, Outputs, generate, greedy, run_all
+
+WAYS = ("alone", "pair", "identity")
+SOME = {
+    name: ROOMY[name]
+    for name in ("batch 8", "joining and aborting", "mixed parameters", "structured output")
+}
+SOME_TIGHT = {name: TIGHT[name] for name in ("long prompts", "up to max_model_len", "preemption")}
+Run = dict[str, tuple[Outputs, dict[str, Any]]]
+
+
+def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
+    """scenario -> token ids, and what the counters gained meanwhile."""
+    drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[way]
+    spec = None if drafter is None else slem(drafter)
+    return run_all(demo / "target", spec, prompts, SOME, SOME_TIGHT)
+
+
+def calibrated(demo: Path, prompts: list[str]) -> Run:
+    """An engine that times both models at start-up."""
+    spec = slem(demo / "drafter", controller="goodput")
+    with engine(demo / "target", spec, max_num_seqs=4) as llm:
+        return {"batch 8": (generate(llm, prompts, greedy()), {})}
+
+
+if __name__ == "__main__":
+    demo, prompts, out = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+    found = {way: run_way(way, demo, prompts) for way in WAYS}
+    out.write_text(json.dumps(found | {"calibrated": calibrated(demo, prompts)}))
