@@ -21,7 +21,7 @@ SCENARIOS = [*SOME, *SOME_TIGHT]
 
 @pytest.fixture(scope="module")
 def few(code_prompts: list[str]) -> list[str]:
-    return [prompt for prompt in code_prompts[:8]]
+    return code_prompts[:8]
 
 
 @pytest.fixture(scope="module", params=["installed", "0.33"])

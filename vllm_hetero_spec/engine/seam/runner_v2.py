@@ -133,6 +133,7 @@ class RunnerV2:
         """int64 [B, K], what vLLM is given before drafts are made."""
         return self._nothing[: batch.num_reqs]
 
+    @torch.inference_mode()
     def hand_out(self, batch: "InputBatch", drafts: Sequence[list[int]]) -> "DraftTokenIds":
         """Put a step's drafts where the next step reads them; what the scheduler is to know.
 

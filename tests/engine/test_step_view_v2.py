@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting sees of a step of Model Runner V2, and what V2 is given, with plain values."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
+from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
+
+DRAFTED = 4
+
+
+def new(req_id: str, **params: Any) -> SimpleNamespace:
+    from vllm import SamplingParams
+
+    return SimpleNamespace(
+        req_id=req_id, sampling_params=SamplingParams(**params), prompt_embeds=None
+    )
+
+
+def output_of(*started: Any, finished: str = "", preempted: str = "", **drafted: Any) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=list(started),
+        finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted) or None,
+        scheduled_spec_decode_tokens=drafted,
+        total_num_scheduled_tokens=6,
+        num_spec_tokens_to_schedule=DRAFTED,
+    )
+
+
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    """Room for three requests, of which "a" is in the last place and "b" in the first."""
+    texts = np.arange(30, dtype=np.int32).reshape(3, 10)
+    uva = SimpleNamespace(np=texts)
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        max_num_reqs=3,
+        num_speculative_steps=DRAFTED,
+        max_model_len=100,
+        req_states=SimpleNamespace(
+            req_id_to_index={"a": 2, "b": 0},
+            all_token_ids=SimpleNamespace(_uva_buf=uva),
+            total_len=SimpleNamespace(gpu=torch.tensor([6, 0, 5], dtype=torch.int32)),
+            prompt_len=SimpleNamespace(np=np.array([6, 0, 3])),
+            draft_tokens=torch.full((3, DRAFTED), 99),
+        ),
+        sampler=SimpleNamespace(
+            sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.array([70, 0, 3])))
+        ),
+        draft_tokens_handler=None,
+        model_memory_usage=0,
+        get_model=lambda: "the target",
+    )
+
+
+@pytest.fixture
+def batch() -> SimpleNamespace:
+    """The requests a and b."""
+    places = np.array([2, 0])
+    return SimpleNamespace(
+        req_ids=["a", "b"],
+        num_reqs=2,
+        idx_mapping_np=places,
+        idx_mapping=torch.from_numpy(places),
+    )
+
+
+SAMPLED = torch.tensor([2, 0])  # b reads its prompt
+
+
+def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
+    seam = RunnerV2(runner)
+    seam.begins(output_of(new("a", temperature=0.5, seed=3), a=[7, 8]))
+    seam.begins(output_of(new("b"), a=[7, 8]))
+    step = seam.view(batch, SAMPLED)
+    a, b = step.requests
+    assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens, a.num_drafted) == ("a", 3, 2, 2)
+    assert a.token_ids.tolist() == [20, 21, 22, 23, 24]
+    assert list(a.new_tokens) == [23, 24]
+    assert (a.params.temperature, a.params.seed, a.params.random) == (0.5, 3, True)
+    assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (6, [], 0)
+    assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
+    assert (step.started, set(step.live)) == ({"b": None}, {"a", "b"})
+    assert step.target_seconds is step.step_seconds is None
+    seam.handed_out()
+    again = seam.view(batch, SAMPLED)
+    assert 0 <= again.target_seconds <= again.step_seconds
+
+
+def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
+    runner: Any, batch: Any
+) -> None:
+    seam = RunnerV2(runner)
+    seam.begins(output_of(new("a"), new("b", temperature=0.5)))
+    seam.begins(output_of(preempted="b"))
+    assert set(seam.view(batch, SAMPLED).live) == {"a", "b"}  # it waits
+    seam.begins(output_of(new("b", temperature=0.5)))
+    assert seam.view(batch, SAMPLED).started == {}
+    seam.begins(output_of(new("b", temperature=0.9), preempted="a"))
+    again = seam.view(batch, SAMPLED)
+    assert again.started == {"b": None}
+    assert again.requests[1].params.temperature == 0.9
+    seam.begins(output_of(new("a"), finished="a"))  # a preempted one is aborted, its id taken
+    assert seam.view(batch, SAMPLED).started == {"a": None}
+    seam.begins(output_of(finished="ab"))
+    assert not seam._new
+    assert not seam._params
+    assert not seam._preempted
+
+
+def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
+    seam = RunnerV2(runner)
+    told = seam.hand_out(batch, [[5, 6], []])
+    assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[5, 6], []])
+    assert runner.req_states.draft_tokens[2, :2].tolist() == [5, 6]
+    assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # of nobody in the step
+    assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds what stands there
+    assert seam.no_drafts(batch).shape == (2, DRAFTED)
+
+
+class _Proposer:
+    """Drafts one token for each request, at the second question."""
+
+    def __init__(self) -> None:
+        self.warm = False
+        self.calls: list[str] = []
+        self.drafts: list[list[int]] = []
+
+    def bind(self, seam: Any) -> None:
+        self.seam = seam
+
+    def load_model(self, target_model: Any) -> None:
+        self.calls.append(f"load beside {target_model}")
+
+    def after_step(self, view: Any, num_requests: int) -> list[list[int]]:
+        self.calls.append("begin")
+        assert len(view().requests) == num_requests
+        self.drafts = [[] for _ in range(num_requests)]
+        return self.drafts
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+        for index, draft in enumerate(self.drafts):
+            draft.append(index)
+
+
+def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(runner: Any, batch: Any) -> None:
+    proposer: Any = _Proposer()
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    assert runner.draft_tokens_handler is speculator
+    speculator.seam.begins(output_of(new("a"), new("b")))
+    nothing = (None,) * 4
+
+    def propose(**changes: Any) -> torch.Tensor:
+        return speculator.propose(batch, *nothing, SAMPLED, **changes)
+
+    propose()  # vLLM warms up by requests of its own
+    proposer.warm = True
+    propose(dummy_run=True)
+    assert proposer.calls == ["load beside the target"]
+    assert speculator.get_draft_tokens() is None
+    assert propose().shape == (2, DRAFTED)
+    speculator.set_draft_tokens(batch, propose())  # nobody asks for the first
+    told = speculator.get_draft_tokens()
+    assert told.draft_token_ids == [[0], [1]]
+    assert proposer.calls[1:] == ["begin", "begin", "finish"]
+    assert runner.req_states.draft_tokens[[2, 0], 0].tolist() == [0, 1]
+    assert speculator.get_draft_tokens() is None
+
+
+def config_of(**changes: Any) -> Any:
+    plain = {
+        "lora_config": None,
+        "parallel_config": SimpleNamespace(enable_batch_sharded_sampling=None),
+        "speculative_config": SimpleNamespace(hetero="options"),
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
+    from vllm_hetero_spec.engine.seam import runner_choice
+
+    custom = "speculative method 'custom_class'"
+    choose = runner_choice._wrap_unsupported(lambda config: [custom, "theirs"])
+    assert choose(config_of()) == ["theirs"]
+    assert choose(config_of(speculative_config=None)) == [custom, "theirs"]
+    assert len(choose(config_of(lora_config="some"))) == 2
+    assert len(choose(config_of(watermark_config="some"))) == 2
+    sharded = SimpleNamespace(enable_batch_sharded_sampling=True)
+    assert len(choose(config_of(parallel_config=sharded))) == 2
