@@ -177,6 +177,8 @@ def run_all(
     """scenario -> token ids, and what the counters gained meanwhile."""
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
+        if not scenarios:
+            continue
         with engine(target, spec, **limits) as llm:
             for name, scenario in scenarios.items():
                 before = metrics_of(llm)
