@@ -78,6 +78,7 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
     """A forward under data parallelism asks the other engines for theirs."""
     target = target_config(demo_pair)
     target.parallel_config.data_parallel_size = 2
+    target.parallel_config.enable_expert_parallel = True  # refused for a model without experts
     parallel = drafter_config(target, options(demo_pair)).parallel_config
     assert parallel.data_parallel_size == 1
     assert target.parallel_config.data_parallel_size == 2

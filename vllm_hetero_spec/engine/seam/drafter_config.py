@@ -198,6 +198,7 @@ def drafter_vllm_config(
     cache.kv_sharing_fast_prefill = False  # asks which tokens are sampled, which a runner knows
     parts["scheduler_config"].async_scheduling = False
     parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
+    parallel.enable_expert_parallel = False
     parallel.enable_eplb = False
     if solo:
         parallel.tensor_parallel_size = 1
