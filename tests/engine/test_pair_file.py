@@ -3,6 +3,7 @@
 
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) 
 def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     PairFile(tmp_path / "file" / "pairs", "pair").write(known())
+
+
+def test_engines_that_write_at_once_leave_it_whole(tmp_path: Path, caplog: Any) -> None:
+    """Also where process ids do not tell them apart, as in containers that share a folder."""
+    caplog.set_level("INFO", logger="vllm.hetero_spec")
+    writers = [PairFile(tmp_path, "pair") for _ in range(4)]
+    with ThreadPoolExecutor(len(writers)) as pool:
+        for _ in pool.map(lambda n: writers[n % len(writers)].write(known()), range(200)):
+            assert PairFile(tmp_path, "pair").read(4) is not None
+    assert not caplog.messages
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing the two models at start-up: which sizes, and when it ends."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine import step_timing as costing
-from vllm_hetero_spec.engine.step_timing import sizes, time_steps
+from vllm_hetero_spec.engine.pair_file import PairFile
+from vllm_hetero_spec.engine.step_timing import known_of_pair, sizes, time_steps
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 
 
 def test_sizes_grow_and_end_with_the_largest() -> None:
@@ -62,3 +70,38 @@ def test_ranks_stop_together(clock: list[float]) -> None:
 
     assert len(time_steps(lambda size: None, 64, agree)) == 3
     assert asked == [False] * 3
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_engines_that_wait_for_each_other_take_as_many_steps(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: bool
+) -> None:
+    """One has kept what it knew, the other has not: with experts, neither runs a step."""
+    group = SimpleNamespace(is_first_rank=True, broadcast_object=lambda said, src: said)
+    monkeypatch.setattr(costing, "get_tp_group", lambda: group)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=experts),
+        parallel_config=SimpleNamespace(data_parallel_size=2 if experts else 1),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    options = HeteroOptions("slem", "drafter", 4)
+    files = [PairFile(tmp_path, rank) for rank in range(2)]
+    files[0].write(Estimates.of(CostModel([(1, 0.1)], [(1, 0.01)]), 4))
+    steps = [0, 0]
+    for rank, file in enumerate(files):
+
+        def target_forward(rows: int, rank: int = rank) -> None:
+            steps[rank] += 1
+            clock[0] += 0.1
+
+        seam: Any = SimpleNamespace(target_forward=target_forward, max_num_tokens=64)
+        drafting: Any = SimpleNamespace(
+            step=lambda batch: None,
+            read=lambda tokens: None,
+            drafter=SimpleNamespace(max_length=64),
+        )
+        known = known_of_pair(file, seam, drafting, config, options)
+        assert known is not None  # to go on from, and to be kept
+        assert known.costs.knows_target != (experts and rank == 1)
+    assert steps[0] == 0
+    assert (steps[1] == 0) == experts

@@ -13,6 +13,7 @@ import platform
 import time
 from multiprocessing.util import Finalize
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -67,11 +68,17 @@ class PairFile:
         self._written = time.monotonic()
         if self._path is None:
             return
-        partial = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(known.to_dict()), encoding="utf-8")
-            partial.replace(self._path)
+            # A name that no other engine has: in containers with one folder, process ids are alike.
+            with NamedTemporaryFile("w", dir=self._path.parent, delete=False) as partial:
+                try:
+                    partial.write(json.dumps(known.to_dict()))
+                    partial.flush()
+                    os.replace(partial.name, self._path)
+                except OSError:
+                    os.unlink(partial.name)
+                    raise
         except OSError as error:
             logger.info("What is known of this pair is not kept in %s: %s.", self._path, error)
 
