@@ -6,6 +6,8 @@ import json
 import logging
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,33 @@ def test_accepted_and_carried_along(make, demo_pair: Path) -> None:
         assert copied.hetero == first.hetero
         assert copied.drafter_model_config.model == first.drafter_model_config.model
     assert "slem" in repr(first)
+
+
+def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_path: Path) -> None:
+    """Ray Serve's replicas unpickle it in a process in which vLLM has loaded no plugin."""
+    carried = tmp_path / "config"
+    config = make(slem(demo_pair / "drafter")).create_engine_config().speculative_config
+    program = (
+        "import pickle, sys\n"
+        "from vllm.v1.metrics.loggers import PrometheusStatLogger\n"
+        "from vllm.v1.worker.worker_base import WorkerBase\n"
+        "def patched(): return hasattr(PrometheusStatLogger.record, '__vllm_hetero_spec_patch__')\n"
+        "def answers(): return hasattr(WorkerBase, 'hetero_spec_stats')\n"
+        "before = patched() or answers()\n"
+        "pickle.load(open(sys.argv[1], 'rb'))\n"
+        "print(before, patched() and answers())"
+    )
+    command = [sys.executable, "-c", program, str(carried)]
+    carried.write_bytes(pickle.dumps(config))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["False True"], done.stderr
+    config.plugin_version = "9.8.7"
+    carried.write_bytes(pickle.dumps(config))
+    done = subprocess.run(command, capture_output=True, text=True)
+    refusal = done.stderr.splitlines()[-1]
+    assert refusal.startswith("vllm_hetero_spec.config.ConfigError: vllm_hetero_spec is")
+    assert vllm_hetero_spec.__version__ in refusal
+    assert "9.8.7" in refusal
 
 
 @pytest.mark.parametrize(

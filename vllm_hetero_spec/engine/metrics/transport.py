@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching, releases
-from vllm_hetero_spec.engine.metrics.counters import Counted
+from vllm_hetero_spec.engine.metrics.counters import RPC, Counted, DraftStats
 from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter, Log
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
 logger = logging.getLogger("vllm.hetero_spec")
 _P = ParamSpec("_P")
@@ -85,6 +86,9 @@ def install() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    patching.add(WorkerBase, RPC, _worker_stats)  # on every rank, whether it drafts or not
 
     patching.add_fields(SchedulerStats, _Carried)
     patching.replace(Scheduler, "update_from_output", "metrics", _wrap_update)
@@ -96,6 +100,13 @@ def install() -> None:
 
 require = harmless(install)
 """`install` where a drafter of ours is asked for: what is missing costs the metrics alone."""
+
+
+def _worker_stats(worker: "WorkerBase") -> Counted:
+    """Answer to `collective_rpc(RPC)`: zeros where no drafter of ours is."""
+    snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
+    counted: DraftStats = snapshot()
+    return counted.as_dict()
 
 
 @harmless

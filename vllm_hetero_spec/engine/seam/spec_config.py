@@ -8,11 +8,14 @@ through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM'
 the `prompt_lookup_max=0` that `custom_class` sets.
 """
 
+import platform
+
 from pydantic import SkipValidation
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec import __version__, register
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
 
 PROPOSER = "vllm_hetero_spec.engine.proposer.build"
 
@@ -27,17 +30,32 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
             target's, as `custom_class` demands.
         takes_all_params: Whether drafts are verified under every sampling parameter; set where
             requests are checked (`params_check`).
+        plugin_version: Of this package, where the configuration was made.
     """
 
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
     drafter_model_config: SkipValidation[ModelConfig] = None
     takes_all_params: bool = False
+    plugin_version: str = __version__
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Unpickled in another process (engine core, worker): install there what it needs."""
+        """Unpickled in another process (engine core, worker): install there what it needs.
+
+        A replica of Ray Serve gets its configuration ready-made, and vLLM loads no plugin there.
+
+        Raises:
+            ConfigError: This process has another version of this package.
+        """
         from vllm_hetero_spec.engine.seam import cache_salt, runner_choice
 
         self.__dict__.update(state)
+        if self.plugin_version != __version__:
+            raise ConfigError(
+                f"vllm_hetero_spec is {__version__} in this process on {platform.node()} and "
+                f"{self.plugin_version} where the engine was configured; install one version on "
+                "all nodes."
+            )
+        register()
         cache_salt.install()
         runner_choice.install()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
-from vllm_hetero_spec.engine.metrics.counters import RPC, DraftStats
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -74,7 +74,6 @@ def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
-    patching.add(WorkerBase, RPC, _worker_stats)
     transport.require_in_worker(proposer, runner)
 
 
@@ -229,9 +228,3 @@ def wrap_execute_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original
         return execute_model
 
     return wrap
-
-
-def _worker_stats(worker: "WorkerBase") -> dict[str, Any]:
-    """Answer to `collective_rpc(RPC)`: zeros on ranks that do not draft."""
-    snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
-    return snapshot().as_dict()
