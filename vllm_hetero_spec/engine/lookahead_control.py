@@ -7,6 +7,9 @@ teaches nothing either. Knows neither where drafts come from nor which model run
 First tokens go first: a request is not drafted for in the step that samples its first token, since
 others that came with it are waiting for theirs; and while any waits, or has just sampled it, the
 drafter reads no long context of a request that has only begun.
+
+Where steps are scheduled ahead, a plan for longer drafts than the present step may have waits for
+one that may (`asks`), and shorter ones are padded until the scheduler has heard of them.
 """
 
 import logging
@@ -27,6 +30,7 @@ _LONG = 128  # unread tokens: fewer take the drafter no longer than a step of th
 # Target tokens without a draft that a request gives for the first tokens of others, at most: where
 # prompts never end, every request would wait for ever.
 _PATIENCE = 4
+_LAG = 8  # steps within which a lookahead that was asked for has come, or will not
 
 
 def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
@@ -74,9 +78,15 @@ class LookaheadControl:
     Args:
         controller: Who decides; may be exchanged between steps.
         can_stop_early: Whether the controller is asked between drafter steps.
+
+    Attributes:
+        asks: The lookahead that coming steps should be scheduled with, one of `StepView.tiers`.
     """
 
     def __init__(self, controller: Controller, *, can_stop_early: bool) -> None:
+        self.asks = 0
+        self._waiting: tuple[dict[str, int], bool] | None = None  # a plan by request; a probe?
+        self._waited = 0  # steps
         self.controller = controller
         self.can_stop_early = can_stop_early
         self._verifying: dict[str, _Verifying] = {}
@@ -112,11 +122,12 @@ class LookaheadControl:
             unread: Context tokens that the drafter has yet to read of each request.
         """
         first_tokens = any(request.begins for request in step.requests)
+        longest = max(step.tiers, default=step.lookahead)
         limits, num_waiting = [], 0
         self._stopped = False
         self._own = {}
         for request, left in zip(step.requests, unread, strict=True):
-            limit = step.lookahead if request.new_tokens else 0
+            limit = longest if request.new_tokens else 0
             waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
             if limit and (request.begins or waits):
                 limit, num_waiting = 0, num_waiting + 1
@@ -124,11 +135,13 @@ class LookaheadControl:
                 self._own[request.req_id] = min(request.params.lookahead, limit)
                 limit = 0
             limits.append(limit)
-        self._plan = self.controller.plan(len(limits), limits, unread, self._random)
+        self._plan = self._planned(step, limits, unread)
         self._say(len(limits))
         lookahead = list(self._plan.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
+        if step.tiers:
+            lookahead = self._within(step, lookahead)
         # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
         beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
         reads = [
@@ -136,6 +149,34 @@ class LookaheadControl:
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
         return StepPlan(lookahead, reads, num_waiting)
+
+    def _planned(
+        self, step: StepView, limits: Sequence[int], unread: Sequence[int]
+    ) -> LookaheadPlan:
+        """The plan that was waiting for this step, or else the controller's."""
+        if self._waiting is not None:
+            wanted, probe = self._waiting
+            same = probe or wanted.keys() == step.index_of.keys()
+            if same and step.lookahead < max(wanted.values()) and self._waited < _LAG:
+                self._waited += 1
+                return LookaheadPlan((0,) * len(limits))
+            self._waiting = None
+            if same and step.lookahead:
+                lookahead = [wanted.get(req_id, 0) for req_id in step.index_of]
+                return LookaheadPlan(tuple(map(min, lookahead, limits)), probe)
+        return self.controller.plan(len(limits), limits, unread, self._random)
+
+    def _within(self, step: StepView, lookahead: list[int]) -> list[int]:
+        """What of a plan can be had in this step; the rest is asked for."""
+        if not step.lookahead and any(self._plan.lookahead):
+            wanted = dict(zip(step.index_of, self._plan.lookahead, strict=True))
+            self._waiting, self._waited = (wanted, self._plan.probe), 0
+        waiting = self._waiting[0].values() if self._waiting else ()
+        longest = max([0, *lookahead, *waiting])
+        self.asks = next(tier for tier in step.tiers if tier >= longest)
+        planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
+        self._plan = self._plan._replace(lookahead=planned)
+        return [min(wanted, step.lookahead) for wanted in lookahead]
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Whether any request is worth another step of the drafter.

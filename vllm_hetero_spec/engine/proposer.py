@@ -195,6 +195,11 @@ class HeteroProposer:
         """What was counted since the last report, for the front end's metrics."""
         return self._growth.take(self.snapshot())
 
+    def tell(self, output: object) -> None:
+        """Put on a step's output what the scheduler has to know of it."""
+        if self._drafting is not None:
+            self.seam.tell(output, self._drafting.control.asks)
+
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafting is not None:

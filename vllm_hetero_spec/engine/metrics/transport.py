@@ -49,6 +49,9 @@ class Reporter(Protocol):
     def report(self) -> Counted:
         """What was counted since the last report."""
 
+    def tell(self, output: object) -> None:
+        """Put on a step's output whatever else goes with it."""
+
 
 def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
     """`function` until it first fails: that is said once, and from then on it does nothing."""
@@ -143,6 +146,7 @@ def wrap_sample(
             carrier = getattr(output, "model_runner_output", output)
             if isinstance(drafter, proposer) and carrier is not None and carrier is not empty:
                 _carry(carrier, drafter)
+                drafter.tell(carrier)
             return output
 
         return sample_tokens

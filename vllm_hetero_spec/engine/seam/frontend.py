@@ -92,7 +92,12 @@ def _build(
             f"{' / '.join(METHODS)}; use tensor or data parallelism."
         )
     from vllm_hetero_spec.engine.metrics import transport as metrics
-    from vllm_hetero_spec.engine.seam import cache_salt, params_check, runner_choice
+    from vllm_hetero_spec.engine.seam import (
+        async_scheduling,
+        cache_salt,
+        params_check,
+        runner_choice,
+    )
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
     from vllm_hetero_spec.engine.seam.spec_config import PROPOSER, HeteroSpeculativeConfig
     from vllm_hetero_spec.engine.seam.tokenizers import check_pair
@@ -111,6 +116,7 @@ def _build(
     cache_salt.install()
     params_check.install()
     runner_choice.install()
+    async_scheduling.install()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",

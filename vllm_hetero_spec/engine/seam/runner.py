@@ -25,6 +25,14 @@ class Runner(Protocol):
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
 
+    def tell(self, output: object, lookahead: int) -> None:
+        """Put on a step's output what a scheduler that is ahead has to know.
+
+        Args:
+            output: vLLM's ModelRunnerOutput.
+            lookahead: Draft tokens that coming steps are to verify for each request.
+        """
+
     def target_forward(self, rows: int) -> None:
         """One forward of the target over made-up tokens, with the logits of all of them."""
 

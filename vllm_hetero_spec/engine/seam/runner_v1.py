@@ -100,6 +100,9 @@ class RunnerV1:
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._clock.handed_out()
 
+    def tell(self, output: object, lookahead: int) -> None:
+        """See Runner: V1 is never scheduled ahead."""
+
     def batch(self) -> BatchView:
         """The batch that tokens are being chosen for."""
         states, req_ids = self._runner.requests, list(self._runner.input_batch.req_ids)

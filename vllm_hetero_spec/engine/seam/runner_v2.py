@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
@@ -37,6 +38,9 @@ class RunnerV2:
 
     Args:
         runner: vLLM's, with its model loaded.
+
+    Attributes:
+        tiers: See `StepView`.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -46,6 +50,8 @@ class RunnerV2:
         self._preempted: set[str] = set()
         self._started: dict[str, str | None] = {}
         self._output: SchedulerOutput | None = None  # what the present step is made of
+        self._drafted: dict[str, int] = {}  # tokens of drafts that have not been verified yet
+        self.tiers = tiers_of(runner.vllm_config)
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
         self._send = Sender(runner.device).send
@@ -78,6 +84,7 @@ class RunnerV2:
         for req_id in scheduler_output.finished_req_ids:
             self._new.pop(req_id, None)
             self._params.pop(req_id, None)
+            self._drafted.pop(req_id, None)
             self._preempted.discard(req_id)
         self._preempted |= scheduler_output.preempted_req_ids or set()
         for new in scheduler_output.scheduled_new_reqs:
@@ -113,7 +120,8 @@ class RunnerV2:
                     token_ids=text,
                     num_prompt_tokens=int(states.prompt_len.np[slot]),
                     new_tokens=text[len(text) - sampled[index] :].tolist(),
-                    num_drafted=len(drafted.get(req_id, ())),
+                    num_drafted=self._verified(req_id),
+                    num_padding=len(drafted.get(req_id, ())) - self._verified(req_id),
                     has_text=new.prompt_embeds is None,
                 )
             )
@@ -127,7 +135,25 @@ class RunnerV2:
             num_rows=output.total_num_scheduled_tokens,
             target_seconds=times.target,
             step_seconds=times.step,
+            tiers=self.tiers,
         )
+
+    def tell(self, output: object, lookahead: int) -> None:
+        """See Runner."""
+        if not self.tiers or self._output is None:
+            return
+        padding = {
+            req_id: count
+            for req_id, places in self._output.scheduled_spec_decode_tokens.items()
+            if (count := len(places) - self._verified(req_id))
+        }
+        Ahead(lookahead, padding).put_on(output)
+
+    def _verified(self, req_id: str) -> int:
+        """Draft tokens of a request that the present step verifies: padding is none."""
+        assert self._output is not None, "no step has begun"
+        places = len(self._output.scheduled_spec_decode_tokens.get(req_id, ()))
+        return min(places, self._drafted.get(req_id, 0))
 
     def no_drafts(self, batch: "InputBatch") -> torch.Tensor:
         """int64 [B, K], what vLLM is given before drafts are made."""
@@ -143,12 +169,13 @@ class RunnerV2:
         """
         from vllm.v1.outputs import DraftTokenIds
 
-        if any(drafts):
+        self._drafted |= zip(batch.req_ids, map(len, drafts), strict=True)
+        if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
             rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
             for row, tokens in zip(rows, drafts, strict=True):
                 row[: len(tokens)] = tokens
             self._runner.req_states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
-        return DraftTokenIds(batch.req_ids, list(drafts))
+        return DraftTokenIds(batch.req_ids, [list(tokens) for tokens in drafts])
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
@@ -156,6 +183,8 @@ class RunnerV2:
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
+        if self.tiers and all(req_id in self._new for req_id in batch.req_ids):
+            return BatchView(batch.req_ids, lengths=list(map(self._verified, batch.req_ids)))
         lengths = np.diff(batch.cu_num_logits_np) - 1  # behind a draft comes a bonus token
         return BatchView(batch.req_ids, lengths=lengths.tolist())
 

@@ -2,10 +2,10 @@
 """vLLM's SpeculativeConfig with our options beside it.
 
 To vLLM it is an ordinary `custom_class` configuration, which fixes what drafting may assume: no
-async scheduling, and no look-ahead slots in the target's KV cache. `runner_choice` says which model
-runner it gets. Our options and the drafter's ModelConfig travel with it
-through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM's own checks refuse
-the `prompt_lookup_max=0` that `custom_class` sets.
+look-ahead slots in the target's KV cache. `runner_choice` says which model runner it gets,
+`async_scheduling` whether steps are scheduled ahead. Our options and the drafter's ModelConfig
+travel with it through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM's own
+checks refuse the `prompt_lookup_max=0` that `custom_class` sets.
 """
 
 import platform
@@ -46,7 +46,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         Raises:
             ConfigError: This process has another version of this package.
         """
-        from vllm_hetero_spec.engine.seam import cache_salt, runner_choice
+        from vllm_hetero_spec.engine.seam import async_scheduling, cache_salt, runner_choice
 
         self.__dict__.update(state)
         if self.plugin_version != __version__:
@@ -58,6 +58,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         register()
         cache_salt.install()
         runner_choice.install()
+        async_scheduling.install()
 
     def __repr__(self) -> str:
         return (

@@ -37,6 +37,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._seam: RunnerV2 | None = None  # from `load` on
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
+        self._handed_out: DraftTokenIds | None = None
 
     def load(self, runner: "GPUModelRunner") -> None:
         """Load the drafter beside a runner's model, and take our places in the runner."""
@@ -85,10 +86,15 @@ class HeteroSpeculator(BaseSpeculator):
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""
 
-    def get_draft_tokens(self) -> "DraftTokenIds | None":
-        """See DraftTokensHandler: finishes the drafts of the last step."""
+    def finish(self) -> None:
+        """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
         batch, self._batch = self._batch, None
-        if batch is None:
-            return None
-        self.proposer.finish()
-        return self.seam.hand_out(batch, self._drafts)
+        if batch is not None:
+            self.proposer.finish()
+            self._handed_out = self.seam.hand_out(batch, self._drafts)
+
+    def get_draft_tokens(self) -> "DraftTokenIds | None":
+        """See DraftTokensHandler."""
+        self.finish()
+        handed_out, self._handed_out = self._handed_out, None
+        return handed_out

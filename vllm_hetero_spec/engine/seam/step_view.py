@@ -26,6 +26,7 @@ class RequestView(NamedTuple):
         num_prompt_tokens: How many of them are its prompt.
         new_tokens: Target ids that it sampled in this step; none while it reads its prompt.
         num_drafted: Tokens of its draft that the target verified in this step.
+        num_padding: Places beyond them that were computed, and hold nothing.
         has_text: Whether its prompt is token ids, not embeddings.
     """
 
@@ -35,6 +36,7 @@ class RequestView(NamedTuple):
     num_prompt_tokens: int
     new_tokens: Sequence[int]
     num_drafted: int = 0
+    num_padding: int = 0
     has_text: bool = True
 
     @property
@@ -69,6 +71,8 @@ class StepView:
         started: Requests that are new in this step, with their cache_salt.
         live: Ids of all requests that the runner knows, waiting ones included.
         lookahead: Target tokens that may be drafted for each request.
+        tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts
+            may have any length up to `lookahead`.
         max_model_len: The target's longest sequence in tokens.
         num_rows: Tokens that the target computed in this step.
         target_seconds: Wall time since the drafts before were handed out; None in the first step.
@@ -83,6 +87,7 @@ class StepView:
     num_rows: int
     target_seconds: float | None = None
     step_seconds: float | None = None
+    tiers: Sequence[int] = ()
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -102,8 +107,8 @@ class StepView:
     @property
     def decodes_only(self) -> bool:
         """Whether nothing of a prompt was computed: a plain step of decoding, or of verifying."""
-        verified = sum(request.num_drafted for request in self.requests)
-        return not self.started and self.num_rows == len(self.requests) + verified
+        rows = sum(1 + request.num_drafted + request.num_padding for request in self.requests)
+        return not self.started and self.num_rows == rows
 
     def in_order(self, drafts: Sequence[Draft]) -> list[list[int]]:
         """The drafts' target tokens, one list for each request of the batch, empty without one."""

@@ -222,6 +222,7 @@ def wrap_execute_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original
         ) -> object:
             drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer) and not kwargs.get("dummy_run", False):
+                runner.speculator.finish()
                 runner.speculator.seam.begins(scheduler_output)
             return original(runner, scheduler_output, *args, **kwargs)
 

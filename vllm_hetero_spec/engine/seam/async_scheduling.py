@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous scheduling on Model Runner V2: a step is scheduled before the one before has ended.
+
+The scheduler then says how many draft tokens a step verifies before they are drafted, the same
+number for every request. It chooses among a few (`tiers`), for which vLLM captures full CUDA
+graphs; what a draft falls short of is padding, which is neither verified nor counted. How far the
+controller wants to draft travels on a step's output, and holds for a step or two later.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.compat import patching
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+_FIELD = "hetero_spec_ahead"
+_MANY = 1 << 30  # requests: more than any engine has
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a step's output tells the scheduler.
+
+    Attributes:
+        lookahead: Draft tokens that coming steps are to verify for each request.
+        padding: Of this step, tokens that were scheduled for a request beyond its draft.
+    """
+
+    lookahead: int
+    padding: dict[str, int]
+
+    def put_on(self, output: object) -> None:
+        """Send it along with a step's ModelRunnerOutput."""
+        setattr(output, _FIELD, self)
+
+
+def tiers(longest: int) -> list[int]:
+    """The lookaheads that steps are scheduled with: none, about half, all. Rising.
+
+    Args:
+        longest: The longest draft.
+    """
+    return sorted({0, (longest + 1) // 2, longest})
+
+
+def tiers_of(config: "VllmConfig") -> list[int]:
+    """The tiers of an engine; empty where its steps are scheduled one after the other."""
+    spec = config.speculative_config
+    if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
+        return []
+    return tiers(spec.num_speculative_tokens)
+
+
+def install() -> None:
+    """Install this in a process that makes configurations, or schedules. Idempotent."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    patching.replace(VllmConfig, "__post_init__", "asynchronous", _wrap_post_init)
+    patching.add(AsyncScheduler, "update_from_output", update_from_output)
+    patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
+
+
+def update_from_output(
+    self: Any, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
+) -> Any:
+    """`update_from_output` of the asynchronous scheduler, which first hears what a step tells."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    ahead: Ahead | None = getattr(model_runner_output, _FIELD, None)
+    if ahead is not None:
+        invalid = scheduler_output.num_invalid_spec_tokens or {}
+        # A grammar cuts drafts as well, and counts what is cut with the padding behind it.
+        padding = {key: max(count, invalid.get(key, 0)) for key, count in ahead.padding.items()}
+        scheduler_output.num_invalid_spec_tokens = invalid | padding
+        if self.dynamic_sd_lookup is not None:
+            self.dynamic_sd_lookup[:] = [ahead.lookahead] * len(self.dynamic_sd_lookup)
+    return super(AsyncScheduler, self).update_from_output(scheduler_output, model_runner_output)
+
+
+def make_spec_decoding_stats(
+    self: Any,
+    spec_decoding_stats: "SpecDecodingStats | None",
+    num_draft_tokens: int,
+    num_accepted_tokens: int,
+    num_invalid_spec_tokens: dict[str, int] | None,
+    request_id: str,
+) -> "SpecDecodingStats | None":
+    """`make_spec_decoding_stats` of the asynchronous scheduler: all padding is no draft."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    if num_draft_tokens and (num_invalid_spec_tokens or {}).get(request_id) == num_draft_tokens:
+        return spec_decoding_stats
+    stats: SpecDecodingStats | None = super(AsyncScheduler, self).make_spec_decoding_stats(
+        spec_decoding_stats,
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_tokens=num_accepted_tokens,
+        num_invalid_spec_tokens=num_invalid_spec_tokens,
+        request_id=request_id,
+    )
+    return stats
+
+
+def _wrap_post_init(original: patching.Function) -> patching.Function:
+    def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+        spec, scheduler = self.speculative_config, self.scheduler_config
+        if not hasattr(spec, "hetero"):
+            return original(self, *args, **kwargs)
+        asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
+        reason = "async_scheduling=False" if asked is False else _why_not(self)
+        if not reason:  # named before graphs are planned; the batch sizes mean nothing
+            named = tiers(spec.num_speculative_tokens)
+            ranges = [(1, 1, named[-1]), (2, 2, 0), (3, _MANY, named[1])]
+            spec.num_speculative_tokens_per_batch_size = ranges
+        original(self, *args, **kwargs)
+        if not reason:
+            scheduler.async_scheduling = True
+        elif asked:
+            raise ConfigError(
+                f"async_scheduling=True is not possible with this drafter: {reason}. Leave "
+                "async_scheduling out, and steps are scheduled one after the other."
+            )
+        else:
+            logger.info("Steps are scheduled one after the other: %s.", reason)
+        return None
+
+    return __post_init__
+
+
+def _why_not(config: "VllmConfig") -> str:
+    """Why steps cannot be scheduled ahead; empty where they can."""
+    from vllm.v1.executor.abstract import Executor
+
+    if not config.use_v2_model_runner:
+        return "Model Runner V1 wants drafts before it schedules"
+    if config.parallel_config.data_parallel_size > 1:
+        return "under data parallelism vLLM has one lookahead for all steps"
+    if not Executor.get_class(config).supports_async_scheduling():
+        return (
+            f"{config.parallel_config.distributed_executor_backend!r} executors do not support it"
+        )
+    if not platform_can():
+        return "there is no device to schedule ahead of"
+    return ""
+
+
+def platform_can() -> bool:
+    """Whether the target runs on a device of its own."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
