@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far to draft, in the engine: what is learnt, what requests ask for, nothing lost by it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def step_of(
     new: bool = False,
     asked: dict[str, int] | None = None,
     seconds: tuple[float, float] = (0.04, 0.05),
+    lookahead: int = 4,
+    tiers: Sequence[int] = (),
 ) -> StepView:
     """A step in which each request sampled so much, b at random; all computed but what `rows` says.
 
@@ -75,6 +78,7 @@ def step_of(
         new: The requests are new in this step.
         asked: What requests ask for themselves.
         seconds: Of the target, and of the whole step.
+        lookahead: See `StepView`, as `tiers`.
     """
     drafted, asked = drafted or {}, asked or {}
     requests = [
@@ -93,11 +97,12 @@ def step_of(
         requests=requests,
         started=dict.fromkeys(sampled) if new else {},
         live=sampled,
-        lookahead=4,
+        lookahead=lookahead,
         max_model_len=100,
         num_rows=plain if rows is None else rows,
         target_seconds=seconds[0],
         step_seconds=seconds[1],
+        tiers=tiers,
     )
 
 
@@ -130,6 +135,45 @@ def test_what_requests_ask_for_goes_first() -> None:
     assert planned(four) == StepPlan([0, 0, 2, 4], [False, False, True, True])
     del four["c"]
     assert planned(four).lookahead == [0, 0, 4]
+
+
+def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
+    """Scheduled ahead, what is asked for comes a step or two later."""
+    controller = Scripted(3, 1, 4, 0, 2)
+    control = LookaheadControl(controller, can_stop_early=False)
+
+    def planned(lookahead: int, **asked: int) -> tuple[list[int], int]:
+        step = step_of({"a": [1], "b": [1]}, lookahead=lookahead, tiers=[0, 2, 4], asked=asked)
+        control.observe(step)
+        return control.plan(step, [0, 0]).lookahead, control.asks
+
+    assert planned(0) == ([0, 0], 4)
+    assert planned(0) == ([0, 0], 4)
+    assert planned(4) == ([3, 3], 4)  # as it was planned
+    assert planned(4) == ([1, 1], 2)
+    assert planned(2) == ([2, 2], 4)  # what can be had, until more can
+    assert planned(4) == ([0, 0], 0)
+    assert planned(4) == ([2, 2], 2)
+    assert controller.script == []
+    assert planned(2, b=3) == ([0, 2], 4)  # of a request's own
+
+
+def test_a_plan_does_not_wait_for_ever() -> None:
+    controller = Scripted(*[4] * 3)
+    control = LookaheadControl(controller, can_stop_early=False)
+    step = step_of({"a": [1]}, lookahead=0, tiers=[0, 2, 4])
+    for _ in range(12):
+        assert control.plan(step, [0]).lookahead == [0]
+    assert len(controller.script) == 1
+
+
+def test_a_plan_is_made_anew_for_other_requests_but_for_a_probe() -> None:
+    for probe in (False, True):
+        controller = Scripted(4, 3, probe=probe)
+        control = LookaheadControl(controller, can_stop_early=False)
+        control.plan(step_of({"a": [1], "b": [1]}, lookahead=0, tiers=[0, 2, 4]), [0, 0])
+        other = step_of({"c": [1], "a": [1]}, lookahead=4, tiers=[0, 2, 4])
+        assert control.plan(other, [0, 0]).lookahead == ([0, 4] if probe else [3, 3])
 
 
 def prompted(outputs: dict[str, int]) -> StepView:

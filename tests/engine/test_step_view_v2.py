@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hetero_spec.engine.seam.async_scheduling import Ahead
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
 
@@ -55,6 +56,10 @@ def runner() -> SimpleNamespace:
         ),
         draft_tokens_handler=None,
         model_memory_usage=0,
+        vllm_config=SimpleNamespace(
+            speculative_config=SimpleNamespace(hetero="options", num_speculative_tokens=DRAFTED),
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+        ),
         get_model=lambda: "the target",
     )
 
@@ -80,7 +85,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     seam.begins(output_of(new("b"), a=[7, 8]))
     step = seam.view(batch, SAMPLED)
     a, b = step.requests
-    assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens, a.num_drafted) == ("a", 3, 2, 2)
+    assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens) == ("a", 3, 2)
     assert a.token_ids.tolist() == [20, 21, 22, 23, 24]
     assert list(a.new_tokens) == [23, 24]
     assert (a.params.temperature, a.params.seed, a.params.random) == (0.5, 3, True)
@@ -122,6 +127,28 @@ def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
     assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # of nobody in the step
     assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds what stands there
     assert seam.no_drafts(batch).shape == (2, DRAFTED)
+
+
+def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    seam = RunnerV2(runner)
+    batch.cu_num_logits_np = np.array([0, 5, 10])
+    made_up = output_of(new("a"), new("b"), a=[-1] * DRAFTED, b=[-1] * DRAFTED)
+    seam.begins(made_up)
+    assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
+    seam.hand_out(batch, [[5, 6], []])
+    assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed
+    made_up.scheduled_new_reqs = []
+    seam.begins(made_up)
+    assert seam.batch(batch).lengths == [2, 0]
+    step = seam.view(batch, SAMPLED)
+    assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(2, 2), (0, 4)]
+    assert (step.tiers, step.decodes_only) == ([0, 2, 4], False)
+    output = SimpleNamespace()
+    seam.tell(output, 2)
+    assert output.hetero_spec_ahead == Ahead(2, {"a": 2, "b": 4})
+    seam.begins(output_of(a=[-1]))  # the scheduler had room for one
+    assert seam.batch(batch).lengths == [1, 0]
 
 
 class _Proposer:

@@ -12,7 +12,9 @@ from typing import Any
 from harness import engine, slem
 from scenarios import ROOMY, TIGHT, Outputs, generate, greedy, run_all
 
-WAYS = ("alone", "pair", "identity")
+from vllm_hetero_spec.engine.seam import async_scheduling
+
+WAYS = ("alone", "pair", "identity", "pair, ahead", "identity, ahead")
 # All in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
 SOME = {
     name: (ROOMY | TIGHT)[name]
@@ -30,13 +32,15 @@ Run = dict[str, tuple[Outputs, dict[str, Any]]]
 
 def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
     """scenario -> token ids, and what the counters gained meanwhile."""
-    drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[way]
+    name, _, ahead = way.partition(", ")
+    async_scheduling.platform_can = lambda: bool(ahead)
+    drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
     spec = None if drafter is None else slem(drafter)
     return run_all(demo / "target", spec, prompts, {}, SOME)
 
 
 def calibrated(demo: Path, prompts: list[str]) -> Run:
-    """An engine that times both models at start-up."""
+    """An engine that times both models at start-up, and is scheduled ahead."""
     spec = slem(demo / "drafter", controller="goodput")
     with engine(demo / "target", spec, max_num_seqs=4) as llm:
         return {"batch 8": (generate(llm, prompts, greedy()), {})}

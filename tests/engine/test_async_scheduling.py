@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduling ahead: what the scheduler is told, and who may have it. `test_runner_v2` runs it."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.seam import async_scheduling
+from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (5, [0, 3, 5])])
+def test_a_few_lookaheads_are_named(longest: int, expected: list[int]) -> None:
+    assert tiers(longest) == expected
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An asynchronous scheduler that keeps which of a step's draft tokens it was told to leave."""
+    async_scheduling.install()
+    told: list[Any] = []
+    monkeypatch.setattr(
+        Scheduler, "update_from_output", lambda self, output, _: told.append(output)
+    )
+    made: Any = object.__new__(AsyncScheduler)
+    made.dynamic_sd_lookup, made.told = [4, 0, 2, 2], told
+    made.log_stats, made.num_spec_tokens = True, 4
+    return made
+
+
+def test_the_scheduler_hears_what_a_step_tells(scheduler: Any) -> None:
+    result = SimpleNamespace()
+    Ahead(2, {"a": 1, "b": 3}).put_on(result)
+    # A grammar has cut b's draft, with the padding behind it, and c's.
+    output = SimpleNamespace(num_invalid_spec_tokens={"b": 4, "c": 2})
+    scheduler.update_from_output(output, result)
+    assert scheduler.dynamic_sd_lookup == [2] * 4
+    assert scheduler.told == [output]
+    assert output.num_invalid_spec_tokens == {"a": 1, "b": 4, "c": 2}
+
+
+def test_a_step_that_tells_nothing_changes_nothing(scheduler: Any) -> None:
+    output = SimpleNamespace(num_invalid_spec_tokens=None)
+    scheduler.update_from_output(output, SimpleNamespace())
+    assert scheduler.dynamic_sd_lookup == [4, 0, 2, 2]
+    assert output.num_invalid_spec_tokens is None
+
+
+def test_padding_alone_is_no_draft(scheduler: Any) -> None:
+    def counted(stats: Any, padding: int) -> Any:
+        return scheduler.make_spec_decoding_stats(stats, 4, 1, {"a": padding}, "a")
+
+    assert counted(None, 4) is None
+    stats = counted(None, 3)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 1, 1)
+    assert counted(stats, 4) is stats
+    assert stats.num_drafts == 1
+
+
+def config_of(asked: bool | None = None, **changes: Any) -> Any:
+    plain = {
+        "speculative_config": SimpleNamespace(
+            hetero="options", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
+        ),
+        "scheduler_config": SimpleNamespace(async_scheduling=asked),
+        "parallel_config": SimpleNamespace(data_parallel_size=1, distributed_executor_backend="mp"),
+        "use_v2_model_runner": True,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+def configured(config: Any) -> Any:
+    """A configuration behind vLLM's own checks, which see none of it."""
+    seen: list[Any] = []
+
+    def checks(self: Any) -> None:
+        spec = self.speculative_config
+        seen.append(self.scheduler_config.async_scheduling)
+        seen.append(getattr(spec, "num_speculative_tokens_per_batch_size", None))
+
+    async_scheduling._wrap_post_init(checks)(config)
+    config.seen = seen
+    return config
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_scheduling, "platform_can", lambda: True)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_steps_are_scheduled_ahead_where_they_can_be(device: None, asked: bool | None) -> None:
+    config = configured(config_of(asked))
+    named = [(1, 1, 4), (2, 2, 0), (3, async_scheduling._MANY, 2)]
+    assert config.seen == [False, named]
+    assert config.scheduler_config.async_scheduling
+    assert tiers_of(config) == [0, 2, 4]
+
+
+def test_other_drafters_are_left_alone(device: None) -> None:
+    other = SimpleNamespace(method="eagle")
+    config = configured(config_of(True, speculative_config=other))
+    assert config.seen == [True, None]
+    assert config.scheduler_config.async_scheduling
+    assert tiers_of(config) == []
+
+
+ONE_BY_ONE = [
+    {"asked": False},
+    {"use_v2_model_runner": False},
+    {"parallel_config": SimpleNamespace(data_parallel_size=2)},
+]
+
+
+@pytest.mark.parametrize("changes", ONE_BY_ONE)
+def test_steps_follow_one_another_elsewhere(
+    device: None, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
+        config = configured(config_of(**changes))
+    assert config.seen == [False, None]
+    assert not config.scheduler_config.async_scheduling
+    assert tiers_of(config) == []
+    assert "one after the other" in caplog.text
+
+
+@pytest.mark.parametrize("changes", ONE_BY_ONE[1:])
+def test_what_cannot_be_had_is_refused(device: None, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"async_scheduling=True is not possible.*Leave"):
+        configured(config_of(True, **changes))
+
+
+def test_nothing_is_ahead_of_a_cpu() -> None:
+    assert not async_scheduling.platform_can()
