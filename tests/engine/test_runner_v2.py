@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import v2_environment
+from harness import HERE, v2_environment
 from test_identity import IDENTITY
 from v2_runs import SOME, WAYS, Run, run_way
 
@@ -40,7 +40,7 @@ def on_v2(
     }
     command = [
         sys.executable,
-        str(Path(__file__).with_name("v2_runs.py")),
+        str(HERE / "v2_runs.py"),
         str(demo_pair),
         json.dumps(few),
     ]
@@ -94,6 +94,22 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
     pair = on_v2[0]["pair"]
     for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
         assert pair[scenario] == list(on_v1[scenario]), scenario
+
+
+def test_what_holds_on_v1_holds_on_v2() -> None:
+    """Ranks that do not draft know the drafts, rounds in two phases, drafters that fail."""
+    pytest.importorskip("triton")
+    files = ("test_tensor_parallel.py", "test_recorded_engine.py", "test_faults.py")
+    names = "(same_tokens and rank0) or as_on_a_device or drafter_that_raises"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
+    done = subprocess.run(
+        [*command, *(str(HERE / file) for file in files)],
+        env=v2_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "3 passed" in done.stdout
 
 
 @pytest.fixture(scope="module")
