@@ -158,6 +158,20 @@ def test_they_do_not_on_a_changed_vllm_either(make, monkeypatch: pytest.MonkeyPa
         make(slem(Path("drafter"))).create_engine_config()
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_no_drafter_where_prompts_are_read_for_others(
+    make, demo_pair: Path, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    caplog.set_level(logging.INFO, "vllm.hetero_spec")
+    transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role=role)
+    args = make(slem(demo_pair / "drafter"), kv_transfer_config=transfer)
+    loads = args.create_engine_config().speculative_config is not None
+    assert loads == (role != "kv_producer")
+    assert len([m for m in caplog.messages if "No drafter is loaded" in m]) == (not loads)
+
+
 def _bert(folder: Path, tokenizer: Path) -> Path:
     folder.mkdir()
     config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64}
@@ -203,6 +217,10 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
         make(slem(drafter), pipeline_parallel_size=2).create_engine_config()
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
         make(slem(drafter), skip_tokenizer_init=True).create_engine_config()
+    config = make(None).create_engine_config()
+    config.parallel_config.enable_elastic_ep = True  # refused by vLLM itself on a CPU
+    with pytest.raises(ConfigError, match=r"^enable_elastic_ep is not supported with .*\.$"):
+        make(slem(drafter)).create_speculative_config(config.model_config, config.parallel_config)
 
 
 def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(

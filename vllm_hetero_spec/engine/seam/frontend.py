@@ -43,7 +43,11 @@ def _wrap_create(original: patching.Function) -> patching.Function:
         user = _merged(self)
         if user is None or not wants_us(user, _vllm_methods()):
             return original(self, target_model_config, target_parallel_config)
-        return _build(user, target_model_config, target_parallel_config)
+        config = _build(user, target_model_config, target_parallel_config)
+        if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
+            logger.info("No drafter is loaded: this instance hands on prompts (kv_producer).")
+            return None
+        return config
 
     return create_speculative_config
 
@@ -90,6 +94,11 @@ def _build(
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported with "
             f"{' / '.join(METHODS)}; use tensor or data parallelism."
+        )
+    if parallel.enable_elastic_ep:
+        raise ConfigError(
+            f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
+            "later would have no drafter; leave it out, or serve without speculation."
         )
     from vllm_hetero_spec.engine.metrics import transport as metrics
     from vllm_hetero_spec.engine.seam import (
