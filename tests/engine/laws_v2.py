@@ -32,6 +32,7 @@ from vllm import SamplingParams
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
+pytestmark = [pytest.mark.timeout(36_000)] if LONG else []
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "150"))
 # What V1 refuses: the likeliest continuations alone, and some tokens made likelier than they are.
 ALL_SETTINGS = (SETTINGS if LONG else {}) | {

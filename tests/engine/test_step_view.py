@@ -94,6 +94,22 @@ def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNa
     assert list(seam._params) == ["a"]
 
 
+def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
+    """As it hangs on the engine's seed and their order alone, ranks and runs agree."""
+
+    def seeds() -> list[int]:
+        return list(RunnerV1(runner, num_speculative_tokens=4).batch().noise_seeds)
+
+    runner.requests["a"] = request_of(3, [])
+    first = seeds()
+    assert len(set(first)) == 2
+    assert seeds() == first
+    runner.model_config.seed = 1
+    assert not set(seeds()) & set(first)
+    runner.requests["a"] = request_of(3, [], seed=2**64 - 1)  # which torch takes
+    assert seeds()[0] == -1
+
+
 def test_the_batch_that_tokens_are_chosen_for(runner: SimpleNamespace) -> None:
     seam = RunnerV1(runner, num_speculative_tokens=4)
     batch = seam.batch()
