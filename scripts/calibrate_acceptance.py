@@ -30,7 +30,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.draft.methods import span as span_of
-from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Path as DraftPath
 from vllm_hetero_spec.draft.slrs import MergeSpan, Slrs
@@ -79,8 +78,7 @@ class RowAcceptance:
         self._twins, self._firsts = twins, firsts
         device = twins.first.device
         self._slrs = {
-            span: Slrs(firsts, merging, frozenset(), Noise(device), span.tokens)
-            for span in sorted(set(spans))
+            span: Slrs(firsts, merging, frozenset(), span.tokens) for span in sorted(set(spans))
         }
         self._shared = torch.zeros(twins.width, dtype=torch.bool, device=device)
         self._shared[twins.first[twins.first >= 0]] = True
@@ -130,7 +128,10 @@ class RowAcceptance:
             return follow(indices, texts)
 
         rows = q[:, : len(self._firsts.first)] * (self._firsts.first >= 0)
-        paths = [DraftPath(span.tokens, wanted=1, side_branches=span.candidates - 1) for _ in q]
+        sides = span.candidates - 1
+        paths = [
+            DraftPath(span.tokens, wanted=1, side_branches=sides, seed=i) for i in range(len(q))
+        ]
         return self._slrs[span].draft(_normalised(rows), paths, feed)
 
 

@@ -20,15 +20,12 @@ def send(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 def batch(races: bool, steps: int = 3) -> DrawBatch:
     draws = [
-        Draw(
-            0.5 + index / 4, index % 4, 0.95, race_seed=100 + index if races else None, place=index
-        )
+        Draw(0.5 + index / 4, index % 4, 0.95, seed=100 + index, place=index, races=races)
         for index in range(REQUESTS)
     ]
     lengths = torch.tensor([1, 2, 1, 3, 1])
     method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
-    generator = torch.Generator().manual_seed(3)
-    return DrawBatch(range(REQUESTS), draws, [steps] * REQUESTS, method, generator, send)
+    return DrawBatch(range(REQUESTS), draws, [steps] * REQUESTS, method, send)
 
 
 def logits(step: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
-from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -21,7 +20,6 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.rules import token_rule
 
 COPIES = 3_000
-CPU = torch.device("cpu")
 PIECES, BY_LETTER = worlds(3), worlds(3, target=WORDS, drafter=LETTERS)
 # Drafters of whole pieces and of single letters, drafter tokens that a proposal may take, and how
 # many are looked behind.
@@ -95,13 +93,13 @@ def drafted(
     world: World, steps: int, span: int, candidates: int, wanted: int = 99
 ) -> tuple[list[Path], torch.Tensor, ToyDrafter]:
     """The same request drafted many times over."""
-    paths = [Path(steps, wanted, candidates - 1) for _ in range(COPIES)]
+    paths = [Path(steps, wanted, candidates - 1, seed=i) for i in range(COPIES)]
     drafter = ToyDrafter(world, paths)
     tokens = TokenMap(
         torch.tensor([world.pair.kappa(d)[0] for d in range(len(world.pair.drafter))]),
         len(world.pair.target),
     )
-    slrs = Slrs(tokens, ToyMerging(world), frozenset(), Noise(CPU), span)
+    slrs = Slrs(tokens, ToyMerging(world), frozenset(), span)
     return paths, slrs.draft(drafter.rows(range(COPIES)), paths, drafter.feed), drafter
 
 
@@ -130,7 +128,6 @@ def tokens_of(streams: dict) -> dict[tuple[int | None, ...], float]:
 def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) -> None:
     """The joint law of the proposed tokens, and every row beside them."""
     (world, *_), span, candidates = KINDS[kind]
-    torch.manual_seed(steps)
     paths, draft_probs, _ = drafted(world, steps, span, candidates)
 
     expected = streams(world, steps, span, candidates)
@@ -155,7 +152,6 @@ def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
     (*_, world), span, candidates = KINDS[kind]
-    torch.manual_seed(7)
     paths, draft_probs, _ = drafted(world, 4, span, candidates)
     lengths = [len(path.proposal) for path in paths]
     tokens = torch.tensor([t for path in paths for t in path.proposal])
@@ -179,7 +175,6 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
 def test_the_drafters_kv_is_counted(kind: str) -> None:
     """`fed` never claims a token that was replaced or never fed, and no step is overspent."""
     (world, *_), span, candidates = KINDS[kind]
-    torch.manual_seed(2)
     paths, draft_probs, drafter = drafted(world, 4, span, candidates, wanted=3)
     for path, kv in zip(paths, drafter.kv, strict=True):
         assert path.drafted[: path.fed] == kv[: path.fed]
@@ -198,7 +193,7 @@ def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
     world = worlds(1)[0]
     paths = [Path(3, 3) for _ in range(4)]
     tokens = TokenMap(torch.tensor([world.pair.kappa(d)[0] for d in range(5)]), 5)
-    slrs = Slrs(tokens, ToyMerging(world), frozenset(), Noise(CPU), 3)
+    slrs = Slrs(tokens, ToyMerging(world), frozenset(), 3)
 
     def broken(
         indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0

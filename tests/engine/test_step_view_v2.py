@@ -88,7 +88,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens) == ("a", 3, 2)
     assert a.token_ids.tolist() == [20, 21, 22, 23, 24]
     assert list(a.new_tokens) == [23, 24]
-    assert (a.params.temperature, a.params.seed, a.params.random) == (0.5, 3, True)
+    assert (a.params.temperature, a.params.noise_seed, a.params.random) == (0.5, 3, True)
     assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (6, [], 0)
     assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
     assert (step.started, set(step.live)) == ({"b": None}, {"a", "b"})

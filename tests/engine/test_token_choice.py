@@ -26,14 +26,12 @@ def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 def rows_of(*, races: bool) -> list[DraftRow]:
     """Greedy and drawn requests, penalised or not, some with parameters of their own."""
-    own = torch.Generator().manual_seed(1)
-    seed = 7 if races else None
     asked = [
         (None, None),
         (None, Penalty(repetition=1.2)),
-        (Draw(1.0, race_seed=seed), None),
-        (Draw(0.8, top_k=5, race_seed=seed), Penalty(presence=0.5)),
-        (Draw(0.9, top_p=0.9, generator=own, race_seed=seed), None),
+        (Draw(1.0, seed=7, races=races), None),
+        (Draw(0.8, top_k=5, seed=8, races=races), Penalty(presence=0.5)),
+        (Draw(0.9, top_p=0.9, races=races), None),
     ]
     rows = []
     for index, (draw, penalty) in enumerate(asked):
@@ -55,7 +53,6 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
             banned=torch.empty(2, dtype=torch.int64),
             ends=frozenset(),
             sampling=method,
-            generator=torch.Generator().manual_seed(0),
             confidences=True,
         )
         rows = rows_of(races=races)

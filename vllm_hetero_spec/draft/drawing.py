@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled drafts: draws from a drafter's rows, and the distribution of what each proposes.
 
-It is computed from the very row that is drawn from. The randomness is the drafter's own: it
-shares no stream with verification, which would bias the result.
+It is computed from the very row that is drawn from.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.verify.noise import choose, slices
+from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
 from vllm_hetero_spec.verify.race import race
 
 
@@ -28,17 +26,17 @@ class Draw:
         temperature: Above 0, as the target's.
         top_k: 0 for all.
         top_p: 1 for all.
-        generator: The request's own stream for drafts, where it has a seed.
-        race_seed: Seed of the race that the target's token will win; None where there is no race.
+        seed: From which the request's random choices follow.
         place: Index in the request's output of the first token to be proposed.
+        races: The target's tokens will be the winners of races.
     """
 
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
-    generator: torch.Generator | None = None
-    race_seed: int | None = None
+    seed: int = 0
     place: int = 0
+    races: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,10 @@ class DrawBatch:
         draws: Of each.
         steps: Tokens each is to draft; not increasing.
         method: What the drafter's tokens propose.
-        generator: The drafter's stream for requests without a seed.
         send: Brings arrays to the device.
 
     Attributes:
         index: int64 [n], `rows` on the device.
-        noise: Uniform numbers of the n requests.
     """
 
     def __init__(
@@ -82,28 +78,24 @@ class DrawBatch:
         draws: Sequence[Draw],
         steps: Sequence[int],
         method: SampledMethod,
-        generator: torch.Generator,
         send: Send,
     ) -> None:
         tokens = method.tokens
         self._tokens, self._lengths = tokens, method.lengths
-        self.index, self._temperature, top_k, top_p, seeds, places = send(
+        self.index, self._temperature, top_k, top_p, self._seeds, self._places = send(
             np.array(rows, np.int64),
             np.array([draw.temperature for draw in draws], np.float32),
             np.array([draw.top_k for draw in draws], np.int64),
             np.array([draw.top_p for draw in draws], np.float32),
-            np.array([draw.race_seed or 0 for draw in draws], np.int64),
+            np.array([draw.seed for draw in draws], np.int64),
             np.array([draw.place for draw in draws], np.int64),
         )
         self._top_k = top_k if any(draw.top_k for draw in draws) else None
         self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
-        own = {i: draw.generator for i, draw in enumerate(draws) if draw.generator is not None}
-        self.noise = Noise(tokens.first.device, own, generator)
-        self._race_seeds = None
-        if draws[0].race_seed is not None:  # all requests race or none does
-            self._race_seeds, self._places = seeds, places
+        # All requests race or none does.
+        self._raced = self._places.clone() if draws[0].races else None
         self._table = tokens.table(sum(steps))
-        self._used = 0
+        self._used = self._steps = 0
 
     @property
     def draft_probs(self) -> torch.Tensor:
@@ -142,15 +134,17 @@ class DrawBatch:
         count = len(logits)
         table = self._table[self._used : self._used + count]
         self._used += count
-        uniform = self.noise.uniform([1] * count)
+        seeds, step = self._seeds[:count], torch.full_like(self._seeds[:count], self._steps)
+        shares = uniform(seeds, self._places[:count], DRAFT, step)
+        self._steps += 1
         chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
         for part in slices(len(logits), logits.shape[1], logits.device):
             q = self._rows(logits[part], part)
             self._tokens.add_draft_probs(q, table[part])
-            if self._race_seeds is not None:
-                winners = race(table[part, :-1], self._race_seeds[part], self._places[part])
+            if self._raced is not None:
+                winners = race(table[part, :-1], seeds[part], self._raced[part])
                 q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
-            chosen[part] = choose(q, uniform[part])
-        if self._race_seeds is not None:
-            self._places[:count] += self._lengths[chosen]
+            chosen[part] = choose(q, shares[part])
+        if self._raced is not None:
+            self._raced[:count] += self._lengths[chosen]
         return chosen

@@ -38,6 +38,9 @@ class Path:
         ahead: Tokens of the chain whose KV is written behind those, not drawn yet.
         proposal: Target ids.
         row_of: Row of `draft_probs` of each target id, -1 where it was certain.
+        seed: From which its random choices follow.
+        place: Index in the request's output of the first token to be proposed.
+        numbers: Random numbers that it has used up.
     """
 
     steps: int
@@ -48,6 +51,9 @@ class Path:
     ahead: int = 0
     proposal: list[int] = field(default_factory=list)
     row_of: list[int] = field(default_factory=list)
+    seed: int = 0
+    place: int = 0
+    numbers: int = 0
 
     @property
     def written(self) -> int:

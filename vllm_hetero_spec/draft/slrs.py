@@ -27,12 +27,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.noise import Noise
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.path import Feed, Path
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree import Candidate, Node, Tree
-from vllm_hetero_spec.verify.noise import choose, slices
+from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
 PARTNERS = 64
@@ -62,7 +61,6 @@ class Slrs:
         tokens: First target token of each drafter token.
         merges: Target tokens of several drafter tokens.
         ends: Drafter ids after which nothing follows.
-        noise: Uniform numbers of the batch.
         span: Drafter tokens that a proposed target token may take, n.
     """
 
@@ -71,11 +69,10 @@ class Slrs:
         tokens: TokenMap,
         merges: PairMerges,
         ends: frozenset[int],
-        noise: Noise,
         span: int = 2,
     ) -> None:
         self._tokens, self._merges, self._ends = tokens, merges, ends
-        self._noise, self._span = noise, span
+        self._span = span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[Path], feed: Feed) -> torch.Tensor:
         """Fill the paths.
@@ -94,7 +91,7 @@ class Slrs:
         while heads:
             trees = self._trees(heads, paths, feed)
             self._add_draft_probs(list(trees.values()), table[used : used + len(trees)])
-            drawn = self._draw(trees)
+            drawn = self._draw(trees, paths)
             ends = {
                 i: self._advance(paths[i], row, drawn[i], tree)
                 for row, (i, tree) in enumerate(trees.items(), used)
@@ -164,18 +161,20 @@ class Slrs:
         table.index_put_((cells[0], cells[2]), mass, accumulate=True)
         table.clamp_min_(0.0)
 
-    def _draw(self, trees: dict[int, Tree]) -> dict[int, tuple[int, ...]]:
+    def _draw(self, trees: dict[int, Tree], paths: Sequence[Path]) -> dict[int, tuple[int, ...]]:
         """Draws along each tree, the one that leaves it included."""
         rows = [row for tree in trees.values() for row in tree.rows]
-        counts = [0] * (max(trees) + 1)
-        for i, tree in trees.items():
-            counts[i] = len(tree.nodes) + 1
-        uniform = self._noise.uniform(counts)
-        drawn = torch.cat([choose(stack, uniform[part]) for part, stack in _stacks(rows)])
+        keys = [(paths[i], number) for i, tree in trees.items() for number in range(len(tree.rows))]
+        numbers = [[path.seed, path.place, path.numbers + number] for path, number in keys]
+        there = torch.from_numpy(np.array(numbers, np.int64).T.copy()).to(rows[0].device)
+        shares = uniform(there[0], there[1], DRAFT, there[2])
+        drawn = torch.cat([choose(stack, shares[part]) for part, stack in _stacks(rows)])
         every = iter(drawn.tolist())
-        return {
-            i: tree.path_taken([next(every) for _ in range(counts[i])]) for i, tree in trees.items()
-        }
+        taken = {}
+        for i, tree in trees.items():
+            paths[i].numbers += len(tree.rows)
+            taken[i] = tree.path_taken([next(every) for _ in tree.rows])
+        return taken
 
     def _advance(self, path: Path, row: int, drawn: tuple[int, ...], tree: Tree) -> Node | None:
         """Add what was drawn to a path; the node behind which it goes on, without what merges."""

@@ -24,7 +24,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
 from vllm_hetero_spec.engine.drafter.recording import Recording
-from vllm_hetero_spec.engine.drafter.request_state import DRAFT_STREAM, Requests
+from vllm_hetero_spec.engine.drafter.request_state import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -105,7 +105,6 @@ class DraftingRank:
             options.num_speculative_tokens,
             vllm_config.scheduler_config.max_num_seqs,
             self._sampling,
-            target.seed ^ DRAFT_STREAM,
             bridge.drafter_eos,
             confidences=options.controller != "fixed",
         )
@@ -272,7 +271,7 @@ class DraftingRank:
             )
             draw = None
             if self._sampling is not None and useful:
-                draw = state.draw_of(request, self._device, races=self._races)
+                draw = state.draw_of(request, races=self._races)
             tasks.append(DraftTask(state, useful, request.params.penalty, draw))
         return tasks
 

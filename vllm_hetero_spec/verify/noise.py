@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers that are functions of a seed and a place, and draws by them.
 
-Verification has no random state: a request's numbers follow from its seed, the place in its output
+Nothing here has a random state: a request's numbers follow from its seed, the place in its output
 where a draft begins, and what they are for. So they are the same in any batch, in any part of it,
 on every rank, and nothing has to be kept or set back.
 """
@@ -20,10 +20,12 @@ _BLOCK = 4096
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
-# What numbers are for, each a stream of its own (digits of pi).
+# What numbers are for, each a stream of its own (digits of pi): the same numbers in drafting and in
+# verification would couple what is proposed to whether it is accepted.
 RACE = 0
 ACCEPT = 0x243F6A8885A308D3
 CORRECT = 0x13198A2E03707344
+DRAFT = 0x24093822299F31D0
 
 
 def random_bits(

@@ -79,7 +79,6 @@ class Drafter:
         lookahead: Longest draft in target tokens.
         max_requests: Most requests of a round.
         sampling: What sampled drafts propose; None where all are greedy.
-        seed: Of the drafter's own random stream.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
 
@@ -102,7 +101,6 @@ class Drafter:
         lookahead: int,
         max_requests: int,
         sampling: SampledMethod | None = None,
-        seed: int = 0,
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
     ) -> None:
@@ -125,7 +123,6 @@ class Drafter:
             banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
             ends=ends,
             sampling=sampling,
-            generator=torch.Generator(device).manual_seed(seed),
             confidences=confidences,
         )
         self._planner = Planner(model.block_size, self.max_length)

@@ -14,10 +14,6 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.text.bridge import Bridge, Context
 
-# Keeps draws apart from verification, which is seeded with the seed itself: the same numbers in
-# both would couple what is proposed to whether it is accepted.
-DRAFT_STREAM = 0x5EED_D2AF
-
 
 @dataclass
 class DraftSequence:
@@ -46,7 +42,6 @@ class RequestState:
         last_target: The last target id taken into the context.
         retired: Why this request is not drafted any more, "" while it is.
         wait: Steps to let pass before asking the full pool again.
-        generator: Its own stream of draws, where it has a seed.
         counts: How often its text has each drafter token, where it is penalised.
     """
 
@@ -59,7 +54,6 @@ class RequestState:
     last_target: int = -1
     retired: str = ""
     wait: int = 0
-    generator: torch.Generator | None = None
     counts: TokenCounts | None = None
 
     @property
@@ -116,7 +110,7 @@ class RequestState:
             self.counts.update(self.context.ids, 0)
         return self.counts
 
-    def draw_of(self, request: RequestView, device: torch.device, *, races: bool) -> Draw | None:
+    def draw_of(self, request: RequestView, *, races: bool) -> Draw | None:
         """How the next draft is drawn; None where it has to be greedy.
 
         Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what
@@ -124,21 +118,18 @@ class RequestState:
 
         Args:
             request: The request.
-            device: Where the drafter runs.
             races: Tokens are raced for.
         """
         params = request.params
         if not params.random or params.structured or self.context.held:
             return None
-        if params.seed is not None and self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(params.seed ^ DRAFT_STREAM)
         return Draw(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
-            generator=self.generator,
-            race_seed=params.noise_seed if races else None,
+            seed=params.noise_seed,
             place=request.num_output_tokens,
+            races=races,
         )
 
 

@@ -45,7 +45,7 @@ class SpanDrafting:
         self._table = planner.table([row.sequence for row in rows])
         self._draws = rules.draws(rows, send, range(len(rows)), keep=False)
         self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
-        self._paths = [Path(row.steps, row.task.lookahead, len(row.side_blocks)) for row in rows]
+        self._paths = [_path_of(row) for row in rows]
 
     def run(self, logits: torch.Tensor) -> list[DrafterTokens]:
         """Draft, from the logits [n, V_D] behind each request's text."""
@@ -53,8 +53,8 @@ class SpanDrafting:
         assert sampling is not None
         assert sampling.merging is not None
         finite = logits.isfinite().any(-1).tolist()
-        noise, span = self._draws.noise, sampling.merge_span.tokens
-        slrs = Slrs(sampling.tokens, sampling.merging, self._rules.ends, noise, span)
+        span = sampling.merge_span.tokens
+        slrs = Slrs(sampling.tokens, sampling.merging, self._rules.ends, span)
         first = self._drawn_from(logits, list(range(len(self._rows))))
         probs = slrs.draft(first, self._paths, self._feed)
         peaks = probs.amax(-1).tolist() if self._rules.confidences and len(probs) else []
@@ -96,3 +96,11 @@ class SpanDrafting:
         feed = self._planner.ragged(lines, cached, pending)
         lengths = (cached + np.diff(feed.starts)).astype(np.int32)
         return self._drawn_from(self._forward(feed, lines, lengths), indices)
+
+
+def _path_of(row: DraftRow) -> Path:
+    draw = row.task.draw
+    assert draw is not None
+    return Path(
+        row.steps, row.task.lookahead, len(row.side_blocks), seed=draw.seed, place=draw.place
+    )

@@ -29,7 +29,6 @@ class PickRules:
         banned: int64 ids that are never picked.
         ends: Ids after which a draft ends.
         sampling: What sampled drafts propose; None where all are greedy.
-        generator: The drafter's own random stream.
         confidences: Whether they are asked for.
     """
 
@@ -37,7 +36,6 @@ class PickRules:
     banned: torch.Tensor
     ends: frozenset[int]
     sampling: SampledMethod | None
-    generator: torch.Generator
     confidences: bool = False
 
     def span(self, task: DraftTask) -> MergeSpan:
@@ -48,7 +46,7 @@ class PickRules:
         draw, sampling = task.draw, self.sampling
         if sampling is None or sampling.merging is None or draw is None:
             return _ONE_TOKEN
-        plain = draw.race_seed is None and task.penalty is None
+        plain = not draw.races and task.penalty is None
         return sampling.merge_span if plain else _ONE_TOKEN
 
     def draws(
@@ -61,7 +59,6 @@ class PickRules:
             [draw for index in drawn if (draw := rows[index].task.draw) is not None],
             [rows[index].steps if keep else 0 for index in drawn],
             self.sampling,
-            self.generator,
             send,
         )
 

@@ -31,8 +31,8 @@ class RequestParams:
     """One request's parameters, read once when it is first seen.
 
     Attributes:
-        noise_seed: From which its random choices in verification follow; its seed if it has one.
-        temperature, top_k, top_p, seed: As in vLLM; top_k is 0 for all.
+        noise_seed: From which its random choices follow; its own seed if it has one.
+        temperature, top_k, top_p: As in vLLM; top_k is 0 for all.
         penalty: Its penalties; None where there are none.
         structured: A grammar constrains it.
         max_tokens: Its longest output in target tokens; None for no limit.
@@ -47,7 +47,6 @@ class RequestParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int | None = None
     penalty: Penalty | None = None
     structured: bool = False
     max_tokens: int | None = None
@@ -124,7 +123,6 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         temperature=params.temperature,
         top_k=max(0, params.top_k),
         top_p=params.top_p,
-        seed=params.seed,
         penalty=None if penalty == Penalty() else penalty,
         structured=params.structured_outputs is not None,
         max_tokens=params.max_tokens,
