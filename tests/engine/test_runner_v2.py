@@ -116,3 +116,14 @@ def test_what_holds_on_v1_holds_on_v2() -> None:
 def on_v1(demo_pair: Path, few: list[str]) -> Run:
     """Of the pair."""
     return run_way("pair", demo_pair, few)
+
+
+def test_two_ranks_have_the_same_drafts() -> None:
+    """Each rank puts them into its own runner: with others' there, the tokens would be wrong."""
+    file = Path(__file__).with_name("test_tensor_parallel.py")
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", str(file)]
+    environment = v2_environment() | {"TORCHDYNAMO_DISABLE": "1"}  # which knows no interpreter
+    done = subprocess.run(
+        [*command, "-k", "same_tokens and rank0"], env=environment, capture_output=True, text=True
+    )
+    assert " 1 passed" in done.stdout, done.stdout[-8000:]
