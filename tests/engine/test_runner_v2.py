@@ -93,7 +93,11 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
 def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
     pair = on_v2[0]["pair"]
     for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
-        assert pair[scenario] == list(on_v1[scenario]), scenario
+        ids, gained = pair[scenario]
+        expected, counted = on_v1[scenario]
+        assert ids == expected, scenario
+        for metric in counted.keys() - {"skipped"}:  # of all scenarios so far
+            assert gained[metric] == counted[metric], (scenario, metric)
 
 
 def test_what_holds_on_v1_holds_on_v2() -> None:
