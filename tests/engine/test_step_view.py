@@ -18,6 +18,7 @@ def request_of(prompt: int, output: list[int], **params: Any) -> SimpleNamespace
         num_prompt_tokens=prompt,
         output_token_ids=output,
         prompt_embeds=None,
+        mm_features=[],
         sampling_params=SamplingParams(**params),
     )
 
@@ -48,6 +49,15 @@ def output_of(drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
         total_num_scheduled_tokens=6,
         num_spec_tokens_to_schedule=4,
     )
+
+
+def test_media_are_no_text(runner: SimpleNamespace) -> None:
+    places = [SimpleNamespace(offset=offset, length=2) for offset in (0, 1, 4)]
+    runner.requests["b"].mm_features = [SimpleNamespace(mm_position=place) for place in places]
+    runner.input_batch.num_tokens_no_spec[1] = 6
+    a, b = RunnerV1(runner, 4).view(output_of({}), [[9], []]).requests
+    assert a.prompt_text.tolist() == [0, 1, 2]
+    assert b.prompt_text.tolist() == [13]
 
 
 def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:

@@ -19,7 +19,10 @@ def new(req_id: str, **params: Any) -> SimpleNamespace:
     from vllm import SamplingParams
 
     return SimpleNamespace(
-        req_id=req_id, sampling_params=SamplingParams(**params), prompt_embeds=None
+        req_id=req_id,
+        sampling_params=SamplingParams(**params),
+        prompt_embeds=None,
+        mm_features=[],
     )
 
 

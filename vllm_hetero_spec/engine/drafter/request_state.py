@@ -37,6 +37,7 @@ class RequestState:
         context: Its text in drafter ids.
         salt: Its cache_salt.
         num_prompt: Leading context ids that are its prompt.
+        num_media: Target ids of its prompt that are no text, and not in the context.
         sequence: Its KV; None before the first round and after its blocks were given back.
         num_kv_valid: Leading ids of `sequence.kv_ids` that equal `context.ids`.
         last_target: The last target id taken into the context.
@@ -49,6 +50,7 @@ class RequestState:
     context: Context
     salt: str | None = None
     num_prompt: int = 0
+    num_media: int = 0
     sequence: DraftSequence | None = None
     num_kv_valid: int = 0
     last_target: int = -1
@@ -61,9 +63,14 @@ class RequestState:
         """Context ids whose KV is not written yet."""
         return len(self.context.ids) - self.num_kv_valid
 
+    @property
+    def num_target(self) -> int:
+        """Target ids taken in."""
+        return self.context.num_target + self.num_media
+
     def is_behind(self, request: RequestView) -> bool:
         """Whether vLLM has taken tokens back (a resumed or edited request)."""
-        known = self.context.num_target
+        known = self.num_target
         if self.retired or not known:
             return False
         return known > request.num_tokens or request.token_ids[known - 1] != self.last_target
@@ -187,9 +194,9 @@ class Requests:
         for request in step.requests:
             state = self._states.get(request.req_id)
             if state is None:
-                unread.append(request.num_tokens)
+                unread.append(len(request.prompt_text) + request.num_output_tokens)
             else:
-                news = request.num_tokens - state.context.num_target
+                news = request.num_tokens - state.num_target
                 unread.append(news + state.num_uncached)
         return unread
 
@@ -217,7 +224,7 @@ class Requests:
                 if request.new_tokens:
                     self._stats.skip(state.retired or "no_blocks")
                 continue
-            new = request.since(state.context.num_target)
+            new = request.since(state.num_target)
             state.last_target = new[-1] if new else state.last_target
             news.append(new)
             known.append((request, state))
@@ -253,8 +260,10 @@ class Requests:
         if not request.has_text:
             state.retired = "no_text"
             return state
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        self._bridge.extend([state.context], [prompt.tolist()])
+        text = request.prompt_text
+        self._bridge.extend([state.context], [text.tolist()])
         state.num_prompt = len(state.context.ids)
-        state.last_target = int(prompt[-1])
+        state.num_media = request.num_prompt_tokens - len(text)
+        self._stats.media_tokens += state.num_media
+        state.last_target = int(request.token_ids[request.num_prompt_tokens - 1])
         return state

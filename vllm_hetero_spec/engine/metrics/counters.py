@@ -67,6 +67,7 @@ class DraftStats:
     forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
     graph_forwards: Annotated[int, _count("Forwards of the drafter replayed as CUDA graphs.")] = 0
     reused_tokens: Annotated[int, _count("Context tokens whose KV another request had left.")] = 0
+    media_tokens: Annotated[int, _count("Prompt tokens for images and the like, left out.")] = 0
     skipped: Annotated[
         Counter[str], _count("Requests left undrafted in a step.", label="reason")
     ] = field(default_factory=Counter)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
@@ -80,6 +81,7 @@ class RunnerV1:
                     new_tokens=tokens,
                     num_drafted=len(drafted.get(req_id, ())),
                     has_text=state.prompt_embeds is None,
+                    media=media_of(state.mm_features),
                 )
             )
         if len(self._params) > len(states):

@@ -15,6 +15,7 @@ import torch
 
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
@@ -125,6 +126,7 @@ class RunnerV2:
                     num_drafted=self._verified(req_id),
                     num_padding=len(drafted.get(req_id, ())) - self._verified(req_id),
                     has_text=new.prompt_embeds is None,
+                    media=media_of(new.mm_features),
                 )
             )
         times = self._clock.viewed(now)

@@ -28,6 +28,7 @@ class RequestView(NamedTuple):
         num_drafted: Tokens of its draft that the target verified in this step.
         num_padding: Places beyond them that were computed, and hold nothing.
         has_text: Whether its prompt is token ids, not embeddings.
+        media: Parts of its prompt that stand for images and the like.
     """
 
     req_id: str
@@ -38,6 +39,7 @@ class RequestView(NamedTuple):
     num_drafted: int = 0
     num_padding: int = 0
     has_text: bool = True
+    media: Sequence[slice] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +50,17 @@ class RequestView(NamedTuple):
     def num_output_tokens(self) -> int:
         """Target tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_text(self) -> np.ndarray:
+        """int [n], its prompt without media."""
+        prompt = self.token_ids[: self.num_prompt_tokens]
+        if not self.media:
+            return prompt
+        is_text = np.ones(len(prompt), bool)
+        for part in self.media:
+            is_text[part] = False
+        return prompt[is_text]
 
     def since(self, num_tokens: int) -> Sequence[int]:
         """Target ids behind the first so many."""
