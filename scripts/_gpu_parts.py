@@ -52,6 +52,9 @@ def part_a(options: Options, report: Report) -> bool:
         _SELF: setups.ours({"translation": "identity", **own}, options.target),
         f"{_SELF}, through text": setups.ours({"translation": "text", **own}, options.target),
     }
+    if options.on_gpu:
+        wanted["on V1"] = setups.ours(own, runner="0")
+        wanted["not ahead"] = setups.ours(own, async_scheduling=False)
     result: Result = {"prompts": len(texts), "setups": {}, **_without_graphs(options)}
     outcomes: dict[str, Outcome] = {}
     good = True

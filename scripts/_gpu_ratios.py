@@ -181,18 +181,25 @@ def _groups(
 ) -> Iterator[Mapping[str, tuple[Setup, Sequence[Variant]]]]:
     """Engines that are up together; the first, which is the reference, beside all others."""
     *slower, fastest = modes(options).items()
-    alone = {"alone, V1": setups.alone()}
-    if options.on_gpu:  # V2 needs Triton
-        alone = {"alone, V2": setups.alone("1"), **alone}
-    (name, setup), *others = alone.items()
-    yield {name: (setup, [Variant(name)])}
+    alone = {"alone": setups.alone()}
+    others = {}
     ours = f"ours, {fastest[0]}"
+    if options.on_gpu:
+        alone["alone, V1"] = setups.alone("0")
+        others[f"{ours}, not ahead"] = setups.ours(fastest[1], async_scheduling=False)
+        others[f"{ours}, V1"] = setups.ours(fastest[1], runner="0")
+    (name, setup), *rest = alone.items()
+    yield {name: (setup, [Variant(name)])}
     lookaheads = (3, 5, None)
     every = [Variant(ours, far, taught) for far in lookaheads for taught in (False, True)]
+    every.append(Variant(ours, 0))
     yield {
         ours: (setups.ours(fastest[1]), every),
-        **{other: (it, [Variant(other)]) for other, it in others},
+        **{other: (it, [Variant(other)]) for other, it in rest},
     }
+    if others:
+        few = [(0, False), (LOOKAHEAD, True)]
+        yield {name: (it, [Variant(name, *of) for of in few]) for name, it in others.items()}
     yield {
         "vLLM's TLI": (setups.tli(), [Variant("vLLM's TLI", LOOKAHEAD)]),
         **{

@@ -75,6 +75,7 @@ class Setups:
         self._target, self._drafter = target or options.target, drafter or options.drafter
         self._bytes = 4 if exact or not options.on_gpu else 2
         self._backend = ""
+        self._runner = "1" if options.on_gpu else "0"  # V2 needs Triton
         if options.on_gpu:  # FlashAttention has no float32
             self._backend = "TRITON_ATTN" if exact else options.backend
 
@@ -83,12 +84,18 @@ class Setups:
         """Whether a token may differ for no reason at all."""
         return self._bytes == 4
 
-    def alone(self, runner: str = "0") -> Setup:
-        """The target, on Model Runner V1 ("0") or V2 ("1")."""
+    def alone(self, runner: str = "") -> Setup:
+        """The target, on Model Runner V1 ("0") or V2 ("1"); vLLM's choice where empty."""
         return self._setup(None, runner)
 
-    def ours(self, given: Mapping[str, Any], drafter: Path | None = None) -> Setup:
-        """The target and a drafter, with options of ours."""
+    def ours(
+        self,
+        given: Mapping[str, Any],
+        drafter: Path | None = None,
+        runner: str = "",
+        **engine: Any,
+    ) -> Setup:
+        """The target and a drafter, with options of ours, and of vLLM's engine."""
         model = drafter or self._drafter
         return self._setup(
             {
@@ -97,7 +104,9 @@ class Setups:
                 "num_speculative_tokens": LOOKAHEAD,
                 "kv_cache_memory_bytes": self._kv_bytes(model),
                 **given,
-            }
+            },
+            runner,
+            **engine,
         )
 
     def tli(self) -> Setup:
@@ -110,11 +119,12 @@ class Setups:
                 "num_speculative_tokens": LOOKAHEAD,
                 "use_heterogeneous_vocab": True,
                 **backend,
-            }
+            },
+            "0",
         )
 
-    def _setup(self, speculation: dict[str, Any] | None, runner: str = "0") -> Setup:
-        engine: dict[str, Any] = {
+    def _setup(self, speculation: dict[str, Any] | None, runner: str, **engine: Any) -> Setup:
+        engine |= {
             "dtype": "float32" if self._bytes == 4 else "bfloat16",
             "load_format": _shell.FORMAT,
             "max_model_len": MAX_MODEL_LEN,
@@ -132,7 +142,7 @@ class Setups:
             }
         if self._backend:
             engine["attention_backend"] = self._backend
-        return Setup(str(self._target), speculation, self._batch, engine, runner)
+        return Setup(str(self._target), speculation, self._batch, engine, runner or self._runner)
 
     def _kv_bytes(self, model: Path) -> int:
         config = SimpleNamespace(**json.loads((model / "config.json").read_text()))

@@ -31,13 +31,11 @@ class Watch:
 
     Args:
         proposer: Of an engine in this process.
-        verifier: Its rejection sampler's module.
+        verifier: Its rejection sampler.
         vocabulary: Ids of the target's tokenizer.
     """
 
-    def __init__(
-        self, proposer: HeteroProposer, verifier: torch.nn.Module, vocabulary: int
-    ) -> None:
+    def __init__(self, proposer: HeteroProposer, verifier: object, vocabulary: int) -> None:
         assert proposer.drafting is not None
         self._lesson: Lesson | None = None
         self._made: dict[int, list[list[int]]] | None = None
@@ -48,7 +46,8 @@ class Watch:
         self._step: StepView | None = None
         self._begin, self._finish = proposer.drafting.begin, proposer.drafting.finish
         vars(proposer.drafting).update(begin=self._began, finish=self._drafts)
-        for place, name in ((proposer, "after_step"), (proposer, "finish"), (verifier, "forward")):
+        verifies = "forward" if hasattr(verifier, "forward") else "_verify"  # V1, V2
+        for place, name in ((proposer, "after_step"), (proposer, "finish"), (verifier, verifies)):
             vars(place)[name] = self._noting_waits(getattr(place, name))
 
     def begin(self, lesson: Lesson | None, *, watched: bool) -> None:
