@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hetero_spec.engine.seam import speculator_v2
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
@@ -180,7 +181,10 @@ class _Proposer:
             draft.append(index)
 
 
-def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(runner: Any, batch: Any) -> None:
+def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
+    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     proposer: Any = _Proposer()
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
@@ -25,9 +25,6 @@ from vllm_hetero_spec.engine.seam.worker_hooks import install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
-
-if TYPE_CHECKING:
-    from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -61,7 +58,6 @@ class HeteroProposer:
         self._verifier: Verifier | None = None
         self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
         self._first_rank = True
-        self._told: GroupCoordinator | None = None  # the ranks that are told what one drafts
         self.warm = False  # from `calibrate` on
 
     @property
@@ -101,10 +97,7 @@ class HeteroProposer:
         assert self._verifier is not None
         if group.world_size > 1 and self.options.method != "slem":
             self._verifier.share_among(group)
-        alike = group.world_size == 1 or self.options.tensor_parallel == "sharded"
-        if self.seam.drafts_on_every_rank and not alike:
-            self._told = group
-        if alike or self._first_rank:
+        if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
             with kept_in_sleep(self.vllm_config):
                 self._drafting = DraftingRank(
                     self.vllm_config,
@@ -179,10 +172,7 @@ class HeteroProposer:
         assert self._verifier is not None
         drafts = [] if self._drafting is None else self._drafting.finish()
         self._verifier.expect(step, drafts)
-        tokens = step.in_order(drafts)
-        if self._told is not None:
-            tokens = self._told.broadcast_object(tokens, src=0)
-        return tokens
+        return step.in_order(drafts)
 
     @contextlib.contextmanager
     def _no_fault(self) -> Iterator[None]:

@@ -12,14 +12,7 @@ import torch
 
 
 class Runner(Protocol):
-    """A model runner that drafts are made for.
-
-    Attributes:
-        drafts_on_every_rank: Whether each rank of the target has to be handed the drafts; else the
-            scheduler sends them.
-    """
-
-    drafts_on_every_rank: bool
+    """A model runner that drafts are made for."""
 
     @property
     def device(self) -> torch.device:

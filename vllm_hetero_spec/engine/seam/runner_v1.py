@@ -34,8 +34,6 @@ class RunnerV1:
         num_speculative_tokens: Longest draft in target tokens.
     """
 
-    drafts_on_every_rank = False
-
     def __init__(self, runner: "GPUModelRunner", num_speculative_tokens: int) -> None:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}

@@ -44,8 +44,6 @@ class RunnerV2:
         tiers: See `StepView`.
     """
 
-    drafts_on_every_rank = True
-
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
         self._new: dict[str, NewRequestData] = {}  # of all requests, as they came last
