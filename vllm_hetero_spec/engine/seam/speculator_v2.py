@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
@@ -91,7 +92,15 @@ class HeteroSpeculator(BaseSpeculator):
         batch, self._batch = self._batch, None
         if batch is not None:
             self.proposer.finish()
-            self._handed_out = self.seam.hand_out(batch, self._drafts)
+            self._handed_out = self.seam.hand_out(batch, self._agreed())
+
+    def _agreed(self) -> list[list[int]]:
+        """The drafts of the first rank, on all ranks: each puts them into its own runner."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return self._drafts
+        agreed: list[list[int]] = group.broadcast_object(self._drafts, src=0)
+        return agreed
 
     def get_draft_tokens(self) -> "DraftTokenIds | None":
         """See DraftTokensHandler."""
