@@ -138,6 +138,9 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
             self.reports += 1
             return {"steps": self.reports}
 
+        def tell(self, output: Any) -> None:
+            pass
+
     drafter = Ours()
     wrap = metrics.wrap_sample(Ours, EMPTY_MODEL_RUNNER_OUTPUT)
     fresh = wrap(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
