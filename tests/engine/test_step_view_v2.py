@@ -95,7 +95,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert (a.params.temperature, a.params.noise_seed, a.params.random) == (0.5, 3, True)
     assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (6, [], 0)
     assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
-    assert (step.started, set(step.live)) == ({"b": None}, {"a", "b"})
+    assert (step.started, set(step.live)) == ({"a": None, "b": None}, {"a", "b"})
     assert step.target_seconds is step.step_seconds is None
     seam.handed_out()
     again = seam.view(batch, SAMPLED)
@@ -175,6 +175,9 @@ class _Proposer:
         self.drafts = [[] for _ in range(num_requests)]
         return self.drafts
 
+    def pass_by(self, num_requests: int) -> None:
+        self.calls.append(f"{num_requests} pass by")
+
     def finish(self) -> None:
         self.calls.append("finish")
         for index, draft in enumerate(self.drafts):
@@ -207,6 +210,38 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     assert proposer.calls[1:] == ["begin", "begin", "finish"]
     assert runner.req_states.draft_tokens[[2, 0], 0].tolist() == [0, 1]
     assert speculator.get_draft_tokens() is None
+
+
+def test_few_steps_are_looked_at_where_none_may_have_drafts(
+    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look waits for the device. New requests are not missed, and no long step is timed."""
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    proposer: Any = _Proposer()
+    proposer.warm = True
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    views: list[Any] = []
+    proposer.after_step = lambda view, _: views.append(view()) or [[], []]
+    speculator.seam.begins(output_of(new("a"), new("b")))
+    looked_at = []
+    for number in range(40):
+        speculator.finish()
+        output = output_of(new("b")) if number == 20 else output_of()
+        output.num_spec_tokens_to_schedule = 0 if number < 39 else 2
+        speculator.seam.begins(output)
+        before = len(views)
+        speculator.propose(batch, *(None,) * 4, SAMPLED) if number else None
+        speculator.seam.handed_out()
+        if len(views) > before:
+            looked_at.append(number)
+    assert looked_at == [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39]
+    assert proposer.calls[1:].count("2 pass by") == 39 - len(looked_at)
+    by_number = dict(zip(looked_at, views, strict=True))
+    assert by_number[1].started == {"a": None, "b": None}
+    assert by_number[32].started == {"b": None}
+    assert [n for n, view in by_number.items() if view.step_seconds is None] == [1, 16, 32, 39]
 
 
 def config_of(**changes: Any) -> Any:

@@ -166,6 +166,12 @@ class DraftingRank:
         self._step = None
         return drafts
 
+    def pass_by(self, num_requests: int) -> None:
+        """Count a step without a view, in which so many requests are left alone."""
+        self._stats.steps += 1
+        self._stats.off_steps += 1
+        self._stats.skip("not_worth_it", times=num_requests)
+
     def record(self) -> int:
         """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
         with alone(self._group):

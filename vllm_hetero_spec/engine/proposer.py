@@ -151,6 +151,11 @@ class HeteroProposer:
         self._beginning = time.perf_counter() - began
         return self._drafts
 
+    def pass_by(self, num_requests: int) -> None:
+        """A step goes by that may have no drafts: so many requests are left to the target."""
+        if self._drafting is not None:
+            self._drafting.pass_by(num_requests)
+
     def finish(self) -> None:
         """Fill the lists of the last step, when the scheduler asks for them.
 

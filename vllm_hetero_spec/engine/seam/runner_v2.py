@@ -49,7 +49,7 @@ class RunnerV2:
         self._new: dict[str, NewRequestData] = {}  # of all requests, as they came last
         self._params: dict[str, RequestParams] = {}
         self._preempted: set[str] = set()
-        self._started: dict[str, str | None] = {}
+        self._started: dict[str, str | None] = {}  # since the last view
         self._output: SchedulerOutput | None = None  # what the present step is made of
         self._drafted: dict[str, int] = {}  # tokens of drafts that have not been verified yet
         self.tiers = tiers_of(runner.vllm_config)
@@ -81,9 +81,10 @@ class RunnerV2:
         Args:
             scheduler_output: What it is made of.
         """
-        self._output, self._started = scheduler_output, {}
+        self._output = scheduler_output
         for req_id in scheduler_output.finished_req_ids:
             self._new.pop(req_id, None)
+            self._started.pop(req_id, None)
             self._params.pop(req_id, None)
             self._drafted.pop(req_id, None)
             self._preempted.discard(req_id)
@@ -128,9 +129,10 @@ class RunnerV2:
                 )
             )
         times = self._clock.viewed(now)
+        started, self._started = self._started, {}
         return StepView(
             requests=requests,
-            started=self._started,
+            started=started,
             live=self._new.keys(),
             lookahead=output.num_spec_tokens_to_schedule,
             max_model_len=self._runner.max_model_len,
@@ -139,6 +141,17 @@ class RunnerV2:
             step_seconds=times.step,
             tiers=self.tiers,
         )
+
+    @property
+    def without_drafts(self) -> bool:
+        """Whether the present step verified none, and may have none made: it is scheduled ahead."""
+        assert self._output is not None, "no step has begun"
+        ahead = self.tiers and not self._output.num_spec_tokens_to_schedule
+        return bool(ahead) and not self._output.scheduled_spec_decode_tokens
+
+    def passed_by(self) -> None:
+        """The present step has no view."""
+        self._clock = StepClock()
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""

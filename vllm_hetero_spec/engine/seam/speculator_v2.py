@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     from vllm_hetero_spec.engine.seam.worker_hooks import Proposer
 
+# A look at a step waits for the device, and the scheduler with it. So when many steps in a row have
+# had no drafts, only some are looked at: two in a row, the second of which can be timed.
+_MANY = 8
+_APART = 16
+
 
 class HeteroSpeculator(BaseSpeculator):
     """Hands V2's questions on to a proposer.
@@ -39,6 +44,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed_out: DraftTokenIds | None = None
+        self._without_drafts = 0  # steps in a row
 
     def load(self, runner: "GPUModelRunner") -> None:
         """Load the drafter beside a runner's model, and take our places in the runner."""
@@ -78,11 +84,21 @@ class HeteroSpeculator(BaseSpeculator):
             int64 [B, K], of which nothing is scheduled.
         """
         self._batch = None
-        if not dummy_run and self.proposer.warm:
+        if dummy_run or not self.proposer.warm:
+            return self.seam.no_drafts(input_batch)
+        if self._passes_by():
+            self.seam.passed_by()
+            self.proposer.pass_by(input_batch.num_reqs)
+        else:
             view = partial(self.seam.view, input_batch, num_sampled)
             self._drafts = self.proposer.after_step(view, input_batch.num_reqs)
             self._batch = input_batch
         return self.seam.no_drafts(input_batch)
+
+    def _passes_by(self) -> bool:
+        """Whether this step is not looked at; the same on all ranks."""
+        self._without_drafts = self._without_drafts + 1 if self.seam.without_drafts else 0
+        return self._without_drafts > _MANY and self._without_drafts % _APART > 1
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""

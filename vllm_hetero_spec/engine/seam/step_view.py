@@ -81,7 +81,7 @@ class StepView:
 
     Attributes:
         requests: Of the batch, in its order.
-        started: Requests that are new in this step, with their cache_salt.
+        started: Requests that are new since the last view, with their cache_salt.
         live: Ids of all requests that the runner knows, waiting ones included.
         lookahead: Target tokens that may be drafted for each request.
         tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts

@@ -46,6 +46,9 @@ class Proposer(transport.Reporter, Protocol):
     def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
         """Begin to draft for every request of the batch; the lists that `finish` fills."""
 
+    def pass_by(self, num_requests: int) -> None:
+        """A step goes by that may have no drafts."""
+
     def finish(self) -> None:
         """The scheduler asks for the drafts."""
 
