@@ -4,7 +4,8 @@
 PyTorch turns a `.to(device)` from ordinary memory, a `torch.tensor(..., device=...)` and a
 `.tolist()` into a copy and a wait for everything queued before it. So what a round needs on the
 device is collected in pinned memory and sent at once without waiting, and what comes back is copied
-beside the work and waited for where it is read. Nothing else in the engine transfers anything.
+beside the work and waited for where it is read. Nothing else does so in a round; a test names the
+few other files that move anything, and what.
 
 On a CPU nothing has to be moved: a packet is memory that both sides see.
 """
