@@ -2,7 +2,8 @@
 """Model Runner V2 without a GPU: with this folder on PYTHONPATH and TRITON_INTERPRET=1.
 
 V2 needs Triton, which has no backend for CPUs in any package index. Its interpreter runs V2's
-kernels in numpy: vLLM only has to be told that there is a backend.
+kernels in numpy: vLLM only has to be told that there is a backend. With V2_AHEAD=1 engines of ours
+are scheduled ahead, as on a GPU.
 """
 
 import importlib.abc
@@ -13,15 +14,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-_SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 
+class _Loaded(importlib.abc.MetaPathFinder):
+    """Has a module loaded with other values of its own."""
 
-class _TorchSampler(importlib.abc.MetaPathFinder):
-    """Has the sampler's module loaded as if there were no Triton: the interpreter cannot run its
-    kernel of top-k and top-p."""
+    def __init__(self, module: str, **values: Any) -> None:
+        self._module, self._values = module, values
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _SAMPLER:
+        if name != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -31,7 +32,7 @@ class _TorchSampler(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            module.__dict__["HAS_TRITON"] = False
+            module.__dict__.update(self._values)
 
         loader.exec_module = exec_module
         return spec
@@ -55,4 +56,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     InterpreterBuilder.create_masked_store = _masks_are_bools(store)
     driver = SimpleNamespace(is_active=lambda: True)
     backends["cpu"] = SimpleNamespace(compiler=None, driver=driver)
-    sys.meta_path.insert(0, _TorchSampler())
+    # The interpreter cannot run the kernel of top-k and top-p.
+    sys.meta_path.insert(0, _Loaded("vllm.v1.sample.ops.topk_topp_sampler", HAS_TRITON=False))
+    if os.environ.get("V2_AHEAD") == "1":
+        ahead = "vllm_hetero_spec.engine.seam.async_scheduling"
+        sys.meta_path.insert(0, _Loaded(ahead, platform_can=lambda: True))
