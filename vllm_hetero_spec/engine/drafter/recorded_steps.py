@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, real_tokens
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, sent_plan
 from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
 from vllm_hetero_spec.staging import Send
 
@@ -90,14 +90,7 @@ class RecordedSteps:
         if not self._replays_round:
             return self._eager.begin(plan)
         feed, wide = plan.feed, plan.feed.tokens.shape[1]
-        tokens, starts, lengths, table, last, places = self._send(
-            real_tokens(feed.tokens, self._rules),
-            feed.starts,
-            plan.lengths,
-            plan.table,
-            feed.last,
-            plan.places,
-        )
+        tokens, starts, lengths, table, last, places = sent_plan(plan, self._rules, self._send)
         on = self._on
         on.table[:size, : table.shape[1]].copy_(table)
         on.plan_lengths[: plan.steps, :size].copy_(lengths)

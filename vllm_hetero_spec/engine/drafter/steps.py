@@ -82,6 +82,13 @@ def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
     return tokens
 
 
+def sent_plan(plan: RoundPlan, rules: PickRules, send: Send) -> list[torch.Tensor]:
+    """On the device: the tokens that catch up, their starts, lengths, table, last, places."""
+    feed = plan.feed
+    tokens = real_tokens(feed.tokens, rules)
+    return send(tokens, feed.starts, plan.lengths, plan.table, feed.last, plan.places)
+
+
 def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
     """A forward over what was sent: tokens, starts, lengths, table, last."""
     tokens, starts, device_lengths, table, last = sent
@@ -145,14 +152,7 @@ class EagerSteps:
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
-        tokens, starts, lengths, table, last, places = self._send(
-            real_tokens(feed.tokens, self._rules),
-            feed.starts,
-            plan.lengths,
-            plan.table,
-            feed.last,
-            plan.places,
-        )
+        tokens, starts, lengths, table, last, places = sent_plan(plan, self._rules, self._send)
         self._sent = _Sent(
             plan=plan,
             lengths=lengths,
