@@ -326,8 +326,12 @@ def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs
     for index, text in enumerate(texts[:3]):
         assert generate(llm, [text], greedy()) == {"0": alone[str(index)]}
     stats = read_stats(llm)
-    assert stats["drafts"] > 0
     assert set(stats["skipped"]) <= {"not_worth_it", "catching_up"}
+    # Whether so tiny a target is helped by drafts hangs on the machine: goodput may make none.
+    if proposer_of(llm).options.controller == "confidence":
+        assert stats["drafts"] > 0
+    else:
+        assert stats["drafts"] + stats["skipped"].get("not_worth_it", 0) > 0
 
 
 @pytest.mark.engine
