@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No rule asks the device for a number: fake tensors have none, and raise where one is read."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import choose
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
 
 CPU = torch.device("cpu")
 LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough for a draw to look at blocks
@@ -53,6 +55,18 @@ def test_a_rule_reads_nothing(
             verdict = fuzzy_rule(drafts, p, bonus, name, 0.1).verdict
     assert verdict.tokens.shape == (len(LENGTHS), max(LENGTHS) + 1)
     assert verdict.accepted.shape == (len(LENGTHS),)
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, race_walk])
+def test_a_walk_reads_nothing(walk: Callable) -> None:
+    parents: list[list[int]] = [[-1, 0, -1, -2, 2], [], [-1, -1]]
+    with FakeTensorMode():
+        tokens = torch.empty(10, dtype=torch.int64)
+        trees = TreeBatch.of(tokens, parents, [7] * 3, [0] * 3, send=sent)
+        rows = tokens if walk is greedy_walk else torch.rand(10, WIDTH)
+        verdict = walk(trees, rows)
+    assert verdict.tokens.shape == verdict.rows.shape == (3, 6)
+    assert verdict.accepted.shape == (3,)
 
 
 def test_what_reads_is_caught() -> None:

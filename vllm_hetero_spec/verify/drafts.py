@@ -95,15 +95,9 @@ class DraftBatch:
             "place_of": place_of,
             "later": np.flatnonzero(place_of),
         }
-        there = {}
-        for name, values in (("seeds", seeds), ("places", places)):
-            if isinstance(values, torch.Tensor):
-                there[name] = values
-            else:
-                arrays[name] = np.array(values, np.int64)
         if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
-        there |= zip(arrays, send(*arrays.values()), strict=True)
+        there = sent(send, arrays, seeds=seeds, places=places)
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
     @property
@@ -180,6 +174,23 @@ class DraftBatch:
         places = tokens.clamp_min(0)
         rest.scatter_(1, places, rest.gather(1, places).masked_fill(certain, 0.0))
         return rest.clamp_min_(0.0)
+
+
+def sent(
+    send: Send, arrays: dict[str, np.ndarray], **numbers: Sequence[int] | torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Arrays, and numbers that may be there already, as tensors of these names; one call of `send`.
+
+    Args:
+        send: Brings arrays to the device.
+        arrays: Of the host.
+        numbers: int64 where they are.
+    """
+    there = {name: given for name, given in numbers.items() if isinstance(given, torch.Tensor)}
+    arrays |= {
+        name: np.array(given, np.int64) for name, given in numbers.items() if name not in there
+    }
+    return there | dict(zip(arrays, send(*arrays.values()), strict=True))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ what was known before the draw, never by what was drawn.
 HetVoc: *Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Speculative Decoding*
 (Sun et al.). ERSD: *Speculative Decoding via Exponential Races*. FSD: *Fuzzy Speculative Decoding*.
+Trees: *SpecInfer*; *Sequoia*; ERSD.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +131,53 @@ def exact_match(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -
         if emitted[-1] != proposal.token:
             return emitted
     return (*emitted, chance.draw(p(c + emitted)))
+
+
+# ------------------------------------------------------------------------------- trees
+
+# Non-empty paths of target tokens, with every non-empty beginning of each.
+Tree = Collection[tuple[int, ...]]
+
+
+def walk(choose: Callable[[tuple[int, ...]], int], tree: Tree) -> tuple[int, ...]:
+    """ERSD Algorithm 5, corrected: emit what is chosen, as long as the tree goes on with it.
+
+    The tree says where a step ends, never what is emitted. So the output's law is the target's
+    where each choice has the target's law given tree and past (a draw), and is the target's own
+    output, token by token, where a choice depends on u and on noise that the tree cannot change
+    (the first choice, a race whose clocks belong to the depth).
+    """
+    emitted: tuple[int, ...] = (choose(()),)
+    while emitted in tree:
+        emitted += (choose(emitted),)
+    return emitted
+
+
+def tree_rule(
+    p: Target,
+    c: tuple[int, ...],
+    children: Callable[[tuple[int, ...]], tuple[Proposal | None, Collection[int]]],
+    chance: Chance,
+) -> tuple[int, ...]:
+    """Leviathan's rule where a child was drawn, and the token that it gives looked up among others.
+
+    SpecInfer's and Sequoia's trees without their recursive rejection: `children` gives at each path
+    the child that was drawn, with its law, and those that are certain. A drawn child may be left
+    out only for reasons that do not depend on what it became.
+    """
+    emitted: tuple[int, ...] = ()
+    while True:
+        row = p(c + emitted)
+        drawn, certain = children(emitted)
+        if drawn is None:
+            token, goes_on = chance.draw(row), False
+        elif drawn.token is not None and chance.flip(row[drawn.token] / drawn.row[drawn.token]):
+            token, goes_on = drawn.token, True
+        else:
+            token, goes_on = chance.draw(residual(row, drawn.row)), False
+        emitted += (token,)
+        if not goes_on and token not in certain:
+            return emitted
 
 
 # ------------------------------------------------------------------------------- drafting

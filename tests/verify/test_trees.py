@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A walk over any tree keeps the target's law, or its very output; near relatives do not."""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from goodness import follows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_worlds import World, total_variation, worlds
+
+from vllm_hetero_spec.verify import reference as ref
+from vllm_hetero_spec.verify.chance import Chance
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
+from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.reference import Proposal, Row
+from vllm_hetero_spec.verify.rules import greedy_rule, race_rule
+from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk, race_walk
+
+EXACT = 1e-10
+WRONG = 0.05  # total variation that a known-wrong rule must exceed
+Path = tuple[int, ...]
+Step = Callable[[World, Path, Chance], Path]
+
+
+def grown(generator: np.random.Generator, tokens: int, nodes: int) -> list[Path]:
+    """The paths of a random tree, parents first."""
+    tree: list[Path] = []
+    while len(tree) < nodes:
+        head = [(), *tree][generator.integers(len(tree) + 1)]
+        path = (*head, int(generator.integers(tokens)))
+        if path not in tree:
+            tree.append(path)
+    return tree
+
+
+def deviation(step: Step) -> float:
+    """Total variation between steps and the target alone over three tokens, at its worst."""
+    return max(
+        total_variation(
+            world.law_of(lambda c, chance: step(world, c, chance), length=3),  # noqa: B023
+            world.target_law(length=3),
+        )
+        for world in worlds(6)
+    )
+
+
+# ------------------------------------------------------------------------------- laws
+
+
+def drawn_walk(world: World, c: Path, chance: Chance) -> Path:
+    tree = grown(np.random.default_rng(world.seed), len(world.pair.target), 8)
+    return ref.walk(lambda u: chance.draw(world.p(c + u)), tree)
+
+
+def looked_up(
+    children: Callable[[Row, Chance], tuple[Proposal | None, Collection[int]]],
+    rule: Callable = ref.tree_rule,
+) -> Step:
+    """A step with a tree of depth two, children made of a row that is not the target's."""
+
+    def step(world: World, c: Path, chance: Chance) -> Path:
+        rows = World(world.pair, world.seed + 100)
+
+        def behind(u: Path) -> tuple[Proposal | None, Collection[int]]:
+            return children(rows.p(c + u), chance) if len(u) < 2 else (None, ())
+
+        return rule(world.p, c, behind, chance)
+
+    return step
+
+
+def one_drawn(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
+    """A drawn child, and the likeliest of the others."""
+    token = chance.draw(row)
+    return Proposal(token, row), [next(t for t in np.argsort(-row).tolist() if t != token)]
+
+
+def kept_out(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
+    """The likeliest child, and one drawn among the others, as is told."""
+    best, others = int(np.argmax(row)), row.copy()
+    others[best] = 0.0
+    others /= others.sum()
+    return Proposal(chance.draw(others), others), [best]
+
+
+def test_lossless() -> None:
+    assert deviation(drawn_walk) < EXACT
+    assert deviation(looked_up(one_drawn)) < EXACT
+    assert deviation(looked_up(kept_out)) < EXACT
+
+
+def law_not_told(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
+    """A child is drawn among the others, and told to be drawn among all."""
+    proposal, certain = kept_out(row, chance)
+    return replace(proposal, row=row), certain
+
+
+def unlikely_dropped(row: Row, chance: Chance) -> tuple[Proposal | None, Collection[int]]:
+    """Whether the drawn child is in the tree depends on what it became."""
+    proposal, certain = one_drawn(row, chance)
+    assert proposal.token is not None
+    return (proposal if row[proposal.token] >= 0.3 else None), certain
+
+
+def correction_from_p(p: Callable, c: Path, children: Callable, chance: Chance) -> Path:
+    """Where the drawn child is refused, the token comes from p instead of the residual."""
+
+    def all_of_p(u: Path) -> tuple[Proposal | None, Collection[int]]:
+        drawn, certain = children(u)
+        if drawn is None or chance.flip(p(c + u)[drawn.token] / drawn.row[drawn.token]):
+            return drawn and Proposal(drawn.token, p(c + u)), certain
+        return None, certain
+
+    return ref.tree_rule(p, c, all_of_p, chance)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        looked_up(law_not_told),
+        looked_up(unlikely_dropped),
+        looked_up(one_drawn, correction_from_p),
+    ],
+    ids=["law_not_told", "unlikely_dropped", "correction_from_p"],
+)
+def test_biased_relatives_are_caught(step: Step) -> None:
+    assert deviation(step) > WRONG
+
+
+def test_a_race_gives_the_same_with_any_tree() -> None:
+    """By the walk in words and by that on tensors; what it gives follows the target's law."""
+    world, seeds = worlds(1)[0], 3000
+    size = len(world.pair.target)
+    rows = {c: torch.tensor(world.p(c)).float() for n in range(4) for c in paths(size, n)}
+    generator = np.random.default_rng(5)
+    found: Counter[Path] = Counter()
+    for seed in range(seeds):
+
+        def winner(c: Path) -> int:
+            return int(race(rows[c][None], torch.tensor([seed]), torch.tensor([len(c)])))  # noqa: B023
+
+        alone: Path = ()
+        while len(alone) < 3:
+            alone += (winner(alone),)
+        found[alone] += 1
+        tree = [path for path in grown(generator, size, 5) if len(path) < 3]
+        out: Path = ()
+        while len(out) < 3:
+            out += ref.walk(lambda u: winner((out + u)[:3]), tree)  # noqa: B023
+        assert out[:3] == alone
+        batch = batch_of([tree], [seed], [0])
+        verdict = race_walk(batch, torch.stack([rows[path] for path in [(), *tree]]))
+        emitted = int(verdict.accepted[0]) + 1
+        assert verdict.tokens[0, :emitted].tolist() == list(alone[:emitted])
+    assert follows(found, world.target_law(length=3))
+
+
+def paths(size: int, length: int) -> list[Path]:
+    return list(product(range(size), repeat=length))
+
+
+# ------------------------------------------------------------------------------- on tensors
+
+
+def batch_of(trees: list[list[Path]], seeds: list[int], places: list[int]) -> TreeBatch:
+    """Trees as rows; the token of a root does not matter."""
+    tokens = [path[-1] if path else 0 for tree in trees for path in [(), *tree]]
+    parents = [[[(), *tree].index(path[:-1]) - 1 for path in tree] for tree in trees]
+    return TreeBatch.of(torch.tensor(tokens), parents, seeds, places)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    seed=st.integers(0, 1 << 30),
+    again=st.floats(0, 1),
+)
+def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
+    """As the walk in words, for each request of a batch, with rows between that are no nodes."""
+    generator = np.random.default_rng(seed)
+    rows: list[list[Path]] = []
+    tokens: list[int] = []
+    parents: list[list[int]] = []
+    first: list[int] = []
+    for size in sizes:
+        own: list[Path] = [()]
+        parents.append([])
+        first.append(len(tokens))
+        for path in grown(generator, 3, size):
+            while generator.random() < again / 2:  # a node that is fed again, or no token at all
+                own.append(own[generator.integers(len(own))])
+                parents[-1].append(NO_NODE)
+            parents[-1].append(own.index(path[:-1]) - 1)
+            own.append(path)
+        rows.append(own)
+        tokens += [path[-1] if path else 2 for path in own]
+    batch = TreeBatch.of(torch.tensor(tokens), parents, range(len(sizes)), [0] * len(sizes))
+    chosen = generator.integers(3, size=len(tokens))
+    verdict = greedy_walk(batch, torch.from_numpy(chosen))
+    width = max(map(len, parents)) + 1
+    assert verdict.tokens.shape == verdict.rows.shape == (len(sizes), width)
+    for i, (own, start) in enumerate(zip(rows, first, strict=True)):
+        at = {path: start + own.index(path) for path in own}
+        expected = ref.walk(lambda u: int(chosen[at[u]]), at)  # noqa: B023
+        count = len(expected)
+        behind = [FILLER] * (width - count)
+        assert verdict.accepted[i] == count - 1
+        assert verdict.tokens[i].tolist() == [*expected, *behind]
+        assert verdict.rows[i].tolist() == [*(at[expected[:j]] for j in range(count)), *behind]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
+def test_a_chain_is_a_tree(lengths: list[int], seed: int) -> None:
+    """The verdicts of the rules for chains, to the last cell."""
+    generator = np.random.default_rng(seed)
+    size, rows = len(lengths), sum(lengths) + len(lengths)
+    ends = np.cumsum(np.array(lengths) + 1) - 1
+    drafted = np.ones(rows, bool)
+    drafted[ends - lengths] = False
+    before = torch.from_numpy(np.delete(np.arange(rows), ends))
+    seeds, places = generator.integers(1 << 40, size=size), generator.integers(50, size=size)
+    probs = torch.from_numpy(generator.dirichlet(np.full(4, 0.3), rows)).float()
+    at = np.concatenate([place + np.arange(n + 1) for place, n in zip(places, lengths)])  # noqa: B905
+    owners = np.arange(size).repeat(np.array(lengths) + 1)
+    won = race(probs, torch.from_numpy(seeds[owners]), torch.from_numpy(at))
+    for rule, walk, chosen, target in (
+        (greedy_rule, greedy_walk, probs.argmax(-1), probs.argmax(-1)),
+        (race_rule, race_walk, won, probs),
+    ):
+        right = torch.from_numpy(generator.random(rows) < 0.7)
+        other = torch.from_numpy(generator.integers(-1, 4, rows))
+        tokens = torch.where(right, torch.cat([other[:1], chosen[:-1]]), other)
+        chain = DraftBatch.of(tokens[torch.from_numpy(drafted)], lengths, seeds, places)
+        parents = [range(ROOT, length - 1) for length in lengths]
+        tree = TreeBatch.of(tokens, parents, torch.from_numpy(seeds), torch.from_numpy(places))
+        expected, found = rule(chain, target[before], chosen[ends]), walk(tree, target)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.accepted, expected.accepted)
