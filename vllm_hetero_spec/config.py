@@ -22,6 +22,7 @@ TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
+PIPELINE_MODES = ("refuse", "one_batch")
 MAX_LOOKAHEAD = 64
 MAX_CANDIDATES = 16
 
@@ -61,6 +62,8 @@ class HeteroOptions:
         kv_cache_memory_bytes: Budget of the drafter's KV pool; derived where None.
         tensor_parallel: "rank0" runs the drafter whole on the first rank of the target's tensor
             parallel group, "sharded" splits it over that group.
+        pipeline: "one_batch" serves a target in pipeline stages on Model Runner V1, with one batch
+            in all of them together; "refuse" does not.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
         verification: "token" accepts token by token, "block" the longest prefix that the draft as
@@ -97,6 +100,7 @@ class HeteroOptions:
     enforce_eager: bool | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
+    pipeline: str = "refuse"
     translation: str = "auto"
     verification: str = "token"
     divergence: str = "js"
@@ -189,6 +193,7 @@ def parse(
             )
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),
+        ("pipeline", PIPELINE_MODES),
         ("translation", TRANSLATIONS),
         ("verification", VERIFICATIONS),
         ("divergence", DIVERGENCES),

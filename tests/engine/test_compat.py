@@ -54,6 +54,10 @@ class Target:
     def of_class(cls) -> str:
         return f"old {cls.__name__}"
 
+    @property
+    def read(self) -> str:
+        return "old property"
+
 
 def test_replace_keeps_kind_and_refuses_doubles() -> None:
     class Derived(Target):
@@ -62,7 +66,7 @@ def test_replace_keeps_kind_and_refuses_doubles() -> None:
     def prefix(original):
         return lambda *args: "new " + original(*args)
 
-    for name in ("method", "static", "of_class"):
+    for name in ("method", "static", "of_class", "read"):
         assert patching.replace(Target, name, "ours", prefix)
         assert not patching.replace(Target, name, "ours", prefix)
         with pytest.raises(patching.PatchError, match="held by 'ours'"):
@@ -70,6 +74,8 @@ def test_replace_keeps_kind_and_refuses_doubles() -> None:
     assert Target().method() == "new old"
     assert Target.static() == "new old static"
     assert Derived.of_class() == "new old Derived"
+    assert Target().read == "new old property"
+    assert patching.standing(Target, "read") == "ours"
     with pytest.raises(patching.PatchError, match="does not exist"):
         patching.replace(Derived, "method", "ours", prefix)
 

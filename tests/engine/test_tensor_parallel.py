@@ -37,8 +37,9 @@ def test_same_tokens_on_two_ranks(
     spec = slem(demo_pair / "drafter", tensor_parallel=mode)
     with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
         assert generate(llm, texts, greedy()) == alone
-        counts = read_stats(llm)
-    assert counts["drafts"] > 0
+        counts, counted = read_stats(llm), metrics_of(llm)
+    assert counts["drafts"] == counted["num_drafts"] > 0
+    assert counts["draft_tokens"] == counted["num_draft_tokens"]
     assert counts["draft_tokens"] <= 4 * counts["drafts"]
     assert set(counts["skipped"]) <= {"catching_up"}
 

@@ -29,7 +29,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
-from vllm_hetero_spec.engine.seam.alone import alone, solo_group
+from vllm_hetero_spec.engine.seam.alone import Groups, alone
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     drafting_mode,
@@ -78,7 +78,7 @@ class DraftingRank:
         split = group.world_size > 1 and options.tensor_parallel == "sharded"
         solo = group.world_size > 1 and not split
         self._options, self._stats = options, stats
-        self._group = solo_group() if solo else None
+        self._groups = Groups.of_drafter(solo=solo)
         self._planning = group if split else None  # the group of ranks that draft together
         self._device = device = seam.device
         self._races = options.verification == "race"
@@ -88,7 +88,7 @@ class DraftingRank:
         self._begun = False
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
-        with alone(self._group), torch.random.fork_rng(used, device_type=device.type):
+        with alone(self._groups), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
                 device,
@@ -174,17 +174,17 @@ class DraftingRank:
 
     def record(self) -> int:
         """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
-        with alone(self._group):
+        with alone(self._groups):
             return self._recording.record()
 
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, to be timed."""
-        with alone(self._group):
+        with alone(self._groups):
             self.drafter.step(batch)
 
     def read(self, tokens: int) -> None:
         """One forward over so many context tokens, to be timed."""
-        with alone(self._group):
+        with alone(self._groups):
             self.drafter.read(tokens)
 
     def reset(self) -> None:
@@ -222,11 +222,11 @@ class DraftingRank:
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
         tasks = self._tasks(step, plan)
-        with alone(self._group):
+        with alone(self._groups):
             self._rounds.begin(tasks, self.requests.outside(step), self.control)
 
     def _finish(self, step: StepView) -> list[Draft]:
-        with alone(self._group):
+        with alone(self._groups):
             drafts = self._rounds.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:

@@ -4,7 +4,8 @@
 Dummy steps of growing size, for a few seconds at most, where no earlier run kept what it knew. Live
 timings correct it, so it need not be exact: attention to long contexts, sampling and scheduling are
 not in it. Engines whose every step waits for the others' are not timed: each would take other
-numbers of steps, or none where its file is found, and wait for ever.
+numbers of steps, or none where its file is found, and wait for ever. Nor is one in pipeline stages,
+each of which would time itself alone.
 """
 
 import logging
@@ -121,7 +122,8 @@ def known_of_pair(
     """What an earlier run kept of this pair on this machine, or else its costs, timed now.
 
     Every rank of the target has to call it. None on ranks that do not decide how far to draft.
-    Nothing is known at first where engines wait for each other, as those of a mixture of experts.
+    Nothing is known at first where engines wait for each other, as those of a mixture of experts,
+    or where there are pipeline stages.
 
     Args:
         file: Where the first rank keeps it.
@@ -141,7 +143,9 @@ def known_of_pair(
         if known is not None:
             logger.info("Speculation goes on from earlier runs of this pair: %s.", known.summary())
         return known
-    if config.model_config.is_moe and config.parallel_config.data_parallel_size > 1:
+    parallel = config.parallel_config
+    waits = config.model_config.is_moe and parallel.data_parallel_size > 1
+    if waits or parallel.pipeline_parallel_size > 1:
         return Estimates.of(CostModel(), positions) if group.is_first_rank else None
     began = time.perf_counter()
     target = time_steps(seam.target_forward, _most_rows(seam, config, options), agree)

@@ -29,7 +29,8 @@ def replace(
         name: The attribute.
         patch: Name of this patch, for the marker on the replacement.
         make: Builds the replacement from the original function; where the attribute is a static or
-            class method, from the plain function behind it, and the result becomes one again.
+            class method or a property, from the function behind it, and the result becomes one
+            again.
 
     Returns:
         False where this patch stands already.
@@ -40,13 +41,12 @@ def replace(
     if name not in vars(owner):
         raise PatchError(f"{_label(owner)}.{name} does not exist; patch {patch!r} has no target")
     held = vars(owner)[name]
-    kind = type(held) if isinstance(held, staticmethod | classmethod) else None
-    original = held.__func__ if kind else held
-    standing = getattr(original, _MARK, None)
-    if standing == patch:
+    kind = type(held) if isinstance(held, staticmethod | classmethod | property) else None
+    original, holder = _function(held), standing(owner, name)
+    if holder == patch:
         return False
-    if standing is not None:
-        raise PatchError(f"{_label(owner)}.{name} is held by {standing!r}; {patch!r} refused")
+    if holder is not None:
+        raise PatchError(f"{_label(owner)}.{name} is held by {holder!r}; {patch!r} refused")
     made = functools.wraps(original)(make(original))
     setattr(made, _MARK, patch)
     setattr(owner, name, kind(made) if kind else made)
@@ -55,8 +55,12 @@ def replace(
 
 def standing(owner: type | ModuleType, name: str) -> str | None:
     """The patch of ours that holds `owner.name`, None where there is none."""
-    held = vars(owner).get(name)
-    return getattr(getattr(held, "__func__", held), _MARK, None)
+    return getattr(_function(vars(owner).get(name)), _MARK, None)
+
+
+def _function(held: Any) -> Any:
+    """What is called, of a method of any kind or a property."""
+    return held.fget if isinstance(held, property) else getattr(held, "__func__", held)
 
 
 def add(owner: type, name: str, value: object) -> None:

@@ -1,24 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter beside a target that works with others: other ranks, other instances.
+"""The drafter beside a target that works with others: other ranks, stages, instances.
 
-vLLM's layers find both in globals of the process, and the drafter's layers bear the names of the
-target's. While the drafter is built or run, no KV connector is there, which would store its KV as
-the target's; and where it runs whole on one rank, the tensor parallel group, from which layers read
-their shard, is a copy of world size 1. The scheduler hands the drafts to all ranks; what sampled
-ones were drawn from is broadcast (`verifier.draft_probs`).
+vLLM's layers find all of them in globals of the process, and the drafter's layers bear the names of
+the target's. While the drafter is built or run, no KV connector is there, which would store its KV
+as the target's; the pipeline has this stage alone; and where it runs whole on one rank, the tensor
+parallel group, from which layers read their shard, is a copy of world size 1. The scheduler hands
+the drafts to all ranks; what sampled ones were drawn from is broadcast (`verifier.draft_probs`).
 """
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 
-def solo_group() -> parallel_state.GroupCoordinator:
-    """A copy of the tensor parallel group in which this rank is alone."""
-    group = copy.copy(parallel_state.get_tp_group())
+class Groups(NamedTuple):
+    """What the drafter's layers ask for their place among ranks.
+
+    Attributes:
+        tensor: From which they read their shard.
+        pipeline: From which they read their stage, which is all of the drafter.
+    """
+
+    tensor: parallel_state.GroupCoordinator
+    pipeline: parallel_state.GroupCoordinator
+
+    @classmethod
+    def of_drafter(cls, *, solo: bool) -> "Groups":
+        """The groups of a drafter on this rank.
+
+        Args:
+            solo: It runs whole on this rank, whatever the target's tensor parallelism.
+        """
+        tensor = parallel_state.get_tp_group()
+        return cls(_solo(tensor) if solo else tensor, _solo(parallel_state.get_pp_group()))
+
+
+def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordinator:
+    """A copy in which this rank is alone."""
+    group = copy.copy(group)
     group.world_size = 1
     group.rank_in_group = 0
     group.ranks = [group.rank]
@@ -28,16 +51,17 @@ def solo_group() -> parallel_state.GroupCoordinator:
 
 
 @contextmanager
-def alone(group: parallel_state.GroupCoordinator | None) -> Iterator[None]:
-    """Hide the KV connector, and exchange the tensor parallel group.
+def alone(groups: Groups) -> Iterator[None]:
+    """Hide the KV connector, and exchange the tensor parallel and the pipeline group.
 
     Args:
-        group: From `solo_group`; None leaves the group as it is.
+        groups: Of the drafter.
     """
     agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
-    held, parallel_state._TP = parallel_state._TP, group or parallel_state._TP
+    held = parallel_state._TP, parallel_state._PP
+    parallel_state._TP, parallel_state._PP = groups
     try:
         yield
     finally:
-        parallel_state._TP = held
+        parallel_state._TP, parallel_state._PP = held
         kv_transfer_state._KV_CONNECTOR_AGENT = agent

@@ -64,7 +64,7 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
         why = "enforce_eager is true"
     elif target.model_config.enforce_eager and not compiled:
         why = "the target is eager"
-    elif options.tensor_parallel == "sharded" and target.parallel_config.world_size > 1:
+    elif options.tensor_parallel == "sharded" and target.parallel_config.tensor_parallel_size > 1:
         why = "it is split over ranks"
     if why:
         return DraftingMode((), compiled, why)
@@ -200,10 +200,12 @@ def drafter_vllm_config(
     parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False
+    parallel.world_size //= parallel.pipeline_parallel_size
+    parallel.pipeline_parallel_size = 1
     if solo:
         parallel.tensor_parallel_size = 1
         parallel.world_size = 1
-        parallel.rank = 0
+    parallel.rank %= parallel.world_size
     # Refused without speculation.
     parts["observability_config"].per_request_spec_decode_metrics = "none"
     return replace(target, **parts)

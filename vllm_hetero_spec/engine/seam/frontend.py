@@ -14,7 +14,7 @@ from vllm_hetero_spec.config import METHODS, ConfigError, parse, wants_us
 from vllm_hetero_spec.engine.compat import patching, releases
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -31,6 +31,7 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     patching.replace(EngineArgs, "create_speculative_config", "configuration", _wrap_create)
+    patching.replace(EngineArgs, "create_engine_config", "configuration", _wrap_engine_config)
     patching.replace(EngineArgs, "add_cli_args", "command line", _wrap_cli)
 
 
@@ -50,6 +51,18 @@ def _wrap_create(original: patching.Function) -> patching.Function:
         return config
 
     return create_speculative_config
+
+
+def _wrap_engine_config(original: patching.Function) -> patching.Function:
+    def create_engine_config(self: "EngineArgs", *args: Any, **kwargs: Any) -> "VllmConfig":
+        config: VllmConfig = original(self, *args, **kwargs)
+        if hasattr(config.speculative_config, "hetero"):
+            from vllm_hetero_spec.engine.seam import pipeline
+
+            pipeline.check(config)  # only now is it known which model runner serves
+        return config
+
+    return create_engine_config
 
 
 def _wrap_cli(original: patching.Function) -> patching.Function:
@@ -90,11 +103,6 @@ def _build(
 ) -> "SpeculativeConfig":
     releases.installed()  # refuses an unsupported vLLM before anything is built
     options, vllm_keys = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported with "
-            f"{' / '.join(METHODS)}; use tensor or data parallelism."
-        )
     if parallel.enable_elastic_ep:
         raise ConfigError(
             f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
@@ -105,6 +113,7 @@ def _build(
         async_scheduling,
         cache_salt,
         params_check,
+        pipeline,
         runner_choice,
     )
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
@@ -126,6 +135,7 @@ def _build(
     params_check.install()
     runner_choice.install()
     async_scheduling.install()
+    pipeline.install()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",

@@ -46,7 +46,12 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         Raises:
             ConfigError: This process has another version of this package.
         """
-        from vllm_hetero_spec.engine.seam import async_scheduling, cache_salt, runner_choice
+        from vllm_hetero_spec.engine.seam import (
+            async_scheduling,
+            cache_salt,
+            pipeline,
+            runner_choice,
+        )
 
         self.__dict__.update(state)
         if self.plugin_version != __version__:
@@ -59,6 +64,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         cache_salt.install()
         runner_choice.install()
         async_scheduling.install()
+        pipeline.install()
 
     def __repr__(self) -> str:
         return (
