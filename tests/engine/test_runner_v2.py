@@ -100,6 +100,15 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
             assert gained[metric] == counted[metric], (scenario, metric)
 
 
+def test_kernels_do_what_triton_makes_of_them() -> None:
+    """Those of all engines here run in numpy: see `v2_on_cpu` and `lanes_v2.py`."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "lanes_v2.py")]
+    environment = v2_environment() | {"V2_CHECK": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
 def test_what_holds_on_v1_holds_on_v2() -> None:
     """Rounds in two phases, and drafters that fail."""
     pytest.importorskip("triton")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `test_runner_v2.py` has run in a process of Model Runner V2: loads as small as they may be.
-
-The interpreter takes several times as long as the kernels that it stands in for.
-"""
+"""What `test_runner_v2.py` has run in a process of Model Runner V2."""
 
 import json
 import sys

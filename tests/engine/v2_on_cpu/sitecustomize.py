@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model Runner V2 without a GPU: with this folder on PYTHONPATH and TRITON_INTERPRET=1.
 
-V2 needs Triton, which has no backend for CPUs in any package index. Its interpreter runs V2's
-kernels in numpy: vLLM only has to be told that there is a backend. With V2_AHEAD=1 engines of ours
-are scheduled ahead, as on a GPU.
+V2 needs Triton, which has no backend for CPUs in any package index. Its interpreter can run V2's
+kernels, slowly, and `lanes.py` does the same for all programs of a launch at once: vLLM only has to
+be told that there is a backend. With V2_AHEAD=1 engines of ours are scheduled ahead, as on a GPU.
 """
 
 import importlib.abc
@@ -49,11 +49,13 @@ def _masks_are_bools(store: Any) -> Any:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    import lanes
     from triton.backends import backends
     from triton.runtime.interpreter import InterpreterBuilder
 
     store = InterpreterBuilder.create_masked_store
     InterpreterBuilder.create_masked_store = _masks_are_bools(store)
+    lanes.install()
     driver = SimpleNamespace(is_active=lambda: True)
     backends["cpu"] = SimpleNamespace(compiler=None, driver=driver)
     # The interpreter cannot run the kernel of top-k and top-p.
