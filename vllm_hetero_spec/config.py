@@ -25,6 +25,10 @@ TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 PIPELINE_MODES = ("refuse", "one_batch")
 MAX_LOOKAHEAD = 64
 MAX_CANDIDATES = 16
+MIN_CONTEXT = 64
+# Drafter tokens that pay: what stands further back seldom says how a text goes on, and each costs
+# memory, and time in each of the drafter's steps.
+DEFAULT_CONTEXT = 4096
 
 # Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
 _VLLM_KEYS = frozenset({"rejection_sample_method"})
@@ -33,6 +37,7 @@ _UPSTREAM_KEYS = (
     "use_heterogeneous_vocab",
     "heterogeneous_vocab_method",
     "draft_tensor_parallel_size",
+    "max_model_len",
 )
 
 
@@ -56,7 +61,8 @@ class HeteroOptions:
         trust_remote_code: Run code of the drafter's repository; the target's setting where None.
         quantization: Quantization of the drafter's weights; read from its configuration where None.
         dtype: Weights and activations of the drafter; the target's where None.
-        max_model_len: Longest drafter context in DRAFTER tokens; derived where None.
+        context: Drafter tokens of a request's text that the drafter reads at most: past it, it goes
+            on from the last part of the text. Derived where None.
         enforce_eager: False compiles the drafter as the target is compiled, True runs it without
             CUDA graphs too; None captures graphs on NVIDIA GPUs, unless the target is eager.
         kv_cache_memory_bytes: Budget of the drafter's KV pool; derived where None.
@@ -96,7 +102,7 @@ class HeteroOptions:
     trust_remote_code: bool | None = None
     quantization: str | None = None
     dtype: str | None = None
-    max_model_len: int | None = None
+    context: int | None = None
     enforce_eager: bool | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
@@ -167,6 +173,8 @@ def parse(
     size = given.pop("draft_tensor_parallel_size", None)
     if size is not None:
         given.setdefault("tensor_parallel", _mode_of_size(size, target_tensor_parallel))
+    if "max_model_len" in given:
+        given.setdefault("context", given.pop("max_model_len"))
     vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
     _check_keys(given)
     _check_verification(vllm_keys.get("rejection_sample_method", "standard"))
@@ -178,8 +186,8 @@ def parse(
     given["num_speculative_tokens"] = _integer(
         "num_speculative_tokens", given.get("num_speculative_tokens"), 1, MAX_LOOKAHEAD
     )
-    if given.get("max_model_len") is not None:
-        given["max_model_len"] = _integer("max_model_len", given["max_model_len"], 2, 1 << 31)
+    if given.get("context") is not None:
+        given["context"] = _integer("context", given["context"], MIN_CONTEXT, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:
         given["kv_cache_memory_bytes"] = _bytes(given["kv_cache_memory_bytes"])
     if given.get("merge_candidates") is not None:

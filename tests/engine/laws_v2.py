@@ -29,6 +29,7 @@ from target_law import (
 from test_sampling import SETTINGS, params_of, sample
 from vllm import SamplingParams
 
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
@@ -140,14 +141,11 @@ def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
 def test_races_are_those_of_the_seed(chain_pair: Path, target: Target, drafter: str) -> None:
     """Whatever drafts, and where nothing does; `test_races` holds V1 to the same texts."""
     setting, seeds, length = Setting(0.9, top_p=0.95), list(range(20)), 10
-    name, more = drafter, {}
-    if drafter == "none":  # a drafter whose pool holds no request
-        name, more = "drafter", {"max_model_len": 2}
-    spec = slem(chain_pair / name, 3, method="tli", verification="race", **more)
-    params = [
-        SamplingParams(temperature=0.9, top_p=0.95, seed=s, max_tokens=length, ignore_eos=True)
-        for s in seeds
-    ]
+    name = "drafter" if drafter == "none" else drafter
+    wish = {"extra_args": {LOOKAHEAD_ARG: 0}} if drafter == "none" else {}
+    spec = slem(chain_pair / name, 3, method="tli", verification="race")
+    common = {"temperature": 0.9, "top_p": 0.95, "max_tokens": length, "ignore_eos": True}
+    params = [SamplingParams(seed=s, **common, **wish) for s in seeds]
     with engine(chain_pair / "target", spec, max_num_seqs=16) as llm:
         found = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
         gained = metrics_of(llm)

@@ -135,7 +135,7 @@ def test_largest_forward_comes_first(
     monkeypatch.setattr(DrafterModel, "forward", observed)
     changes = {"compilation_config": {"mode": 1}, "enforce_eager": False}
     changes |= {"max_model_len": 200, "max_num_batched_tokens": 512}
-    spec = slem(demo_pair / "drafter", enforce_eager=False, max_model_len=180)
+    spec = slem(demo_pair / "drafter", enforce_eager=False, context=180)
     with engine(demo_pair / "target", spec, **changes) as llm:
         (first,) = batches
         assert len(first.ids) == 512

@@ -3,11 +3,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import engine, metrics_of, slem, warnings
+from harness import engine, metrics_of, proposer_of, slem, warnings
 from scenarios import Outputs, generate, greedy
-from transformers import AutoTokenizer
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -61,13 +61,35 @@ def _block_bytes(demo_pair: Path) -> int:
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4 * 128
 
 
-def test_short_drafter_context(demo_pair: Path, texts: list, alone: Outputs, caplog) -> None:
-    """Beyond the drafter's length a request is no longer drafted; before it, it is."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
-    shortest = min(len(tokenizer(text)["input_ids"]) for text in texts)
-    spec = slem(demo_pair / "drafter", max_model_len=shortest + 12)
+@pytest.mark.parametrize(("drafter", "method"), [("drafter", "slem"), ("target", "hetero")])
+def test_a_text_outgrows_the_drafters_context(
+    demo_pair: Path, texts: list, code_prompts: list, alone: Outputs, drafter: str, method: str
+) -> None:
+    """The drafter goes on from its last part, in no more memory, with equal tokenizers too."""
+    bound = 96
+    long = code_prompts[0][:1200]
+    params = [greedy(max_tokens=200, ignore_eos=True), greedy(max_tokens=60, presence_penalty=0.5)]
+    with engine(demo_pair / "target") as llm:
+        written = [generate(llm, [long] * 2 + texts[:2], given) for given in params]
+    spec = slem(demo_pair / drafter, method=method, context=bound)
     with engine(demo_pair / "target", spec) as llm:
         assert generate(llm, texts, greedy()) == alone
-        assert read_stats(llm)["skipped"]["drafter_length"] > 0
-        assert metrics_of(llm)["num_drafts"] > 0
-    assert len(warnings(caplog, "drafter_length")) == 1
+        lengths: list[int] = []
+        requests = proposer_of(llm)._drafting.requests
+        read = requests.read
+
+        def noted(*args: Any) -> Any:
+            found = read(*args)
+            lengths.extend(len(state.context.ids) for _, state in found)
+            return found
+
+        requests.read = noted
+        before = read_stats(llm)
+        assert [generate(llm, [long] * 2 + texts[:2], given) for given in params] == written
+        stats = read_stats(llm)
+        assert max(lengths) < bound
+        tokens = stats["catch_up_tokens"] - before["catch_up_tokens"]
+        assert tokens < 4 * (4 * 200 + 4 * 60)  # each token about twice
+        assert "drafter_length" not in stats["skipped"]
+        gained = metrics_of(llm)
+        assert 1 + gained["num_accepted_tokens"] / gained["num_drafts"] > 2

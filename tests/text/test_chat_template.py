@@ -272,6 +272,21 @@ def test_bridged_is_the_drafters_own(
 
 
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_of_a_long_conversation_the_last_turns_are_read(
+    sides: dict[str, Side], target: str, drafter: str
+) -> None:
+    theirs, ours = sides[target], sides[drafter]
+    bridge = bridged(theirs, ours)
+    ids = theirs.ids(conversation(4) * 30 + conversation(5))
+    whole, bounded = opened(bridge, ids), bridge.open(300)
+    bridge.extend([bounded], [ids])
+    count = len(bounded.ids) - ours.text.adds_bos
+    assert 100 < count <= 300
+    assert bounded.ids[-count:] == whole.ids[-count:]
+    assert bounded.num_target == len(ids)
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
 def test_a_conversation_that_does_not_ask_for_a_reply(
     sides: dict[str, Side], target: str, drafter: str
 ) -> None:

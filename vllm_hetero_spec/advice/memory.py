@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_hetero_spec.config import DEFAULT_CONTEXT
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 
-_TOKENS = 2048  # of each drafter context, unless the drafter reads fewer
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _RUN_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
@@ -67,7 +67,7 @@ def missing_weights(name: str) -> str:
 
 
 def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool) -> Memory:
-    """What a drafter takes, for contexts of 2,048 tokens where it can read so many.
+    """What a drafter takes, for contexts of the default length where it can read so many.
 
     Args:
         drafter: A Hugging Face name or a folder.
@@ -84,7 +84,7 @@ def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool)
     return Memory(
         None if folder is None or missing_weights(drafter) else _weight_bytes(folder, element),
         kv_bytes_per_token(text, element),
-        min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS)),
+        min(DEFAULT_CONTEXT, getattr(text, "max_position_embeddings", DEFAULT_CONTEXT)),
         sequences,
     )
 

@@ -86,13 +86,14 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
+        length = drafter_config.max_model_len
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
         with alone(self._groups), torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
                 device,
-                lambda bytes_for: kv_budget(options, vllm_config, bytes_for),
+                lambda bytes_for: kv_budget(options, vllm_config, length, bytes_for),
             )
         target = vllm_config.model_config
         pair = load_pair(target, drafter_config, options)
@@ -114,7 +115,8 @@ class DraftingRank:
         )
         self.pool = KVPool(model.num_blocks, model.block_size)
         self.bridge = bridge
-        self.requests = Requests(bridge, self.pool, stats)
+        longest = length - min(self.drafter.most_steps, length // 2)  # room for drafts
+        self.requests = Requests(bridge, self.pool, stats, longest)
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         self._rounds = DraftBatchRunner(bridge, self.drafter, self.pool, stats, budget)
         nothing = Estimates.of(CostModel(), options.num_speculative_tokens)

@@ -38,8 +38,8 @@ class Bridge(Protocol):
     failures: Counter[str]
     chat: ChatTemplateBridge
 
-    def open(self) -> Context:
-        """The context of a new request."""
+    def open(self, longest: int | None = None) -> Context:
+        """The context of a new request, of which so many drafter ids are kept at most."""
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         """Append to many contexts at once.
@@ -79,14 +79,14 @@ class IdentityBridge:
 
     identity = True
 
-    def __init__(self, special: SpecialTokens) -> None:
-        self.special = special
+    def __init__(self, special: SpecialTokens, bos_id: int | None = None) -> None:
+        self.special, self._bos_id = special, bos_id
         self.drafter_eos, self.banned = special.drafter_eos, special.banned
         self.failures: Counter[str] = Counter()
         self.chat = ChatTemplateBridge("both tokenizers are the same")
 
-    def open(self) -> IdentityContext:
-        return IdentityContext()
+    def open(self, longest: int | None = None) -> IdentityContext:
+        return IdentityContext(longest, self._bos_id)
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         return [context.append(ids) for context, ids in zip(contexts, new_ids, strict=True)]
@@ -133,8 +133,9 @@ class TextBridge:
         self.failures: Counter[str] = Counter()
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
 
-    def open(self) -> TextContext:
-        return TextContext(self._target, self._drafter, self.special, self.failures, self.chat)
+    def open(self, longest: int | None = None) -> TextContext:
+        special, failures = self.special, self.failures
+        return TextContext(self._target, self._drafter, special, failures, self.chat, longest)
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         texts = cast(Sequence[TextContext], contexts)
@@ -248,7 +249,7 @@ def make_bridge(
         )
     special = SpecialTokens(target, drafter, target_eos, drafter_eos)
     if equal and mode != "text":
-        return IdentityBridge(special)
+        return IdentityBridge(special, drafter.bos_id)
     if equal:
         chat = ChatTemplateBridge("both tokenizers are the same")
     elif chats is None:

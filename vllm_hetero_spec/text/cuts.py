@@ -18,6 +18,8 @@ SPACELESS_KEEP = 24
 TAIL_CHARACTERS = 1024
 # Stands for whatever follows the text.
 ANY_WORD = "x"
+# Of a text that is given up, so many tokens more are for a line to begin with the first that stays.
+_LINE_WITHIN = 32
 
 
 def word_cut(drafter: TextTokenizer, tail: str) -> int:
@@ -56,3 +58,24 @@ def forced_cut(drafter: TextTokenizer, tail: str) -> int:
         if not combining(tail[at]) and parts == whole:
             return at
     return first
+
+
+def fresh_start(drafter: TextTokenizer, ids: Sequence[int], first: int, last: int) -> int:
+    """Where what is kept of a longer text begins: a line, or else a word, or at least a character.
+
+    Args:
+        drafter: Its tokenizer.
+        ids: The text.
+        first: Index of the first id that it may begin with.
+        last: Index of the last one.
+    """
+    table, word = drafter.token_bytes, 0
+    stop = min(first + _LINE_WITHIN, last)
+    for at in range(max(first, 1), stop):
+        before, piece = table[ids[at - 1]], table[ids[at]]
+        if before.endswith(b"\n"):
+            return at
+        if not word and piece[:1] == b" ":
+            word = at
+    whole = (at for at in range(first, stop) if not 0x80 <= (table[ids[at]] or b" ")[0] < 0xC0)
+    return word or next(whole, min(first, last))

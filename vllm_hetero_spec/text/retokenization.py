@@ -5,6 +5,9 @@ Only the open tail is encoded again when text arrives. Everything before the cut
 step costs what its new text costs, whatever the length of the context. The cut moves to a place
 where no token and no pre-tokenizer looks across: between a non-space character and a space, after
 checking that encoding from there gives the same ids.
+
+A text that outgrows what the drafter is to read goes on from its last part: half of what is kept at
+most, so that there is room to grow, and the drafter reads each id about twice.
 """
 
 from codecs import utf_8_decode
@@ -12,9 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_hetero_spec.text import cuts
-from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
+from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker, Piece
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
+
+# Of a prompt, the last so many target ids for each id that is kept are read, in bytes a token.
+_PROMPT, _TOKEN_BYTES = 2, 4
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that begin no character
 
 
 class TextContext:
@@ -30,6 +37,7 @@ class TextContext:
         special: SpecialTokens,
         failures: Counter[str],
         chat: ChatTemplateBridge,
+        longest: int | None = None,
     ) -> None:
         self._target, self._drafter = target, drafter
         self._special, self._failures, self._chat = special, failures, chat
@@ -38,13 +46,20 @@ class TextContext:
         self.target_ids: list[int] = []
         self.broken = False
         self.held = b""
+        self.num_dropped = 0
+        self._longest, self._begins = longest, len(self.ids)  # ids in front that always stay
+        self._target_dropped = 0
         self._cut, self._tail = len(self.ids), ""
         self._strip_space = target.leading_space.applies(first=True)
         self._add_space = drafter.leading_space.applies(first=True)
 
     @property
     def num_target(self) -> int:
-        return len(self.target_ids)
+        return self._target_dropped + len(self.target_ids)
+
+    @property
+    def ratio(self) -> float:
+        return len(self.ids) / max(len(self.target_ids), 1)
 
     @property
     def tail(self) -> str:
@@ -65,25 +80,48 @@ class TextContext:
         """First half of append: the text is in tail, to be encoded and handed to settle()."""
         if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
             target_ids = [self._known(token_id) for token_id in target_ids]
-        if self._chat.active and target_ids and not self.target_ids:
+        if self.target_ids:
+            return self._take_plain(target_ids)
+        if self._chat.active and target_ids:
             return self._take_prompt(target_ids)
-        return self._take_plain(target_ids)
+        return self._take_plain(self._last_of(target_ids))
+
+    def _last_of(self, target_ids: Sequence[int]) -> Sequence[int]:
+        """Of the first ids of a context, those behind which half of what is kept will be found."""
+        if self._longest is None or len(target_ids) <= _PROMPT * self._longest:
+            return target_ids
+        self._target_dropped = len(target_ids) - _PROMPT * self._longest
+        return target_ids[self._target_dropped :]
 
     def _take_prompt(self, target_ids: Sequence[int]) -> int:
         """The first ids of a context: turn markers in them are the drafter's own to the drafter."""
         pieces = self._chat.split(target_ids)
         if pieces is None:
-            return self._take_plain(target_ids)
+            return self._take_plain(self._last_of(target_ids))
         kept = len(self.ids)
-        for piece in pieces:
+        for piece in self._last_pieces(pieces):
             if isinstance(piece, Marker):
                 self._take_marker(piece)
             elif isinstance(piece, bytes):
                 self._take_bytes(piece)
             else:
                 self._take_control(piece)
-        self.target_ids.extend(target_ids)
+        self.target_ids.extend(self._last_of(target_ids))
         return kept
+
+    def _last_pieces(self, pieces: list[Piece]) -> list[Piece]:
+        """Of a prompt's pieces, those behind which half of what is kept will be found."""
+        if self._longest is None:
+            return pieces
+        room, at = _PROMPT * _TOKEN_BYTES * self._longest, len(pieces)
+        while at and room > 0:
+            at -= 1
+            piece = pieces[at]
+            room -= len(piece) if isinstance(piece, bytes) else 1
+        first = pieces[at] if at < len(pieces) else b""
+        if room < 0 and isinstance(first, bytes):
+            return [first[-room:].lstrip(_CONTINUATION), *pieces[at + 1 :]]
+        return pieces[at:]
 
     def _take_plain(self, target_ids: Sequence[int]) -> int:
         control = self._special.target_control
@@ -106,7 +144,24 @@ class TextContext:
         kept = self._replace_tail(tail_ids)
         if len(tail_ids) > cuts.TAIL_TOKENS:
             kept = min(kept, self._advance(tail_ids))
+        if self._longest is not None and len(self.ids) > self._longest:
+            self._drop(self._longest // 2)
+            return self._begins
         return kept
+
+    def _drop(self, keep: int) -> None:
+        """Give up all but about the last `keep` ids, and as much of the target's."""
+        size, begins = len(self.ids), self._begins
+        start = cuts.fresh_start(
+            self._drafter, self.ids, max(size - keep, begins), max(self._cut, begins)
+        )
+        dropped = start - begins
+        del self.ids[begins:start]
+        self.num_dropped += dropped
+        self._cut -= dropped
+        of_target = min(len(self.target_ids) * dropped // size, len(self.target_ids) - 1)
+        self._target_dropped += of_target
+        del self.target_ids[:of_target]
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
         """Ids of a tail that ends in space, as if a word followed where the target says so.

@@ -193,20 +193,14 @@ class DraftBatchRunner:
         if task.draw is not None:  # a drawn target token takes a step, or half of its span
             span = max(2, self._drafter.span(task).tokens)
             return min(room, task.lookahead * span // 2)
-        ratio = self._ratio(task)
+        ratio = task.state.context.ratio
         one_more = ratio > 1 or not self._drafter.waits
         return min(room, max(1, math.ceil(task.lookahead * ratio) + one_more))
 
     def _most_steps(self, task: DraftTask) -> int:
         """Drafter steps that a greedy draft may take in all."""
         room = self._drafter.max_length - len(task.state.context.ids)
-        return min(room, math.ceil(2 * task.lookahead * max(1.0, self._ratio(task))) + 1)
-
-    @staticmethod
-    def _ratio(task: DraftTask) -> float:
-        """Drafter tokens for each target token of the text so far."""
-        context = task.state.context
-        return len(context.ids) / context.num_target
+        return min(room, math.ceil(2 * task.lookahead * max(1.0, task.state.context.ratio)) + 1)
 
     def _reserve(self, state: RequestState, tokens: int, outside: Iterator[RequestState]) -> bool:
         """KV room for `tokens` more; requests outside the batch give theirs up for it."""

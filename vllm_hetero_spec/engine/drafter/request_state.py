@@ -36,7 +36,7 @@ class RequestState:
         req_id: vLLM's name for it.
         context: Its text in drafter ids.
         salt: Its cache_salt.
-        num_prompt: Leading context ids that are its prompt.
+        num_prompt: Leading context ids that were its prompt when it was opened.
         num_media: Target ids of its prompt that are no text, and not in the context.
         sequence: Its KV; None before the first round and after its blocks were given back.
         num_kv_valid: Leading ids of `sequence.kv_ids` that equal `context.ids`.
@@ -95,6 +95,8 @@ class RequestState:
             unchanged: Leading context ids that have not changed since the last call.
         """
         ids = self.context.ids
+        if unchanged <= 1:  # leading ids were given up, perhaps
+            self.counts = None
         if self.counts is not None:
             self.counts.update(ids, unchanged)
         if self.sequence is None:
@@ -111,9 +113,10 @@ class RequestState:
         del written[self.num_kv_valid :]
 
     def count_tokens(self, vocab_size: int, device: torch.device) -> TokenCounts:
-        """How often the text has each drafter token; counted once, then kept up to date."""
+        """How often the text that is kept has each drafter token; counted, then kept up to date."""
         if self.counts is None:
-            self.counts = TokenCounts(vocab_size, self.num_prompt, device)
+            num_prompt = max(0, self.num_prompt - self.context.num_dropped)
+            self.counts = TokenCounts(vocab_size, num_prompt, device)
             self.counts.update(self.context.ids, 0)
         return self.counts
 
@@ -147,12 +150,14 @@ class Requests:
         bridge: Between the two tokenizers.
         pool: The drafter's KV blocks.
         stats: Where skipped requests are counted.
+        longest: Drafter ids kept of a request's text at most.
     """
 
-    def __init__(self, bridge: Bridge, pool: KVPool, stats: DraftStats) -> None:
+    def __init__(self, bridge: Bridge, pool: KVPool, stats: DraftStats, longest: int) -> None:
         self._bridge = bridge
         self._pool = pool
         self._stats = stats
+        self._longest = longest
         self._states: dict[str, RequestState] = {}
         self._salts: dict[str, str] = {}  # of live requests, told once: a state may be opened late
 
@@ -194,7 +199,8 @@ class Requests:
         for request in step.requests:
             state = self._states.get(request.req_id)
             if state is None:
-                unread.append(len(request.prompt_text) + request.num_output_tokens)
+                text = len(request.prompt_text) + request.num_output_tokens
+                unread.append(text if text <= self._longest else self._longest // 2)
             else:
                 news = request.num_tokens - state.num_target
                 unread.append(news + state.num_uncached)
@@ -255,14 +261,15 @@ class Requests:
         old = self._states.get(request.req_id)
         if old is not None:
             old.close(self._pool)
-        state = RequestState(request.req_id, self._bridge.open(), self._salts.get(request.req_id))
+        context = self._bridge.open(self._longest)
+        state = RequestState(request.req_id, context, self._salts.get(request.req_id))
         self._states[request.req_id] = state
         if not request.has_text:
             state.retired = "no_text"
             return state
         text = request.prompt_text
-        self._bridge.extend([state.context], [text.tolist()])
-        state.num_prompt = len(state.context.ids)
+        self._bridge.extend([context], [text.tolist()])
+        state.num_prompt = context.num_dropped + len(context.ids)
         state.num_media = request.num_prompt_tokens - len(text)
         self._stats.media_tokens += state.num_media
         state.last_target = int(request.token_ids[request.num_prompt_tokens - 1])

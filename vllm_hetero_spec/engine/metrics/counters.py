@@ -19,7 +19,7 @@ Counted = dict[str, Any]
 # Why a request went undrafted in a step, and what a user can do about it.
 REASONS = {
     "no_blocks": "the drafter's KV pool is full; raise kv_cache_memory_bytes",
-    "drafter_length": "the context is longer than the drafter's max_model_len",
+    "drafter_length": "the text has no place to be cut to the drafter's context",
     "catching_up": "first tokens go before drafts and the reading of long prompts",
     "drafter_error": "the drafter raised an exception",
     "backing_off": "the drafter failed before and rests for a while",

@@ -13,11 +13,11 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 from vllm.platforms import current_platform
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
 from vllm_hetero_spec.errors import one_line
 
-# Room above the measured ratio of drafter to target tokens: texts differ, a context that does not
-# fit is merely left undrafted.
+# Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
+# part is read.
 _LENGTH_SLACK = 1.5
 
 # CUDA graphs are captured for so many requests, of so many tokens each, up to so many in all: what
@@ -94,7 +94,6 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
             seed=target.seed,
             revision=options.revision,
             tokenizer_revision=options.tokenizer_revision or options.revision,
-            max_model_len=options.max_model_len,
             quantization=options.quantization,
         )
 
@@ -129,18 +128,30 @@ def first_sentence(error: Exception) -> str:
     return re.split(r"[.;] (?=[A-Z])|: \(1\)| \[type=|\.$", text, maxsplit=1)[0][:300]
 
 
-def cap_length(drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float) -> None:
-    """Shorten `drafter.max_model_len` to what the target's contexts can need.
+def bound_context(
+    drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float
+) -> None:
+    """Shorten `drafter.max_model_len` to the context that the drafter is to read.
 
     Args:
         drafter: Changed in place.
-        options: Nothing happens where the user set `max_model_len`.
+        options: `context` wins where set; else what the target's contexts can need, and what pays.
         target_len: The target's longest context in its own tokens.
         ratio: Drafter tokens per target token on ordinary text.
+
+    Raises:
+        ConfigError: The drafter cannot read so much.
     """
-    if options.max_model_len is None:
+    longest, wanted = drafter.max_model_len, options.context
+    if wanted is None:
         need = int(target_len * ratio * _LENGTH_SLACK) + 4 * options.num_speculative_tokens
-        drafter.max_model_len = min(drafter.max_model_len, need)
+        wanted = min(longest, need, DEFAULT_CONTEXT)
+    if wanted > longest:
+        raise ConfigError(
+            f"context is {wanted}, but the drafter {drafter.model!r} reads at most {longest} "
+            "tokens; leave it out or give less."
+        )
+    drafter.max_model_len = wanted
 
 
 def drafter_vllm_config(
@@ -211,12 +222,15 @@ def drafter_vllm_config(
     return replace(target, **parts)
 
 
-def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Callable[[int], int]) -> int:
+def kv_budget(
+    options: HeteroOptions, target: VllmConfig, context: int, bytes_for: Callable[[int], int]
+) -> int:
     """Bytes for the drafter's KV pool.
 
     Args:
         options: `kv_cache_memory_bytes` wins where set.
         target: The worker's own configuration.
+        context: Drafter tokens of a sequence at most.
         bytes_for: Bytes of drafter KV for a number of tokens.
 
     By default the pool holds every sequence at full length, but takes no more than a quarter of an
@@ -225,6 +239,6 @@ def kv_budget(options: HeteroOptions, target: VllmConfig, bytes_for: Callable[[i
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
     scheduler = target.scheduler_config
-    need = bytes_for(scheduler.max_num_seqs * target.model_config.max_model_len)
+    need = bytes_for(scheduler.max_num_seqs * context)
     explicit = target.cache_config.kv_cache_memory_bytes
     return max(min(need, explicit // 4 if explicit else 4 << 30), bytes_for(1))

@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
-from vllm_hetero_spec.engine.seam.drafter_config import cap_length, first_sentence
+from vllm_hetero_spec.engine.seam.drafter_config import bound_context, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -57,7 +57,7 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
     pair = load_pair(target, drafter, options)
     logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
     ratio = len(pair.drafter.encode(CALIBRATION_TEXT)) / len(pair.target.encode(CALIBRATION_TEXT))
-    cap_length(drafter, options, target.max_model_len, ratio)
+    bound_context(drafter, options, target.max_model_len, ratio)
 
 
 def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
