@@ -36,6 +36,7 @@ BATCH = {
 MOVERS = {
     "draft/methods.py": "arrays of the host: tables of the pair",
     "draft/pair_merges.py": "tables of the pair, once at start",
+    "draft/race_tree.py": "arrays of the host: what arrived first",
     "draft/slrs.py": "on the host by design: what was drawn decides what is fed",
     "draft/tree.py": "part of slrs",
     "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",

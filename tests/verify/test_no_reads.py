@@ -13,6 +13,7 @@ from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import choose
+from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
 
@@ -78,6 +79,13 @@ def test_what_reads_is_caught() -> None:
 
     with FakeTensorMode(), pytest.raises(DynamicOutputShapeException):
         reads(batch(True))
+
+
+def test_first_arrivals_read_nothing() -> None:
+    with FakeTensorMode():
+        numbers = torch.empty(7, dtype=torch.int64)
+        ids, speeds = first_arrivals(torch.rand(7, WIDTH), numbers, numbers, 4)
+    assert ids.shape == speeds.shape == (7, 4)
 
 
 @pytest.mark.parametrize("width", [5, WIDTH])

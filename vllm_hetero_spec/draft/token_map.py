@@ -55,6 +55,19 @@ class TokenMap:
         self.add_draft_probs(q, table)
         return table[:, :-1]
 
+    def likeliest(self, q: torch.Tensor) -> torch.Tensor:
+        """int64 [B, V_T], the likeliest drafter token that proposes each target token.
+
+        Any id beyond the drafter's where none does. Of rows q [B, V_D] or wider.
+        """
+        q = q[:, : len(self.first)]
+        columns = self._column.expand(len(q), -1)
+        best = q.new_zeros(len(q), self.width + 1).scatter_reduce(1, columns, q, "amax")
+        ids = torch.arange(q.shape[1], device=q.device)
+        ids = torch.where(q == best.gather(1, columns), ids, q.shape[1])
+        found = ids.new_full((len(q), self.width + 1), q.shape[1])
+        return found.scatter_reduce(1, columns, ids, "amin")[:, :-1]
+
     def add_draft_probs(self, q: torch.Tensor, table: torch.Tensor) -> None:
         """As `draft_probs`, into some rows of a `table`."""
         table.index_add_(1, self._column, q[:, : len(self.first)])

@@ -11,6 +11,8 @@ Speculative Decoding*. Never verify with the ratio test what was drafted by thes
 the result would be wrong.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_hetero_spec.verify.noise import RACE, random_bits, slices
@@ -31,11 +33,34 @@ def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch
         int64 [n] token ids; tokens of rate 0 never win.
     """
     winners = torch.empty_like(seeds)
+    for part, speeds in _speeds(rows, seeds, places):
+        winners[part] = speeds.argmax(-1)
+    return winners
+
+
+def first_arrivals(
+    rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first arrivals of each row's race; arguments as of `race`.
+
+    Returns:
+        int64 [n, count] token ids, the winner first; float32 [n, count], 1 / their times: 0 for
+        tokens of rate 0, which come last.
+    """
+    ids = torch.empty(len(seeds), count, dtype=torch.int64, device=rows.device)
+    found = torch.empty(len(seeds), count, device=rows.device)
+    for part, speeds in _speeds(rows, seeds, places):
+        found[part], ids[part] = speeds.topk(count)
+    return ids, found
+
+
+def _speeds(
+    rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """1 / the arrival times of all tokens, some rows at a time."""
     ids = torch.arange(rows.shape[-1], device=rows.device)[None]
     for part in slices(len(seeds), rows.shape[-1], rows.device):
-        arrivals = _arrivals(random_bits(seeds[part], places[part], RACE, ids))
-        winners[part] = (rows[part] / arrivals).argmax(-1)
-    return winners
+        yield part, rows[part] / _arrivals(random_bits(seeds[part], places[part], RACE, ids))
 
 
 def _arrivals(bits: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,24 @@ def walk(choose: Callable[[tuple[int, ...]], int], tree: Tree) -> tuple[int, ...
     return emitted
 
 
+def best_tree(
+    value: Callable[[tuple[int, ...]], float], ranks: int, count: int
+) -> list[tuple[int, ...]]:
+    """ERSD Algorithm 3, corrected: the `count` paths of ranks with the largest sum of values.
+
+    R(j) = P[path j is accepted] falls along paths, so the largest on offer is always one of the
+    best. The paper offers the first child and the next sibling of what it takes, which needs R to
+    fall from sibling to sibling as well; here all children are offered.
+    """
+    offered: list[tuple[int, ...]] = [(rank,) for rank in range(ranks)]
+    tree: list[tuple[int, ...]] = []
+    while len(tree) < count:
+        tree.append(max(offered, key=value))
+        offered.remove(tree[-1])
+        offered += [(*tree[-1], rank) for rank in range(ranks)]
+    return tree
+
+
 def tree_rule(
     p: Target,
     c: tuple[int, ...],

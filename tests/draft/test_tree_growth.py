@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Best-first growth finds the best tree, by what the drafter knows; and stops when it has."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from goodness import follows
+from toy_worlds import World, worlds
+
+from vllm_hetero_spec.draft.race_tree import Arrivals, offer_arrivals
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
+from vllm_hetero_spec.lookahead.tree_values import RankRates
+from vllm_hetero_spec.verify import reference as ref
+from vllm_hetero_spec.verify.race import first_arrivals, race
+from vllm_hetero_spec.verify.trees import ROOT, TreeBatch, race_walk
+
+Path = tuple[int, ...]
+RANKS = 3
+
+
+def best_of_all(value: Callable[[Path], float], count: int) -> float:
+    """The largest sum of values over all trees of so many paths of ranks."""
+    trees: set[frozenset[Path]] = {frozenset()}
+    for _ in range(count):
+        trees = {
+            tree | {(*head, rank)}
+            for tree in trees
+            for head in [(), *tree]
+            for rank in range(RANKS)
+            if (*head, rank) not in tree
+        }
+    return max(sum(map(value, tree)) for tree in trees)
+
+
+def next_siblings(value: Callable[[Path], float], count: int) -> float:
+    """Algorithm 3 as it is printed: the first child and the next sibling of what is taken."""
+    heap: list[tuple[float, Path]] = [(-value((0,)), (0,))]
+    total = 0.0
+    for _ in range(count):
+        gain, path = heapq.heappop(heap)
+        total -= gain
+        after = [(*path, 0)] + [(*path[:-1], path[-1] + 1)] * (path[-1] + 1 < RANKS)
+        for other in after:
+            heapq.heappush(heap, (-value(other), other))
+    return total
+
+
+def random_values(generator: np.random.Generator, *, ordered: bool) -> Callable[[Path], float]:
+    shares: dict[Path, np.ndarray] = {}
+
+    def value(path: Path) -> float:
+        if not path:
+            return 1.0
+        if path[:-1] not in shares:
+            law = generator.dirichlet([0.5] * (RANKS + 1))[:RANKS]
+            shares[path[:-1]] = np.sort(law)[::-1] if ordered else law
+        return value(path[:-1]) * float(shares[path[:-1]][path[-1]])
+
+    return value
+
+
+def grown(value: Callable[[Path], float], count: int) -> tuple[ValuedTree, int]:
+    """The best tree, feeding no more than it takes to be sure of it; and rows fed."""
+    growth, fed = Growth(), 0
+    while not growth.settled(count):
+        (node,) = growth.unfed(1)
+        path, fed = tuple(growth.path(node)), fed + 1
+        if base := value(path):
+            growth.offer(node, range(RANKS), [value((*path, rank)) / base for rank in range(RANKS)])
+        else:
+            growth.offer(node, [], [])
+    return growth.tree.best(count), fed
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_best_tree(ordered: bool) -> None:
+    """With one row of the drafter for each node at most; the reference finds it too."""
+    generator = np.random.default_rng(0)
+    short = 0
+    for _ in range(40):
+        value, count = random_values(generator, ordered=ordered), int(generator.integers(2, 6))
+        best = best_of_all(value, count)
+        tree, fed = grown(value, count)
+        assert sum(tree.values) == pytest.approx(best, abs=1e-12)
+        assert len(tree.tokens) == count
+        assert fed <= count
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        named = ref.best_tree(value, RANKS, count)
+        assert sum(map(value, named)) == pytest.approx(best, abs=1e-12)
+        short += next_siblings(value, count) < best - 1e-9
+    assert short == 0 if ordered else short > 30
+
+
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
+def test_trees_by_rank(rates: Sequence[float]) -> None:
+    """With one rate for each rank: Algorithm 3's tree, also where the second child is the best."""
+    by_rank = RankRates(RANKS)
+    by_rank._taken = np.array(rates) * by_rank._nodes
+    ranks, nought = np.arange(RANKS), np.zeros(RANKS, np.int64)
+    growth = Growth()
+    for _ in range(5):
+        (node,) = growth.unfed(1)
+        shares = by_rank.shares(nought, ranks, nought, np.zeros((RANKS, 2)))
+        growth.offer(node, ranks.tolist(), shares.tolist())
+    tree = growth.tree.best(5)
+
+    def value(path: Path) -> float:
+        return float(np.prod([rates[rank] for rank in path]))
+
+    assert sum(tree.values) == pytest.approx(best_of_all(value, 5))
+
+
+def test_nothing_follows_an_end() -> None:
+    growth = Growth(ends={2})
+    growth.offer(ROOT, [1, 2], [0.3, 0.6])
+    assert [growth.tree.tokens[node] for node in growth.unfed(9)] == [1]
+    assert growth.unfed(9, least=0.5) == []
+    (node,) = growth.unfed(1)
+    growth.offer(node, [], [])
+    assert growth.settled(50)
+
+
+# ------------------------------------------------------------------------------- text
+
+
+def explored(world: World, length: int) -> Growth:
+    """All that a drafter may write in so many tokens, but for one first token."""
+    growth, q = Growth(), world.q_after(())
+    for depth in range(length):
+        for node in growth.unfed(10_000):
+            path = tuple(growth.path(node))
+            assert len(path) == depth
+            row = q(path)
+            growth.offer(node, range(1, len(row)), row[1:].tolist())
+    return growth
+
+
+def test_values_of_translated_text() -> None:
+    """Each target token is worth the texts that begin with its path, over spellings and joins."""
+    for world in worlds(4):
+        growth = explored(world, 3)
+        paths, masses = zip(*growth.leaves(10_000), strict=True)
+        first = float(world.q_after(())(())[0])
+        assert sum(masses) == pytest.approx(1 - first)
+        texts = [world.pair.tau(world.pair.spell(path)) for path in paths]
+        tree = ValuedTree.spelt(texts, masses)
+        spelt = paths_of(tree)
+        assert len(set(spelt)) == len(spelt)
+        for path, value in zip(spelt, tree.values, strict=True):
+            starts = [text[: len(path)] == path for text in texts]
+            assert value == pytest.approx(float(np.dot(masses, starts)))
+        check_shares(tree)
+        # What is too small to be translated counts with what it continues.
+        few = list(growth.leaves(5))
+        assert sum(mass for _, mass in few) == pytest.approx(1 - first)
+        assert sum(len(path) == 3 for path, _ in few) == 5
+
+
+def paths_of(tree: ValuedTree) -> list[Path]:
+    paths: list[Path] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def check_shares(tree: ValuedTree) -> None:
+    """Siblings have at most their parent's value together, first tokens at most 1."""
+    sums = [0.0] * (len(tree.tokens) + 1)
+    for parent, value in zip(tree.parents, tree.values, strict=True):
+        sums[parent] += value
+    assert all(a <= b + 1e-9 for a, b in zip(sums, [*tree.values, 1.0], strict=True))
+
+
+def test_only_some_of_a_tree() -> None:
+    tree = ValuedTree.spelt([[1, 2, 3], [1, 4], [5]], [0.5, 0.2, 0.1])
+    assert tree == ValuedTree([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0.7, 0.5, 0.5, 0.2, 0.1])
+    assert tree.best(2) == ValuedTree([1, 2], [-1, 0], [0.7, 0.5])
+    assert tree.only([4, 0, 3]) == ValuedTree([5, 1, 4], [-1, -1, 1], [0.1, 0.7, 0.2])
+
+
+# ------------------------------------------------------------------------------- races
+
+
+def test_first_arrivals() -> None:
+    """The winner first, each time; nothing of rate 0; the second follows the law of the others."""
+    p = torch.tensor([0.5, 0.0, 0.3, 0.2]).repeat(20_000, 1)
+    seeds, places = torch.arange(20_000), torch.full((20_000,), 3)
+    ids, speeds = first_arrivals(p, seeds, places, 4)
+    assert torch.equal(ids[:, 0], race(p, seeds, places))
+    assert (speeds[:, :-1] >= speeds[:, 1:]).all()
+    assert (ids[:, 3] == 1).all()
+    assert not speeds[:, 3].any()
+    pairs = Counter(map(tuple, ids[:, :2].tolist()))
+    law = {
+        (a, b): float(p[0, a] * p[0, b] / (1 - p[0, a]))
+        for a, b in product(range(4), repeat=2)
+        if a != b
+    }
+    assert follows(pairs, law)
+
+
+def test_what_is_fed_behind_an_arrival() -> None:
+    """The likeliest of the drafter tokens that propose it."""
+    first = torch.tensor([2, 0, 2, -1, 0, 4])
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2, 0.0], [0.4, 0.0, 0.1, 0.1, 0.3, 0.1]])
+    found = TokenMap(first, 5).likeliest(q)
+    assert found[:, [0, 2, 4]].tolist() == [[1, 2, 5], [4, 0, 5]]
+    assert (found[:, [1, 3]] == 6).all()
+
+
+def test_a_race_tree_of_the_target_itself() -> None:
+    """A drafter that is its target: the main path is what the target draws, all of it."""
+    size, depth, seed, place = 6, 4, 11, 5
+    generator = np.random.default_rng(2)
+    rows: dict[Path, torch.Tensor] = {}
+
+    def row(path: Path) -> torch.Tensor:
+        return rows.setdefault(path, torch.tensor(generator.dirichlet([0.5] * size)).float())
+
+    identity = TokenMap(torch.arange(size), size)
+    growth, fed = Growth(), {ROOT: -1}
+    nodes = [ROOT]
+    while nodes:
+        node = nodes.pop()
+        path = tuple(growth.path(node))
+        at = torch.tensor([seed]), torch.tensor([place + len(path)])
+        arrivals = Arrivals.of(row(path)[None], identity, *at, 3)
+        on_host = [column[0].numpy() for column in arrivals]
+        fed |= offer_arrivals(growth, node, len(path), on_host, lambda d: [d], by_lead)
+        nodes += [child for child in growth.unfed(1) if len(path) + 1 < depth]
+    tree = growth.tree.best(12)
+    check_shares(tree)
+    assert all(fed[node] == growth.tree.tokens[node] for node in fed if node != ROOT)
+    batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents], [seed], [place])
+    verdict = race_walk(batch, torch.stack([row(path) for path in [(), *paths_of(tree)]]))
+    assert verdict.accepted.tolist() == [depth]
+
+
+def by_lead(
+    parent: np.ndarray, rank: np.ndarray, depth: np.ndarray, leads: np.ndarray, shares: np.ndarray
+) -> np.ndarray:
+    return np.where(rank == 0, 0.9, 0.04)
+
+
+def test_what_a_drafter_token_spells_further_is_certain() -> None:
+    spellings = {0: [7], 1: [8, 9, 7]}
+    columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0]), np.ones(3)]
+    growth = Growth()
+    carried = offer_arrivals(growth, ROOT, 0, columns, spellings.__getitem__, by_lead)
+    assert [tuple(growth.path(node)) for node in carried] == [(8, 9, 7), (7,)]
+    assert list(carried.values()) == [1, 0]
+    assert growth.unfed(9) == list(carried)
+    check_shares(growth.tree)

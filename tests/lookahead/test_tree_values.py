@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chances of children are learnt from what was next: as good as the best five numbers, and soon."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from vllm_hetero_spec.lookahead.tree_values import (
+    GREEDY_PRIOR,
+    RACE_PRIOR,
+    ChildChances,
+    RankRates,
+    along_paths,
+    greedy_evidence,
+    race_evidence,
+)
+
+
+class Nodes(NamedTuple):
+    """Children of nodes that were visited, and which of them were next."""
+
+    parent: np.ndarray
+    rank: np.ndarray
+    depth: np.ndarray
+    evidence: np.ndarray
+    taken: np.ndarray
+
+
+def visited(generator: np.random.Generator, count: int, truth: ChildChances | None) -> Nodes:
+    """Nodes with one to five children; what is next follows the truth, or the shares themselves."""
+    sizes = generator.integers(1, 6, size=count)
+    parent = np.arange(count).repeat(sizes)
+    rank = np.arange(len(parent)) - (sizes.cumsum() - sizes)[parent]
+    shares = np.concatenate(
+        [np.sort(generator.dirichlet([0.3] * (size + 1))[:size])[::-1] for size in sizes]
+    )
+    depth = generator.integers(6, size=count)[parent]
+    evidence = greedy_evidence(shares)
+    chances = shares if truth is None else truth.shares(parent, rank, depth, evidence)
+    passed = np.cumsum(chances) - np.cumsum(chances)[np.cumsum(sizes) - 1][parent]
+    passed += np.bincount(parent, chances)[parent]
+    drawn = generator.random(count)[parent]
+    taken = (passed - chances <= drawn) & (drawn < passed)
+    return Nodes(parent, rank, depth, evidence, taken)
+
+
+def loss(chances: ChildChances | RankRates, nodes: Nodes) -> float:
+    """Nats for each node."""
+    shares = chances.shares(*nodes[:4])
+    count = nodes.parent.max() + 1
+    none = 1.0 - np.bincount(nodes.parent, shares)
+    is_none = np.bincount(nodes.parent, nodes.taken) == 0
+    return float(-(np.log(shares[nodes.taken]).sum() + np.log(none[is_none]).sum()) / count)
+
+
+TRUTHS = [(0.6, -0.5, 0.4, -0.5, -0.3), (1.5, -0.2, -0.5, 1.0, 0.2), (0.3, 0.0, 1.0, -2.0, 0.0)]
+
+
+@pytest.mark.parametrize("weights", TRUTHS)
+@pytest.mark.parametrize("together", [1, 16])
+def test_what_is_learnt_is_near_the_truth(weights: tuple[float, ...], together: int) -> None:
+    """Within .015 nats of the law itself after 640 nodes, which the prior is not."""
+    generator, truth = np.random.default_rng(1), ChildChances(weights)
+    test = visited(generator, 20_000, truth)
+    learnt = ChildChances(GREEDY_PRIOR)
+    for _ in range(640 // together):
+        learnt.observe(*visited(generator, together, truth))
+    assert loss(learnt, test) < loss(truth, test) + 0.015
+    assert loss(ChildChances(GREEDY_PRIOR), test) > loss(truth, test) + 0.04
+
+
+def test_what_was_learnt_is_forgotten() -> None:
+    """A text of another kind: the new law is learnt nearly as if there had been no other."""
+    generator = np.random.default_rng(2)
+    learnt = ChildChances(GREEDY_PRIOR)
+    for weights in TRUTHS:
+        truth = ChildChances(weights)
+        for _ in range(150):
+            learnt.observe(*visited(generator, 8, truth))
+        test = visited(generator, 20_000, truth)
+        assert loss(learnt, test) < loss(truth, test) + 0.03
+
+
+@pytest.mark.parametrize("prior", [GREEDY_PRIOR, RACE_PRIOR])
+def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
+    """One surprise after another; sure children that are never next; shares stay shares."""
+    generator, learnt = np.random.default_rng(3), ChildChances(prior)
+    for taken in (True, False) * 20:
+        one = visited(generator, 3, None)
+        sure = np.full(len(one.parent), 1.0)
+        evidence = race_evidence(np.zeros(len(sure)), sure) if prior is RACE_PRIOR else one.evidence
+        learnt.observe(*one[:2], one.depth, evidence, (one.rank == 0) & taken)
+        shares = learnt.shares(*one[:3], evidence)
+        assert np.isfinite(learnt._weights).all()
+        assert (shares > 0).all()
+        assert (np.bincount(one.parent, shares) < 1).all()
+    nothing = np.zeros(0, np.int64)
+    learnt.observe(nothing, nothing, nothing, np.zeros((0, 2)), nothing.astype(bool))
+
+
+def test_evidence_is_finite() -> None:
+    shares = np.array([0.0, 1.0, 0.5])
+    assert np.isfinite(greedy_evidence(shares)).all()
+    found = race_evidence(np.array([0.0, np.inf, 3.0]), shares)
+    assert np.isfinite(found).all()
+    assert found[:, 0].tolist() == [0.0, -12.0, -3.0]
+
+
+def test_rates_of_ranks() -> None:
+    """What share of the nodes each rank was next in, whatever the evidence."""
+    generator, rates = np.random.default_rng(4), RankRates(3)
+    law = np.array([0.5, 0.1, 0.2])
+    for _ in range(400):
+        rank = np.arange(5)
+        taken = rank == generator.choice(6, p=[*law, 0.1, 0.0, 0.1])
+        nought = np.zeros(5, np.int64)
+        rates.observe(nought, rank, nought, np.zeros((5, 2)), taken)
+    found = rates.shares(nought, rank, nought, np.zeros((5, 2)))
+    assert found[:3] == pytest.approx(law, abs=0.1)
+    assert found[3:].tolist() == [0.0, 0.0]
+
+
+def test_values_are_products_along_paths() -> None:
+    assert along_paths([-1, 0, -1, 1], [0.5, 0.4, 0.3, 0.1]) == pytest.approx([0.5, 0.2, 0.3, 0.02])
