@@ -101,10 +101,10 @@ def test_text_that_cannot_be_translated(
     real = bridge.open
     opened = 0
 
-    def breaks_every_other() -> Any:
+    def breaks_every_other(*args: Any) -> Any:
         nonlocal opened
         opened += 1
-        context = real()
+        context = real(*args)
         context.broken = opened % 2 == 0
         return context
 
