@@ -12,7 +12,7 @@ import torch
 from goodness import follows
 from toy_worlds import World, worlds
 
-from vllm_hetero_spec.draft.race_tree import Arrivals, offer_arrivals
+from vllm_hetero_spec.draft.race_tree import Arrivals, RaceGrowth
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.lookahead.tree_values import RankRates
@@ -224,19 +224,18 @@ def test_a_race_tree_of_the_target_itself() -> None:
         return rows.setdefault(path, torch.tensor(generator.dirichlet([0.5] * size)).float())
 
     identity = TokenMap(torch.arange(size), size)
-    growth, fed = Growth(), {ROOT: -1}
-    nodes = [ROOT]
+    growth, nodes = RaceGrowth(lambda d: [d], by_lead), [ROOT]
     while nodes:
         node = nodes.pop()
         path = tuple(growth.path(node))
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
         arrivals = Arrivals.of(row(path)[None], identity, *at, 3)
         on_host = [column[0].numpy() for column in arrivals]
-        fed |= offer_arrivals(growth, node, len(path), on_host, lambda d: [d], by_lead)
+        growth.arrived(node, len(path), on_host)
         nodes += [child for child in growth.unfed(1) if len(path) + 1 < depth]
     tree = growth.tree.best(12)
     check_shares(tree)
-    assert all(fed[node] == growth.tree.tokens[node] for node in fed if node != ROOT)
+    assert all(token == growth.tree.tokens[node] for node, token in growth.fed.items())
     batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents], [seed], [place])
     verdict = race_walk(batch, torch.stack([row(path) for path in [(), *paths_of(tree)]]))
     assert verdict.accepted.tolist() == [depth]
@@ -250,10 +249,14 @@ def by_lead(
 
 def test_what_a_drafter_token_spells_further_is_certain() -> None:
     spellings = {0: [7], 1: [8, 9, 7]}
-    columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0]), np.ones(3)]
-    growth = Growth()
-    carried = offer_arrivals(growth, ROOT, 0, columns, spellings.__getitem__, by_lead)
-    assert [tuple(growth.path(node)) for node in carried] == [(8, 9, 7), (7,)]
-    assert list(carried.values()) == [1, 0]
-    assert growth.unfed(9) == list(carried)
+    columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0])]
+    columns.append(np.array([0.5, 0.4, 0.1]))
+    growth = RaceGrowth(spellings.__getitem__, by_lead)
+    growth.arrived(ROOT, 0, columns)
+    assert [tuple(growth.path(node)) for node in growth.fed] == [(8, 9, 7), (7,)]
+    assert list(growth.fed.values()) == [1, 0]
+    assert growth.unfed(9) == list(growth.fed)
+    assert growth.tree.tokens == [8, 7, 9, 7]
+    assert growth.leads == pytest.approx([0.0, np.log(2.0), 0.0, 0.0])
+    assert growth.shares == [0.5, 0.4, 1.0, 1.0]
     check_shares(growth.tree)

@@ -11,7 +11,6 @@ from vllm_hetero_spec.lookahead.tree_values import (
     RACE_PRIOR,
     ChildChances,
     RankRates,
-    along_paths,
     greedy_evidence,
     race_evidence,
 )
@@ -119,7 +118,3 @@ def test_rates_of_ranks() -> None:
     found = rates.shares(nought, rank, nought, np.zeros((5, 2)))
     assert found[:3] == pytest.approx(law, abs=0.1)
     assert found[3:].tolist() == [0.0, 0.0]
-
-
-def test_values_are_products_along_paths() -> None:
-    assert along_paths([-1, 0, -1, 1], [0.5, 0.4, 0.3, 0.1]) == pytest.approx([0.5, 0.2, 0.3, 0.02])

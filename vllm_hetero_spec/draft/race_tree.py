@@ -6,7 +6,7 @@ race its own by. Behind a child the drafter is fed a token of its own that the c
 likeliest; what that spells further is certain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,41 +59,56 @@ class Arrivals(NamedTuple):
         return cls(ids, tokens.likeliest(q).gather(1, ids), speeds, psi.gather(1, ids))
 
 
-def offer_arrivals(
-    growth: Growth,
-    node: int,
-    depth: int,
-    arrivals: Sequence[np.ndarray],
-    spell: Callable[[int], Sequence[int]],
-    chances: Chances,
-) -> dict[int, int]:
-    """Give a node its children, and these what their drafter tokens spell further.
+class RaceGrowth(Growth):
+    """A tree of target tokens under way.
 
     Args:
-        growth: A request's tree of target tokens.
-        node: Of it, or the ROOT; not fed before.
-        depth: Of the node.
-        arrivals: `Arrivals` of its row, [m] each, on the host.
         spell: All target tokens that a drafter token proposes.
         chances: What values children.
+        ends: Target tokens that nothing follows.
 
-    Returns:
-        The drafter token to be fed behind each of the new nodes that may be fed.
+    Attributes:
+        fed: The drafter token to be fed behind each node that may be fed.
+        leads: Of each node, by how much the first arrival leads it, in logarithms.
+        shares: Of each node, its probability in its row; 1 for what is certain.
     """
-    count = int(np.count_nonzero(arrivals[2]))
-    tokens, fed, speeds, shares = (column[:count] for column in arrivals)
-    nought = np.zeros(count, np.int64)
-    leads = np.log(speeds[:1] / speeds)
-    values = chances(nought, np.arange(count), nought + depth, leads, shares)
-    children = growth.offer(node, tokens.tolist(), values.tolist())
-    spelt = [spell(token)[1:] for token in fed.tolist()]
-    longest = max(map(len, spelt), default=0)
-    nought, ahead = np.zeros(longest, np.int64), np.arange(longest)
-    certain = chances(ahead, nought, depth + 1 + ahead, np.zeros(longest), np.ones(longest))
-    carried = {}
-    for child, rest, drafter_token in zip(children, spelt, fed.tolist(), strict=True):
-        last = child
-        for token, value in zip(rest, certain.tolist(), strict=False):
-            (last,) = growth.offer(last, [token], [value])
-        carried[last] = drafter_token
-    return carried
+
+    def __init__(
+        self,
+        spell: Callable[[int], Sequence[int]],
+        chances: Chances,
+        ends: Collection[int] = (),
+    ) -> None:
+        super().__init__(ends)
+        self._spell, self._chances = spell, chances
+        self.fed: dict[int, int] = {}
+        self.leads: list[float] = []
+        self.shares: list[float] = []
+
+    def arrived(self, node: int, depth: int, arrivals: Sequence[np.ndarray]) -> None:
+        """A node's children, and what their drafter tokens spell further.
+
+        Args:
+            node: Of the tree, or the ROOT; not fed before.
+            depth: Of the node.
+            arrivals: `Arrivals` of its row, [m] each, on the host.
+        """
+        count = int(np.count_nonzero(arrivals[2]))
+        tokens, fed, speeds, shares = (column[:count] for column in arrivals)
+        leads = np.log(speeds[:1] / speeds)
+        numbers = np.arange(count)
+        values = self._chances(0 * numbers, numbers, 0 * numbers + depth, leads, shares)
+        children = self.offer(node, tokens.tolist(), values.tolist())
+        self.leads += leads.tolist()
+        self.shares += shares.tolist()
+        spelt = [self._spell(token)[1:] for token in fed.tolist()]
+        ahead = np.arange(max(map(len, spelt), default=0))
+        # Each of these is the only child of its parent.
+        certain = self._chances(ahead, 0 * ahead, ahead + depth + 1, 0.0 * ahead, ahead**0.0)
+        for child, rest, drafter_token in zip(children, spelt, fed.tolist(), strict=True):
+            last = child
+            for token, value in zip(rest, certain.tolist(), strict=False):
+                (last,) = self.offer(last, [token], [value])
+                self.leads.append(0.0)
+                self.shares.append(1.0)
+            self.fed[last] = drafter_token

@@ -14,7 +14,25 @@ whose translation begins with its path.
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_hetero_spec.verify.trees import ROOT
+
+
+class Children(NamedTuple):
+    """Of nodes and the root, as arrays over the m children.
+
+    Attributes:
+        parent: int64 [m], numbers of the nodes before them.
+        rank: int64 [m], their places among their siblings.
+        depth: int64 [m], of the nodes before them.
+        shares: float64 [m], their values behind these.
+    """
+
+    parent: np.ndarray
+    rank: np.ndarray
+    depth: np.ndarray
+    shares: np.ndarray
 
 
 class ValuedTree(NamedTuple):
@@ -47,6 +65,49 @@ class ValuedTree(NamedTuple):
                     tree.add(parent, token, 0.0)
                 tree.values[node] += mass
         return tree
+
+    def children(self) -> Children:
+        """All tokens as children; of siblings, those in front are taken for the likelier ones."""
+        ranks: list[int] = []
+        depths: list[int] = []
+        shares: list[float] = []
+        born = [0] * (len(self.tokens) + 1)
+        for parent, value in zip(self.parents, self.values, strict=True):
+            ranks.append(born[parent])
+            born[parent] += 1
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            shares.append(value / (self.values[parent] or 1.0) if parent >= 0 else value)
+        numbers = np.array(self.parents, np.int64) + 1
+        return Children(
+            numbers, np.array(ranks, np.int64), np.array(depths, np.int64), np.array(shares)
+        )
+
+    def revalued(self, shares: Sequence[float]) -> "ValuedTree":
+        """The same tokens, each with another share of its parent's value."""
+        values: list[float] = []
+        for parent, share in zip(self.parents, shares, strict=True):
+            values.append(share * values[parent] if parent >= 0 else share)
+        return self._replace(values=values)
+
+    def tested(self, emitted: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """What the target has said of the tree: the children of the nodes that it came by.
+
+        Args:
+            emitted: Tokens behind the text, chosen by the target.
+
+        Returns:
+            The children, and which of them were next.
+        """
+        children, taken, at = list[int](), list[bool](), ROOT
+        for token in emitted:
+            own = [node for node, parent in enumerate(self.parents) if parent == at]
+            right = [self.tokens[node] == token for node in own]
+            children += own
+            taken += right
+            if not any(right):
+                break
+            at = own[right.index(True)]
+        return children, taken
 
     def add(self, parent: int, token: int, value: float) -> None:
         """A token more."""

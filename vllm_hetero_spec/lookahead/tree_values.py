@@ -38,14 +38,6 @@ def race_evidence(leads: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return np.stack([-np.minimum(leads, _LARGEST_LEAD), _log(shares)], 1)
 
 
-def along_paths(parents: Sequence[int], shares: Sequence[float]) -> list[float]:
-    """Values of a tree's tokens, of their shares behind their parents, as `Draft` has these."""
-    values: list[float] = []
-    for parent, share in zip(parents, shares, strict=True):
-        values.append(share * values[parent] if parent >= 0 else share)
-    return values
-
-
 class ChildChances:
     """Five numbers that make probabilities of what is known of children.
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees through text: both spellings, joins, and what the target says of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toys import toy
+
+from vllm_hetero_spec.draft.text_tree import text_trees
+from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
+from vllm_hetero_spec.text.bridge import Bridge, make_bridge
+from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.verify.trees import ROOT
+
+LETTERS = [bytes([letter]) for letter in b"abcdefgh "]
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Bridge:
+    """A target that joins "ab", "abc" and "gh", and a drafter of letters that knows "de"."""
+    return make_bridge(toy([*LETTERS, b"ab", b"abc", b"gh"]), toy([*LETTERS, b"de"]))
+
+
+def opened(bridge: Bridge, text: Sequence[int]) -> Context:
+    context = bridge.open()
+    bridge.extend([context], [text])
+    return context
+
+
+def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
+    """The drafter's "a" is half of "ab" or of "abc", as the letters behind say."""
+    growth = Growth()
+    (a, de) = growth.offer(ROOT, [0, 9], [0.6, 0.3])
+    b, _ = growth.offer(a, [1, 3], [0.5, 0.5])
+    growth.offer(b, [2, 4], [0.9, 0.1])
+    growth.offer(de, [5], [1.0])
+    (tree,) = text_trees([growth], [opened(bridge, [8, 6])], [9], bridge.to_target, 20)
+    worth = dict(zip(paths_of(tree), tree.values, strict=True))
+    assert worth == pytest.approx(
+        {(10,): 0.27, (9,): 0.03, (9, 4): 0.03, (0,): 0.3, (0, 3): 0.3}
+        | {(3,): 0.3, (3, 4): 0.3, (3, 4, 5): 0.3}
+    )
+    assert tree.values == sorted(tree.values, reverse=True)
+
+
+def paths_of(tree: ValuedTree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def test_requests_are_translated_together(bridge: Bridge) -> None:
+    """One call, each in its own context, to its own depth; one of them has nothing to say."""
+    calls = []
+
+    def to_target(*arguments: Sequence) -> list[list[int]]:
+        calls.append(len(arguments[0]))
+        return bridge.to_target(*arguments)
+
+    first, nothing, last = Growth(), Growth(), Growth()
+    first.offer(ROOT, [0, 1], [0.5, 0.4])
+    (node,) = last.offer(ROOT, [9], [0.5])
+    last.offer(node, [6], [0.5])
+    contexts = [opened(bridge, [8, 6]), opened(bridge, [8]), opened(bridge, [8, 0])]
+    trees = text_trees([first, nothing, last], contexts, [4, 4, 2], to_target, 20)
+    assert calls == [4]
+    assert [paths_of(tree) for tree in trees] == [[(0,), (1,)], [], [(3,), (3, 4)]]
+
+
+def test_what_the_target_says_of_a_tree() -> None:
+    tree = ValuedTree.spelt([[1, 2], [1, 3], [4]], [0.3, 0.2, 0.25]).best(9)
+    assert paths_of(tree) == [(1,), (1, 2), (4,), (1, 3)]
+    children = tree.children()
+    assert children.parent.tolist() == [0, 1, 0, 1]
+    assert children.rank.tolist() == [0, 0, 1, 1]
+    assert children.depth.tolist() == [0, 1, 0, 1]
+    assert children.shares == pytest.approx([0.5, 0.6, 0.25, 0.4])
+    assert tree.tested([1, 3, 7]) == ([0, 2, 1, 3], [True, False, False, True])
+    assert tree.tested([1, 8]) == ([0, 2, 1, 3], [True, False, False, False])
+    assert tree.tested([8, 1]) == ([0, 2], [False, False])
+    again = tree.revalued(children.shares.tolist())
+    assert again.values == pytest.approx(tree.values)
+    assert tree.revalued([0.9, 0.5, 0.1, 0.2]).values == pytest.approx([0.9, 0.45, 0.1, 0.18])
+    nothing = ValuedTree([], [], [])
+    assert nothing.tested([1]) == ([], [])
+    assert nothing.children().shares.dtype == np.float64

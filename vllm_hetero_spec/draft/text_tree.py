@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafters may write, as trees of target tokens."""
+
+from collections.abc import Callable, Sequence
+
+from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
+from vllm_hetero_spec.text.context import Context
+
+# See `Bridge.to_target`.
+Translate = Callable[[Sequence[Context], Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
+
+
+def text_trees(
+    growths: Sequence[Growth],
+    contexts: Sequence[Context],
+    limits: Sequence[int],
+    to_target: Translate,
+    leaves: int,
+) -> list[ValuedTree]:
+    """The target tokens that spell what may be written, each with all that begins with it.
+
+    Args:
+        growths: Of drafter tokens, one for each request.
+        contexts: Of the requests.
+        limits: Depth of each request's tree at most, in target tokens.
+        to_target: Translates; called once.
+        leaves: Paths of each request that are translated, beside what its fed nodes leave.
+
+    Returns:
+        Trees with the most valuable tokens first.
+    """
+    found = [list(growth.leaves(leaves)) for growth in growths]
+    counts = list(map(len, found))
+    texts = iter(
+        to_target(
+            [
+                context
+                for context, count in zip(contexts, counts, strict=True)
+                for _ in range(count)
+            ],
+            [path for own in found for path, _ in own],
+            [limit for limit, count in zip(limits, counts, strict=True) for _ in range(count)],
+        )
+    )
+    trees = []
+    for own in found:
+        spelt = [next(texts) for _ in own]
+        tree = ValuedTree.spelt(spelt, [mass for _, mass in own])
+        trees.append(tree.best(len(tree.tokens)))
+    return trees
