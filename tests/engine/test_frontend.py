@@ -218,9 +218,15 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
         make(slem(drafter), skip_tokenizer_init=True).create_engine_config()
     config = make(None).create_engine_config()
-    config.parallel_config.enable_elastic_ep = True  # refused by vLLM itself on a CPU
-    with pytest.raises(ConfigError, match=r"^enable_elastic_ep is not supported with .*\.$"):
-        make(slem(drafter)).create_speculative_config(config.model_config, config.parallel_config)
+    for key, value in (  # refused by vLLM itself on a CPU
+        ("enable_elastic_ep", True),
+        ("decode_context_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
+    ):
+        parallel = copy.copy(config.parallel_config)
+        setattr(parallel, key, value)
+        with pytest.raises(ConfigError, match=rf"^{key}.* is not supported with .*\.$"):
+            make(slem(drafter)).create_speculative_config(config.model_config, parallel)
 
 
 def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(

@@ -108,6 +108,13 @@ def _build(
             f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
             "later would have no drafter; leave it out, or serve without speculation."
         )
+    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, key) > 1:
+            # Attention would look for the drafter's KV on ranks that do not draft, and wait there.
+            raise ConfigError(
+                f"{key}={getattr(parallel, key)} is not supported with {' / '.join(METHODS)}: the "
+                "drafter's KV is not split over ranks; leave it out, or serve without speculation."
+            )
     from vllm_hetero_spec.engine.metrics import transport as metrics
     from vllm_hetero_spec.engine.seam import (
         async_scheduling,
