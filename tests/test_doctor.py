@@ -2,12 +2,14 @@
 """`vllm-hetero-spec doctor`: all is well here, and what is not is named with its fix."""
 
 import json
+from typing import Any
 
 import pytest
 
 from vllm_hetero_spec.cli import health
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.cli.nodes import COLUMNS, DRAFTER, KEY, PLUGIN, faults
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +75,34 @@ def test_an_unsupported_release_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     found = next(finding for finding in health.examine(run=False) if "release" in finding.check)
     assert not found.good
     assert "0.19.1" in found.fix
+
+
+# ---- the nodes of a Ray cluster -----------------------------------------------------------------
+
+
+SOUND = dict.fromkeys(COLUMNS, "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({PLUGIN: None}, [f"{PLUGIN} is missing on b; pip install the same version"]),
+        ({PLUGIN: "2"}, [f"{PLUGIN} differs: 1 on a, 2 on b; pip install the same version"]),
+        ({"vLLM": None, KEY: None}, ["vLLM is missing on b; install the same release"]),
+        ({KEY: "none"}, [f"{KEY} differs: 1 on a, none on b; install the same build"]),
+        ({DRAFTER: None}, ["the drafter 'small' is not there on b; copy its folder"]),
+        ("ActorDiedError: gone", ["b did not answer (ActorDiedError: gone); see Ray's log"]),
+    ],
+)
+def test_what_a_node_lacks_is_said_with_its_fix(change: Any, said: list[str]) -> None:
+    nodes = {"a": SOUND, "b": change if isinstance(change, str) else SOUND | change}
+    found = list(faults(nodes, "small"))
+    assert len(found) == len(said)
+    for sentence, beginning in zip(found, said, strict=True):
+        assert sentence.startswith(beginning)
+        assert sentence.endswith(".")
+
+
+def test_a_drafter_that_is_not_asked_for_is_not_missed() -> None:
+    assert not list(faults({"a": SOUND | {DRAFTER: None}}, None))

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_hetero_spec.cli.health import Finding, examine
-from vllm_hetero_spec.report.tables import print_json
+from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
+from vllm_hetero_spec.report.tables import Column, print_json, terminal_table
 
 
 class Unsound(Exception):
@@ -23,6 +24,13 @@ def add_parser(commands: Any) -> None:
         description="Checks versions, plugin, hooks and platform, and generates with a tiny pair "
         "of models made on the spot. Each failing check names its fix.",
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="DRAFTER",
+        help="check the nodes of a Ray cluster instead: versions, and whether DRAFTER is there",
+    )
     parser.add_argument("--no-run", action="store_true", help="leave out the tiny pair of models")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.set_defaults(run=run)
@@ -33,8 +41,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         Unsound: A check failed.
+        ConfigError: There is no Ray cluster to check.
     """
     console = Console()
+    if arguments.ray is not None:
+        _run_nodes(console, arguments.ray or None, as_json=arguments.json)
+        return
     findings: list[Finding] = []
     progress = Console(stderr=True)
     with progress.status("checking ..."):
@@ -47,6 +59,27 @@ def run(arguments: argparse.Namespace) -> None:
         print_json({"good": good, "findings": findings})
     if not good:
         raise Unsound
+
+
+def _run_nodes(console: Console, drafter: str | None, *, as_json: bool) -> None:
+    nodes = ask_nodes(drafter)
+    said = list(faults(nodes, drafter))
+    if as_json:
+        print_json({"good": not said, "nodes": nodes, "faults": said})
+    else:
+        answers = [(name, node) for name, node in nodes.items() if not isinstance(node, str)]
+        console.print(terminal_table(_columns(drafter), answers))
+        for sentence in said:
+            console.print(f"[red]BAD [/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    if said:
+        raise Unsound
+
+
+def _columns(drafter: str | None) -> list[Column[tuple[str, Node]]]:
+    def shown(name: str) -> Column[tuple[str, Node]]:
+        return Column(name, lambda row: row[1][name] or "MISSING")
+
+    return [Column("node", lambda row: row[0]), *map(shown, COLUMNS if drafter else COLUMNS[:-1])]
 
 
 def _show(console: Console, finding: Finding) -> None:
