@@ -287,15 +287,24 @@ def test_a_vllm_that_lacks_a_piece_still_starts(
 
 
 def test_dashboard_asks_for_metrics_that_exist(registered: Any, demo_pair: Path) -> None:
+    """By vLLM's names and by those that Ray makes of them, as its variable `prefix` chooses."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric
 
     board = json.loads((REPO / "examples" / "grafana" / "hetero_spec.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [v["definition"] for v in board["templating"]["list"] if "definition" in v]
-    asked = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
+    named = {name for query in queries for name in re.findall(r"\$\{prefix\}(\w+)", query)}
     registered(PrometheusStatLogger, slem(demo_pair / "drafter"), [0])
     existing = {sample.partition("[")[0] for sample in _samples()}
-    assert asked - existing == set()
-    ours = {name.removeprefix(PREFIX) for name in asked if name.startswith(PREFIX)}
+    in_ray = {f"ray_{RayPrometheusMetric._get_sanitized_opentelemetry_name(n)}" for n in existing}
+    (prefix,) = (v for v in board["templating"]["list"] if v["name"] == "prefix")
+    chosen = [option["value"] for option in prefix["options"]]
+    for value, names in zip(chosen, (existing, in_ray), strict=True):
+        assert f" : {value}" in prefix["query"]
+        assert {value + name for name in named} - names == set()
+    assert prefix["current"]["value"] == chosen[0]
+    ours = {name.removeprefix("hetero_spec_") for name in named if name.startswith("hetero_spec_")}
     assert {"skipped_total", "drafter_tokens_total", "kv_blocks_held"} <= ours
+    assert not re.search(r"vllm[:_]", json.dumps(board["panels"]))
     assert len(board["panels"]) == len({panel["id"] for panel in board["panels"]})
