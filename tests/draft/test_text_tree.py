@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toys import toy
 
-from vllm_hetero_spec.draft.text_tree import text_trees
+from vllm_hetero_spec.draft.text_tree import beside_a_chain, text_trees
 from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.context import Context
@@ -67,6 +67,21 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
     trees = text_trees([first, nothing, last], contexts, [4, 4, 2], to_target, 20)
     assert calls == [4]
     assert [paths_of(tree) for tree in trees] == [[(0,), (1,)], [], [(3,), (3, 4)]]
+
+
+def test_siblings_of_a_chain(bridge: Bridge) -> None:
+    """Rows that are known already give the other spelling: of "abc", and of "ab" and "d"."""
+    growth = beside_a_chain(
+        [0, 1, 2], [[0, 9], [3, 1], [2, 3]], [[0.8, 0.1], [0.2, 0.7], [0.6, 0.3]]
+    )
+    assert [growth.path(node) for node in growth.unfed(9)] == [[0, 1, 2], [0, 1, 3], [0, 3], [9]]
+    (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)
+    worth = dict(zip(paths_of(tree), tree.values, strict=True))
+    # Nothing is known of what else may follow "ab" and "a", which are leaves too.
+    assert worth == pytest.approx(
+        {(10,): 0.8 * 0.7 * 0.6, (9,): 0.8 * 0.7 * 0.4, (9, 3): 0.8 * 0.7 * 0.3}
+        | {(0,): 0.8 * 0.3, (0, 3): 0.8 * 0.2, (3,): 0.1, (3, 4): 0.1}
+    )
 
 
 def test_what_the_target_says_of_a_tree() -> None:

@@ -1,13 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafters may write, as trees of target tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.verify.trees import ROOT
 
 # See `Bridge.to_target`.
 Translate = Callable[[Sequence[Context], Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
+
+
+def beside_a_chain(
+    chain: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    shares: Sequence[Sequence[float]],
+    ends: Collection[int] = (),
+) -> Growth:
+    """What is known once a chain was drafted: its tokens, and the others of the rows before them.
+
+    Args:
+        chain: Drafter ids.
+        tokens: The likeliest of each row, among them that of the chain.
+        shares: Their probabilities.
+        ends: Drafter ids that nothing follows.
+    """
+    growth, node = Growth(ends), ROOT
+    for token, beside, probabilities in zip(chain, tokens, shares, strict=True):
+        children = growth.offer(node, beside, probabilities)
+        node = children[list(beside).index(token)]
+    return growth
 
 
 def text_trees(
