@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of samples on Model Runner V2: tests of a process of its own, which `test_laws_v2.py` runs.
 
-The interpreter takes several times as long as the kernels that it stands in for: few samples, and
-few engines. HETERO_SPEC_SAMPLES asks for more, of all methods.
+HETERO_SPEC_SAMPLES=<samples of each setting> makes the tests long ones, over all methods.
 """
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chain_pair import PROMPT
-from goodness import MISSED, follows, missed
+from goodness import MISSED, follows, missed, p_value
 from harness import engine, metrics_of, proposer_of, slem
 from target_law import (
+    LENGTH,
     Ids,
     Setting,
     counted,
@@ -34,28 +36,36 @@ from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.timeout(36_000)] if LONG else []
-SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "150"))
+SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "300"))
 # What V1 refuses: the likeliest continuations alone, and some tokens made likelier than they are.
-ALL_SETTINGS = (SETTINGS if LONG else {}) | {
+# And one that likes to repeat itself: the penalties of a draft's tokens count those before them.
+ALL_SETTINGS = SETTINGS | {
     "narrow": Setting(1.0, min_p=0.4),
     "biased": Setting(1.0, top_p=0.95, bias=((70, 4.0), (72, -4.0), (67, -4.0))),
+    "repeating": Setting(1.0, top_k=4, presence=-2.0, frequency=-2.0, repetition=1.1),
 }
-CASES = [("slrs", "token"), ("tli", "block")]
+CASES = [
+    ("slem", "token"),
+    ("tli", "block"),
+    ("union", "block"),
+    ("push_forward", "token"),
+    ("slrs", "token"),
+]
 if LONG:
     CASES += [
-        ("slem", "token"),
         ("slem", "block"),
         ("tli", "token"),
+        ("tli", "fuzzy"),  # of a threshold that nothing passes
         ("union", "token"),
-        ("union", "block"),
-        ("push_forward", "token"),
         ("push_forward", "block"),
         ("push_forward", "race"),
         ("slrs", "block"),
+        ("slrs", "race"),
         ("hetero", "token"),
-        ("hetero", "race"),
+        ("hetero", "block"),
     ]
 ROOM = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
+WRITTEN = LENGTH + 2  # tokens of each sample
 Target = tuple[Any, list[int]]
 
 
@@ -73,18 +83,46 @@ def laws(target: Target) -> dict[str, dict[Ids, float]]:
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, verification = request.param
-    spec = slem(chain_pair / "drafter", lookahead=3, method=method, verification=verification)
-    with engine(chain_pair / "target", spec, **ROOM) as llm:
+    more = {"threshold": 0.0} if verification == "fuzzy" else {}
+    more |= {"method": method, "verification": verification}
+    with engine(chain_pair / "target", slem(chain_pair / "drafter", 3, **more), **ROOM) as llm:
         yield llm
 
 
+class Forgetful(Setting):
+    """Penalties that do not see what was drafted; the third token is the first that is."""
+
+    def rows(self, logits: torch.Tensor, texts: torch.Tensor, prompt: int) -> torch.Tensor:
+        return super().rows(logits, texts[:, : prompt + 2], prompt)
+
+
+def drafted(texts: Iterable[Ids]) -> Counter:
+    """How many different tokens there are among those that may be drafted, and the one behind."""
+    return Counter(len(set(text[2:])) for text in texts)
+
+
+@pytest.fixture(scope="module")
+def repeats(target: Target) -> list[dict[int, float]]:
+    """Laws of `drafted`: as asked for, and with Forgetful penalties."""
+    asked, found = ALL_SETTINGS["repeating"], []
+    for kind in (Setting, Forgetful):
+        law: dict[int, float] = {}
+        setting = kind(**{field.name: getattr(asked, field.name) for field in fields(Setting)})
+        for text, share in law_of(*target, setting, WRITTEN, rare=1e-7).items():
+            law[len(set(text[2:]))] = law.get(len(set(text[2:])), 0.0) + share
+        assert sum(law.values()) > 0.9999
+        found.append(law)
+    return found
+
+
 def test_samples_follow_the_targets_law(
-    llm: Any, target: Target, laws: dict[str, dict[Ids, float]]
+    llm: Any, target: Target, laws: dict[str, dict[Ids, float]], repeats: list[dict[int, float]]
 ) -> None:
     """Every setting, seeded and not, greedy neighbours, all in one batch."""
     assert isinstance(proposer_of(llm).seam, RunnerV2)
     drawn = sample(llm, SAMPLES, ALL_SETTINGS, seeds=True)
     for name, texts in drawn.items():
+        print(f"\n{name}: {len(texts)} samples, p {p_value(counted(texts), laws[name]):.3g}")
         assert follows(counted(texts), laws[name]), name
     # The third token is the first drafted one. Without its parameter a setting would be caught.
     hot = law_of_third(*target, SETTINGS["hot"])
@@ -96,6 +134,9 @@ def test_samples_follow_the_targets_law(
         )
         assert missed(law, plain, SAMPLES) < MISSED
         assert follows(thirds(drawn[name], rarer), law)
+    law, forgetful = repeats
+    assert missed(law, forgetful, SAMPLES) < MISSED
+    assert follows(drafted(drawn["repeating"]), law)
     gained = metrics_of(llm)
     assert 0 < gained["num_accepted_tokens"] < gained["num_draft_tokens"]
 

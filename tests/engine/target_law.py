@@ -27,10 +27,26 @@ class Setting:
     top_p: float = 1.0
     min_p: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
 
-    def rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Laws [n, V] of the next token, by the definitions of the parameters."""
-        logits = logits.double()
+    def rows(self, logits: torch.Tensor, texts: torch.Tensor, prompt: int) -> torch.Tensor:
+        """Laws [n, V] of the next token, by the definitions of the parameters.
+
+        Args:
+            logits: float [n, V], the model's own.
+            texts: int64 [n, length], behind which they are.
+            prompt: How long of that the prompt is.
+        """
+        logits, written = logits.double(), texts[:, prompt:]
+        counts = torch.zeros_like(logits).scatter_add_(
+            1, written, torch.ones(written.shape, dtype=logits.dtype)
+        )
+        seen = counts.scatter(1, texts[:, :prompt], 1.0) > 0
+        repeated = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - self.frequency * counts - self.presence * (counts > 0)
         for token, more in self.bias:
             logits[:, token] += more
         rows = (logits / self.temperature).softmax(-1)
@@ -52,16 +68,19 @@ class Setting:
         return rows / rows.sum(-1, keepdim=True)
 
 
-def law_of(model: Any, start: list[int], setting: Setting) -> dict[Ids, float]:
-    """Exact probability of every sequence of LENGTH tokens that is not RARE."""
+def law_of(
+    model: Any, start: list[int], setting: Setting, length: int = LENGTH, *, rare: float = RARE
+) -> dict[Ids, float]:
+    """Exact probability of every sequence of `length` tokens that is not rare."""
     found: dict[Ids, float] = {(): 1.0}
-    for _ in range(LENGTH):
+    for _ in range(length):
         ids = torch.tensor([[*start, *path] for path in found])
         with torch.inference_mode():
             logits = torch.cat([model(part).logits[:, -1] for part in ids.split(64)])
-        rows = setting.rows(logits) * torch.tensor(list(found.values()))[:, None]
+        shares = torch.tensor(list(found.values()))[:, None]
+        rows = setting.rows(logits, ids, len(start)) * shares
         paths = list(found)
-        found = {(*paths[i], t): float(rows[i, t]) for i, t in (rows > RARE).nonzero().tolist()}
+        found = {(*paths[i], t): float(rows[i, t]) for i, t in (rows > rare).nonzero().tolist()}
     return found
 
 
@@ -79,12 +98,12 @@ def law_of_third(model: Any, start: list[int], setting: Setting) -> torch.Tensor
     with torch.inference_mode():
         for _ in range(2):
             rows = torch.cat([model(part).logits[:, -1] for part in found.split(1024)])
-            joint = setting.rows(rows) * mass[:, None]
+            joint = setting.rows(rows, found, len(start)) * mass[:, None]
             index, token = (joint > 1e-7).nonzero().T
             found, mass = torch.cat([found[index], token[:, None]], 1), joint[index, token]
         rows = torch.cat([model(part).logits[:, -1] for part in found.split(1024)])
     assert mass.sum() > 0.999
-    return mass @ setting.rows(rows) / mass.sum()
+    return mass @ setting.rows(rows, found, len(start)) / mass.sum()
 
 
 def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
@@ -112,7 +131,7 @@ def raced(
     texts = torch.tensor([start] * len(seeds))
     for place in range(length):
         with torch.inference_mode():
-            rows = setting.rows(model(texts).logits[:, -1]).float()
+            rows = setting.rows(model(texts).logits[:, -1], texts, len(start)).float()
         winners = race(rows, torch.tensor(seeds), torch.full((len(seeds),), place))
         texts = torch.cat([texts, winners[:, None]], 1)
     return texts[:, len(start) :].tolist()
