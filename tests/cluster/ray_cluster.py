@@ -26,8 +26,9 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent
-IMPORTED = (HERE.parent.parent, HERE.parent, HERE.parent / "engine", HERE)
-SECONDS = 300  # bound on a program
+REPO = HERE.parent.parent
+IMPORTED = (REPO, HERE.parent, HERE.parent / "engine", HERE)
+SECONDS = 600  # bound on a program
 _START = 60  # bound on the start of a node
 _PLATFORM = """
 def platform():
@@ -67,6 +68,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def processes(address: str, name: str) -> list[psutil.Process]:
+    """Those of a cluster, by a part of their name."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if name in process.name() and process.environ().get("RAY_ADDRESS") == address:
+                found.append(process)
+    return found
+
+
 @dataclass(frozen=True)
 class RayCluster:
     """A running cluster.
@@ -83,13 +94,15 @@ class RayCluster:
     environment: dict[str, str]
     metrics_port: int = field(default_factory=free_port)
 
-    def popen(self, *command: str, **environment: str) -> subprocess.Popen:
+    def popen(
+        self, *command: str, output: Any = subprocess.PIPE, **environment: str
+    ) -> subprocess.Popen:
         """A Python program of `command` that finds this cluster, in a session of its own."""
         return subprocess.Popen(
             [sys.executable, *command],
             env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.PIPE if output is subprocess.PIPE else subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
@@ -111,8 +124,9 @@ class RayCluster:
         return said
 
     def answer(self, *command: str, **environment: str) -> Any:
-        """The JSON in the last line of what a program prints."""
-        return json.loads(self.run(*command, **environment).splitlines()[-1])
+        """The JSON object that such a program prints as a line; Ray may print others after it."""
+        said = self.run(*command, **environment)
+        return json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
 
     @contextlib.contextmanager
     def node(self, *options: str, **environment: str) -> Iterator[None]:
@@ -130,6 +144,7 @@ class RayCluster:
     def _started(self, *options: str) -> Iterator[None]:
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--block", "--object-store-memory=100000000", *options]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]  # any that are free
         for name in ("dashboard-agent-listen-port", "runtime-env-agent-port"):
             command.append(f"--{name}={free_port()}")
         log = self.folder / f"{free_port()}.log"
@@ -166,7 +181,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def started() -> Iterator[RayCluster]:
-    """A cluster of one node with four CPUs and two "GPUs"; it is gone afterwards."""
+    """A cluster of one node with eight CPUs and two "GPUs"; it is gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     write_platform(folder / "platform")
     port = free_port()
@@ -179,12 +194,13 @@ def started() -> Iterator[RayCluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Others may use this machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_metrics_report_interval_ms": "1000",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
     cluster = RayCluster(f"127.0.0.1:{port}", folder, environment)
     head = (
         *("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
-        *("--num-cpus=4", "--num-gpus=2", "--include-dashboard=false"),
+        *("--num-cpus=8", "--num-gpus=2", "--include-dashboard=false"),
         *(f"--dashboard-port={free_port()}", f"--ray-client-server-port={free_port()}"),
         f"--metrics-export-port={cluster.metrics_port}",
     )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes a table of prompts with Ray Data: an engine, with a drafter, in each of its workers.
+
+python examples/ray_data.py [TARGET DRAFTER] [--engines 2] [--out FOLDER]
+
+Without names: the demo models of scripts/quickstart.sh. Needs vllm-hetero-spec[ray]. It runs in the
+Ray cluster that RAY_ADDRESS names, or begins one on this machine.
+"""
+
+import argparse
+
+import ray
+import torch
+from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+from vllm_hetero_spec.paths import demo_folder
+
+DEMO = demo_folder()
+PROMPTS = [
+    "def read_lines(path):\n    with open(",
+    "class Stack:\n    def __init__(self):\n        self.items",
+    "import argparse\n\n\ndef main():\n    parser =",
+    "for index, line in enumerate(",
+]
+# On a CPU vLLM would claim most of the memory, and compile for minutes.
+CPU = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
+    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--out", help="a folder for the answers, as JSON lines")
+    arguments = parser.parse_args()
+
+    gpu = torch.cuda.is_available()
+    config = vLLMEngineProcessorConfig(
+        model_source=arguments.target,
+        engine_kwargs={
+            "speculative_config": {
+                "method": "hetero",
+                "model": arguments.drafter,
+                "num_speculative_tokens": 4,
+            },
+            **({} if gpu else CPU),
+        },
+        concurrency=arguments.engines,
+        batch_size=16,
+        # Every engine would ask for a GPU.
+        placement_group_config=None if gpu else {"bundle_per_worker": {"CPU": 1}},
+        # Prompts are plain text, and the engine reads and writes text by itself.
+        chat_template_stage={"enabled": False},
+        tokenize_stage={"enabled": False},
+        detokenize_stage={"enabled": False},
+    )
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {
+            "prompt": row["prompt"],
+            "sampling_params": {"temperature": 0, "max_tokens": 64},
+        },
+        postprocess=lambda row: {
+            "prompt": row["prompt"],
+            "text": row["generated_text"],
+            "token_ids": list(row["generated_tokens"]),
+        },
+    )
+    answers = processor(ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS]))
+    answers = answers.materialize()
+    for row in answers.iter_rows():  # in any order
+        print("-" * 80)
+        print(row["prompt"] + row["text"])
+    if arguments.out:
+        answers.write_json(arguments.out)
+
+
+if __name__ == "__main__":  # Ray starts processes that may import this file
+    main()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a target with a drafter by Ray Serve: replicas behind one OpenAI-compatible address.
+
+python examples/ray_serve.py [TARGET DRAFTER] [--replicas 2] [--port 8000]
+
+Without names: the demo models of scripts/quickstart.sh. Needs vllm-hetero-spec[ray] and vLLM 0.32.
+It runs in the Ray cluster that RAY_ADDRESS names, or begins one on this machine, until Ctrl-C.
+Ask it with examples/client.py.
+"""
+
+import argparse
+import time
+
+import torch
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+
+from vllm_hetero_spec.paths import demo_folder
+
+DEMO = demo_folder()
+# On a CPU vLLM would claim most of the memory, and compile for minutes.
+CPU = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
+    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args()
+
+    gpu = torch.cuda.is_available()
+    config = LLMConfig(
+        model_loading_config={"model_id": "target", "model_source": arguments.target},
+        accelerator_config=None if gpu else {"kind": "cpu"},
+        deployment_config={"num_replicas": arguments.replicas},
+        engine_kwargs={
+            "speculative_config": {
+                "method": "hetero",
+                "model": arguments.drafter,
+                "num_speculative_tokens": 4,
+            },
+            **({} if gpu else CPU),
+        },
+    )
+    serve.start(http_options={"port": arguments.port})
+    serve.run(build_openai_app({"llm_configs": [config]}))
+    print(f"serving at http://127.0.0.1:{arguments.port}/v1", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    finally:
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()
