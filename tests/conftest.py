@@ -88,3 +88,18 @@ def prompts(code_prompts: list[str], shared_or_none: Path | None) -> list[str]:
     kinds = [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
     mixed = [kind[i] for i in range(64) for kind in kinds if i < len(kind)]
     return [text[:900] for text in mixed[:64]]
+
+
+@pytest.fixture(scope="session")
+def texts(prompts: list[str]) -> list[str]:
+    return prompts[:8]
+
+
+@pytest.fixture(scope="session")
+def alone(demo_pair: Path, texts: list[str]) -> dict[str, list[int]]:
+    """Greedy tokens; a module's engine must ask for them first: two cannot live side by side."""
+    from harness import engine
+    from scenarios import generate, greedy
+
+    with engine(demo_pair / "target") as llm:
+        return generate(llm, texts, greedy())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target alone answers, and vLLM 0.33 beside what is installed, for the engine tests."""
+"""vLLM 0.33 beside what is installed, for the engine tests."""
 
 import os
 import subprocess
@@ -8,20 +8,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from harness import engine
-from scenarios import Outputs, generate, greedy
-
-
-@pytest.fixture(scope="session")
-def texts(prompts: list[str]) -> list[str]:
-    return prompts[:8]
-
-
-@pytest.fixture(scope="session")
-def alone(demo_pair: Path, texts: list[str]) -> Outputs:
-    """Greedy tokens; a module's engine must ask for them first: two cannot live side by side."""
-    with engine(demo_pair / "target") as llm:
-        return generate(llm, texts, greedy())
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@
 Every scenario is run by the target alone and by each way of speculating; the ids must be equal.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,26 @@ def greedy(**changes: Any) -> SamplingParams:
 def generate(llm: LLM, prompts: list, params: Any) -> Outputs:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return {str(i): list(o.outputs[0].token_ids) for i, o in enumerate(outputs)}
+
+
+async def answers(texts: list[str], **arguments: Any) -> Outputs:
+    """What an AsyncLLM of these arguments answers, all texts at once: greedy tokens."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def answer(index: int) -> list[int]:
+        ids: list[int] = []
+        async for output in llm.generate(texts[index], greedy(), str(index)):
+            ids = list(output.outputs[0].token_ids)
+        return ids
+
+    try:
+        found = await asyncio.gather(*map(answer, range(len(texts))))
+    finally:
+        llm.shutdown()
+    return {str(index): ids for index, ids in enumerate(found)}
 
 
 def in_batches_of(size: int) -> Scenario:

@@ -21,6 +21,7 @@ SCENARIOS = (
     "test_cpu_repair.py",
     "test_drafter_config.py",
     "test_kv_transfer.py",
+    "test_data_parallel.py",
 )
 
 

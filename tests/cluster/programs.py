@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests run in a Ray cluster, each in a process of its own: NAME, and JSON arguments.
+
+It prints its answer as a line of JSON.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import psutil
+from harness import BASE
+from scenarios import answers, generate, greedy
+
+
+def executor(
+    target: str,
+    specs: list[tuple[str, dict[str, Any] | None]],
+    texts: list[str],
+    sampled: dict[str, Any] | None = None,
+    kill: bool = False,
+) -> dict[str, Any]:
+    """Engines of two ranks, one after the other: greedy tokens, and what each rank has counted.
+
+    Args:
+        target: Its folder.
+        specs: An executor and a speculative configuration for each engine.
+        texts: Prompts.
+        sampled: Sampling parameters, `prompt` and `times`: asked of the last engine.
+        kill: Whether a worker of the last engine is killed at its work.
+    """
+    from vllm import LLM, SamplingParams
+
+    from vllm_hetero_spec.engine.metrics.counters import RPC
+
+    found: dict[str, Any] = {"greedy": [], "counts": []}
+    for backend, spec in specs:
+        llm = LLM(
+            target,
+            **BASE,
+            tensor_parallel_size=2,
+            distributed_executor_backend=backend,
+            speculative_config=spec,
+        )
+        for text in texts[:3]:  # one by one: what is drafted hangs on no other request
+            generate(llm, [text], greedy())
+        found["counts"].append(llm.collective_rpc(RPC) if spec else None)
+        found["greedy"].append(generate(llm, texts, greedy()))
+        if (backend, spec) == tuple(specs[-1]):
+            if sampled is not None:
+                prompts = [sampled.pop("prompt")] * sampled.pop("times")
+                outputs = llm.generate(prompts, SamplingParams(**sampled), use_tqdm=False)
+                found["sampled"] = [list(o.outputs[0].token_ids) for o in outputs]
+            if kill:
+                found["killed"] = killed(llm, texts)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+    return found
+
+
+def killed(llm: Any, texts: list[str]) -> dict[str, Any]:
+    """What an engine says when the second rank goes; the first has the drafter."""
+    engine = llm.llm_engine
+    ranks = [psutil.Process(pid) for pid in llm.collective_rpc(lambda worker: os.getpid())]
+    for index, text in enumerate(texts):
+        engine.add_request(f"kill-{index}", text, greedy(max_tokens=400, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    ranks[1].kill()
+    try:
+        while engine.has_unfinished_requests():
+            engine.step()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = ""
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    return {"ranks": len(ranks), "said": said, "alive": len(alive)}
+
+
+def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
+    """Two engines: greedy tokens, and the drafts that each one's metrics show."""
+    from prometheus_client import REGISTRY
+
+    from vllm_hetero_spec.engine.metrics.sinks import PREFIX
+
+    found = asyncio.run(answers(texts, **(BASE | arguments)))
+    labels = [{"engine": engine, "model_name": arguments["model"]} for engine in ("0", "1")]
+    return {
+        "greedy": found,
+        "drafts": [REGISTRY.get_sample_value(f"{PREFIX}drafts_total", each) for each in labels],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

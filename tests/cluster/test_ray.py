@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose workers, or which themselves, are actors of Ray."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from goodness import follows
+from harness import slem
+from ray_cluster import HERE, RayCluster
+from scenarios import Outputs
+from target_law import Setting, counted, law_of, load
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+LAW = {"temperature": 0.8, "top_k": 3}
+
+
+def run(cluster: RayCluster, name: str, environment: dict[str, str], **arguments: Any) -> Any:
+    """The answer of one of `programs.py`."""
+    return cluster.answer(str(HERE / "programs.py"), name, json.dumps(arguments), **environment)
+
+
+@pytest.fixture(scope="module")
+def hetero(demo_pair: Path) -> dict[str, Any]:
+    return slem(demo_pair / "drafter", method="hetero")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    ray_cluster: RayCluster, demo_pair: Path, texts: list[str], hetero: dict[str, Any]
+) -> Any:
+    """Alone and with a drafter under Ray, and with a drafter under vLLM's own executor."""
+    return run(
+        ray_cluster,
+        "executor",
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        target=str(demo_pair / "target"),
+        specs=[("mp", hetero), ("ray", None), ("ray", hetero)],
+        texts=texts,
+        sampled={**LAW, "max_tokens": 6, "ignore_eos": True, "prompt": texts[0], "times": 400},
+        kill=True,
+    )
+
+
+def test_same_tokens_and_drafts(two_ranks: Any, alone: Outputs) -> None:
+    mp, without, ray = two_ranks["greedy"]
+    assert ray == without == mp == alone
+    (drafting, other), (mp_drafting, _) = two_ranks["counts"][2], two_ranks["counts"][0]
+    for name in ("drafts", "draft_tokens", "lengths", "drafter_tokens"):
+        assert drafting[name] == mp_drafting[name]
+    assert drafting["drafts"] > 0
+    assert other["drafts"] == other["drafter_tokens"] == 0  # the drafter is whole on the first
+
+
+def test_sampled_drafts_keep_the_targets_law(
+    two_ranks: Any, demo_pair: Path, texts: list[str]
+) -> None:
+    model, start = load(demo_pair / "target", texts[0])
+    found = counted(two_ranks["sampled"])
+    assert follows(found, law_of(model, start, Setting(**LAW)))
+
+
+def test_a_worker_that_is_killed(two_ranks: Any) -> None:
+    """vLLM ends the engine with an error of its own, and the rank with the drafter goes too."""
+    killed = two_ranks["killed"]
+    assert killed["ranks"] == 2
+    assert killed["said"].startswith("EngineDeadError")
+    assert killed["alive"] == 0
+
+
+def test_the_older_executor(
+    ray_cluster: RayCluster,
+    demo_pair: Path,
+    texts: list[str],
+    hetero: dict[str, Any],
+    two_ranks: Any,
+    alone: Outputs,
+) -> None:
+    found = run(
+        ray_cluster,
+        "executor",
+        {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"},
+        target=str(demo_pair / "target"),
+        specs=[("ray", hetero)],
+        texts=texts,
+    )
+    assert found["greedy"] == [alone]
+    assert found["counts"][0][0]["drafts"] == two_ranks["counts"][2][0]["drafts"]
+
+
+def test_two_engines_as_actors(
+    ray_cluster: RayCluster, demo_pair: Path, texts: list[str], alone: Outputs
+) -> None:
+    found = run(
+        ray_cluster,
+        "data_parallel",
+        {},
+        texts=texts,
+        model=str(demo_pair / "target"),
+        speculative_config=slem(demo_pair / "drafter"),
+        data_parallel_size=2,
+        data_parallel_backend="ray",
+    )
+    assert found["greedy"] == alone
+    assert all(drafts and drafts > 0 for drafts in found["drafts"])
