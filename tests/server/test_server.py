@@ -10,8 +10,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from _server import serve_command, wait_until_healthy
+from _soak_calls import calls
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Server, launched, serve_command, wait_until_healthy
+from serving import Server, launched
+from soak import Answer, complaints, soak, texts_of
 
 pytestmark = pytest.mark.server
 
@@ -63,9 +66,9 @@ def servers(
         for name, extra in flags.items():
             log = logs / f"{name}.log"
             manager = launched(demo_pair / "target", log, *extra)
-            started.append((*stack.enter_context(manager), log))
-        for server, process, log in started:
-            wait_until_healthy(server, process, log)
+            started.append((stack.enter_context(manager), log))
+        for server, log in started:
+            wait_until_healthy(server.url, server.process, log)
         yield started[0][0], started[1][0]
 
 
@@ -279,3 +282,29 @@ def test_flags_are_a_configuration_too(demo_pair: Path) -> None:
     engine = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     options = engine.speculative_config.hetero
     assert (options.method, options.model, options.num_speculative_tokens) == ("slem", drafter, 3)
+
+
+def test_a_soak_of_requests_of_all_kinds(
+    server: Server, alone: Server, demo_pair: Path, tmp_path: Path
+) -> None:
+    """Nothing fails, greedy answers are the target's own, and nothing is left of any request."""
+    todo = calls(
+        texts_of(demo_pair / "target", demo_pair / "prompts.jsonl", demo_pair / "chats.jsonl"),
+        count=200,
+        seed=3,
+    )
+    done = [soak(each.url, each.model, each.process.pid, todo) for each in (server, alone)]
+    assert complaints(todo, *done) == []
+    assert {answer.status for answer in done[0].answers} == {200, 400}
+    free = {call.kind for call in todo} - {call.kind for call in todo if call.settled}
+    assert free == {"sampled", "seeded", "sampled penalties", "several", "dropped"}
+    # What would be wrong is told.
+    late = done[0].late._replace(files=done[0].late.files + 9)
+    number = next(i for i, call in enumerate(todo) if call.settled and done[0].answers[i].texts)
+    answers = list(done[0].answers)
+    answers[number] = Answer(200, (("something else", "stop"),))
+    answers[-1] = Answer(500)
+    spoilt = done[0]._replace(
+        answers=answers, late=late, left={"kv_blocks_held": 3.0, "requests_held": 1.0}
+    )
+    assert len(complaints(todo, spoilt, done[1])) == 5

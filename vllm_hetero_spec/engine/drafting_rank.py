@@ -198,6 +198,7 @@ class DraftingRank:
     def show(self) -> None:
         """Bring the counters that are kept elsewhere up to date."""
         self._stats.kv_blocks_held = self.pool.held
+        self._stats.requests_held = len(self.requests)
         self._stats.reused_tokens = self.pool.reused_tokens
         self._stats.forward_seconds = self.drafter.forward_seconds
         self._stats.forwards = self.drafter.forwards

@@ -83,6 +83,7 @@ class DraftStats:
     fuzzy_variation: Annotated[float, _count("Total variation that fuzzy tokens cost.")] = 0.0
     kv_blocks: Annotated[int, _gauge("Blocks of the drafter's KV pool.")] = 0
     kv_blocks_held: Annotated[int, _gauge("Blocks of that pool in use after a step.")] = 0
+    requests_held: Annotated[int, _gauge("Requests whose text the drafter keeps.")] = 0
     lookahead: Annotated[int, _gauge("Target tokens drafted at present; 0 while off.")] = 0
     off_fraction: Annotated[float, _gauge("Share of recent steps that were off.")] = 0.0
     gain: Annotated[float, _gauge("Foreseen tokens per second over the target's alone.")] = 0.0

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` on the loopback interface, for as long as it is needed."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CPU_FLAGS = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
+    *("--kv-cache-memory-bytes", "128M"),
+    # A small model may fill all its tokens with the white space that a JSON grammar allows.
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+)
+_START_SECONDS = 240  # bound on a server's start
+
+
+def serve_command(target: Path, *flags: str) -> list[str]:
+    """The command line of a small server for `target`."""
+    vllm = Path(sys.executable).with_name("vllm")
+    return [str(vllm), "serve", str(target), "--host", "127.0.0.1", *CPU_FLAGS, *flags]
+
+
+@contextlib.contextmanager
+def launched(
+    target: Path, log: Path, flags: Sequence[str]
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL and process of a server that may still be starting; it is stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = serve_command(target, "--port", str(port), *flags)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return once /health answers.
+
+    Raises:
+        RuntimeError: It did not start; with the end of the log.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+    raise RuntimeError(f"`vllm serve` did not start (exit code {process.poll()}):\n{end}")
+
+
+def metrics(url: str) -> str:
+    """The text of /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text: str = response.read().decode()
+        return text
