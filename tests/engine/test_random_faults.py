@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests come and go while the drafter fails at random: none of them fails, drafts come back."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import Outputs, generate, greedy
+from vllm import SamplingParams
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = 60
+BACK_WITHIN = 40  # steps with a request that may have a draft, once faults have ended
+
+
+def limits(index: int) -> SamplingParams:
+    return greedy(max_tokens=12 + 5 * (index % 8), ignore_eos=True)
+
+
+def serve(llm: Any, prompts: list[str], between: Any = lambda: None) -> Outputs:
+    """A request joins every other step, eight at most at a time; `between` is called in between."""
+    core, found, joined = llm.llm_engine, {}, 0
+    while joined < len(prompts) or core.has_unfinished_requests():
+        if joined < len(prompts) and joined - len(found) < 8:
+            core.add_request(str(joined), prompts[joined], limits(joined))
+            joined += 1
+        for output in core.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        between()
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts(code_prompts: list[str]) -> list[str]:
+    """Some alike, so that the drafter's KV is shared, others not."""
+    return [code_prompts[n % 7][: 60 + 37 * (n % 11)] for n in range(REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, prompts: list[str]) -> Outputs:
+    with engine(demo_pair / "target") as llm:
+        return serve(llm, prompts)
+
+
+class Faults:
+    """A fault for some steps, now and then."""
+
+    def __init__(self, llm: Any, seed: int) -> None:
+        self.rng, self.on, self.left = random.Random(seed), "", 0
+        self.met: set[str] = set()
+        drafting = proposer_of(llm).drafting
+        model, pool = drafting.drafter.model, drafting.pool
+        forward, grow = model.forward, pool.grow
+
+        def faulty_forward(*args: Any) -> torch.Tensor:
+            self.met.add(self.on)
+            if self.on == "raises":
+                raise RuntimeError("out of order")
+            if self.on == "slow":
+                time.sleep(0.02)
+            logits = forward(*args)
+            return logits * float("nan") if self.on == "nan" else logits
+
+        def faulty_grow(*args: Any) -> bool:
+            self.met.add(self.on)
+            return self.on != "full" and grow(*args)
+
+        model.forward, pool.grow = faulty_forward, faulty_grow
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            self.on = self.rng.choice(["raises", "nan", "full", "slow", "", "", ""])
+            self.left = self.rng.randint(1, 6)
+
+
+@pytest.fixture(scope="module")
+def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
+    spec = slem(demo_pair / "drafter", method="hetero", context=128)
+    with engine(demo_pair / "target", spec, max_num_seqs=6) as llm:
+        yield llm
+
+
+def test_no_request_fails_and_drafts_come_back(
+    llm: Any, prompts: list[str], alone: Outputs
+) -> None:
+    faults = Faults(llm, seed=5)
+    assert serve(llm, prompts, faults) == alone
+    assert faults.met == {"raises", "nan", "full", "slow", ""}
+    skipped = read_stats(llm)["skipped"]
+    assert min(skipped[r] for r in ("drafter_error", "nan_logits", "no_blocks")) > 0
+    drafting = proposer_of(llm).drafting
+
+    faults.on, faults.left = "", 1 << 30
+    before = metrics_of(llm)["num_drafts"]
+    steps = 0
+
+    def counted() -> None:
+        nonlocal steps
+        if metrics_of(llm)["num_drafts"] == before:
+            steps += 1
+
+    assert serve(llm, prompts[:8], counted) == {str(n): alone[str(n)] for n in range(8)}
+    assert steps < BACK_WITHIN
+
+    # A request that wants no drafts ends last: nothing is left of the others.
+    generate(llm, ["x"], greedy(max_tokens=4, extra_args={LOOKAHEAD_ARG: 0}))
+    assert (len(drafting.requests), drafting.pool.held) == (0, 0)
+    assert drafting.pool.available == drafting.pool.capacity
