@@ -200,6 +200,8 @@ class Walk:
         if candidates:
             choice = self.bridge.first_choice(context, candidates)
             require(choice in candidates, "first choice", choice, candidates)
+            choices = self.bridge.first_choices(context, candidates)
+            require(choices[0] == choice, "first choices", choices, choice)
 
     def proposal(self, draft: list[int], proposal: list[int], scratch: Scratch) -> None:
         """What holds for any draft: its control tokens, bytes of it before each, the limit."""

@@ -87,6 +87,9 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     context.append([*target.encode("x = "), *left])
     assert bridge.first_choice(context, [half, other]) == other
     assert bridge.first_choice(context, [half]) == half  # its own first choice where none will do
+    safe = drafter.encode("\n")[0]
+    assert bridge.first_choices(context, [half, other, safe]) == [other, safe]
+    assert bridge.first_choices(context, [half, half]) == [half]
 
 
 def test_first_choice_spells_the_character_that_was_begun(

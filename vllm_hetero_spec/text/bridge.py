@@ -53,6 +53,9 @@ class Bridge(Protocol):
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
         """Of the drafter's best next ids, the first that fits what the target has written."""
 
+    def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
+        """All of them that fit, or the first where none does."""
+
     def to_target(
         self,
         contexts: Sequence[Context],
@@ -93,6 +96,9 @@ class IdentityBridge:
 
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
         return candidates[0]
+
+    def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
+        return list(candidates)
 
     def to_target(
         self,
@@ -156,6 +162,14 @@ class TextBridge:
             self.failures["draft_error"] += 1
             logger.debug("candidates could not be judged", exc_info=True)
             return candidates[0]
+
+    def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
+        try:
+            return self._drafts.first_choices(cast(TextContext, context), candidates)
+        except Exception:
+            self.failures["draft_error"] += 1
+            logger.debug("candidates could not be judged", exc_info=True)
+            return list(candidates)
 
     def to_target(
         self,

@@ -84,6 +84,12 @@ class DraftTranslator:
             return candidates[0]
         return next((c for c in candidates if self._continues(context, c)), candidates[0])
 
+    def first_choices(self, context: TextContext, candidates: Sequence[int]) -> list[int]:
+        """All candidates that the target may mean; the first where none will do."""
+        if self._same:
+            return list(candidates)
+        return [c for c in candidates if self._continues(context, c)] or list(candidates[:1])
+
     def _continues(self, context: TextContext, drafter_id: int) -> bool:
         table = self._drafter.token_bytes
         if not 0 <= drafter_id < len(table):
