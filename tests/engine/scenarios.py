@@ -194,13 +194,16 @@ def run_all(
     prompts: list[str],
     roomy: Mapping[str, Scenario] = ROOMY,
     tight: Mapping[str, Scenario] = TIGHT,
+    **changes: Any,
 ) -> dict[str, tuple[Outputs, dict[str, Any]]]:
     """scenario -> token ids, and what the counters gained meanwhile."""
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
         if not scenarios:
             continue
-        with engine(target, spec, **limits) as llm:
+        with engine(target, spec, **limits, **changes) as llm:
+            if changes.get("pipeline_parallel_size"):
+                llm.collective_rpc("execute_dummy_batch")  # stages on a CPU need one
             for name, scenario in scenarios.items():
                 before = metrics_of(llm)
                 ids = scenario(llm, prompts)

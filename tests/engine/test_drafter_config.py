@@ -89,6 +89,19 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
         drafter_vllm_config(target, mixture, options(demo_pair), solo=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("solo", "ranks"), [(True, 1), (False, 2)])
+def test_drafter_has_one_stage(demo_pair: Path, solo: bool, ranks: int) -> None:
+    """On the last of four ranks, which is the second of the second stage."""
+    target = target_config(demo_pair)
+    parallel = target.parallel_config
+    parallel.pipeline_parallel_size = parallel.tensor_parallel_size = 2
+    parallel.world_size, parallel.rank = 4, 3
+    found = drafter_config(target, options(demo_pair), solo=solo).parallel_config
+    assert found.pipeline_parallel_size == 1
+    assert found.world_size == found.tensor_parallel_size == ranks
+    assert found.rank == ranks - 1
+
+
 @pytest.mark.engine
 def test_target_is_left_alone_by_loading(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,25 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
     assert controller.tokens == [4]
 
 
+def test_other_batches_come_before_a_draft_is_verified() -> None:
+    """With pipeline stages; what is not there any more is forgotten."""
+    controller = Scripted(4, 0)
+    control = LookaheadControl(controller, can_stop_early=False)
+
+    def observed(sampled: dict[str, list[int]], drafted: dict[str, int] | None, live: str) -> None:
+        control.observe(replace(step_of(sampled, drafted), live=set(live)))
+
+    first = step_of({"a": [1], "c": [1]})
+    control.plan(first, [0, 0])
+    control.observe(first)
+    control.trim(drafts_of({"a": 4, "c": 4}, 0.9))
+    observed({"b": [1]}, None, live="ab")
+    observed({"c": [1]}, {"c": 0}, live="abc")  # another request of that name
+    assert controller.verified == []
+    observed({"a": [1, 2, 3]}, {"a": 4}, live="abc")
+    assert controller.verified == [(4, 2)]
+
+
 def test_what_requests_ask_for_goes_first() -> None:
     control = LookaheadControl(Scripted(3, 3, 0), can_stop_early=False)
     asked = {"b": 0, "c": 2, "d": 9}

@@ -39,11 +39,12 @@ def config_of(stages: int = 2, *, v2: bool = False, ahead: bool = False, **optio
 
 def test_a_pipeline_on_v1_is_refused_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     pipeline.check(config_of(stages=1))
+    pipeline.check(config_of(v2=True, ahead=True))
     with pytest.raises(ConfigError) as refused:
         pipeline.check(config_of())
-    for word in ("pipeline_parallel_size=2", "tensor", '"pipeline": "one_batch"'):
+    for word in ("pipeline_parallel_size=2", "tensor", "V2", '"pipeline": "one_batch"'):
         assert word in str(refused.value)
-    with pytest.raises(ConfigError, match="not supported on Model Runner V2"):
+    with pytest.raises(ConfigError, match="V2 needs asynchronous scheduling"):
         pipeline.check(config_of(v2=True))
     assert not caplog.messages
     with caplog.at_level(logging.WARNING, "vllm.hetero_spec"):

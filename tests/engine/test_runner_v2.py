@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import HERE, v2_environment
 from test_identity import IDENTITY
-from v2_runs import SOME, WAYS, Run, run_way
+from v2_runs import SOME, STAGED, WAYS, Run, run_way
 
 pytestmark = pytest.mark.engine
 
@@ -36,6 +36,7 @@ def on_v2(
     release = [request.getfixturevalue("runs_033")] if request.param == "0.33" else []
     environment = v2_environment(*release) | {
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
         "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
     }
     command = [
@@ -70,7 +71,7 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 
 
 @pytest.mark.parametrize("scenario", SOME)
-@pytest.mark.parametrize("way", ["identity", "identity, ahead"])
+@pytest.mark.parametrize("way", ["identity", "identity, ahead", STAGED])
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
     """All that is counted: scheduled ahead, drafts are padded to one length."""
     _, gained = on_v2[0][way][scenario]

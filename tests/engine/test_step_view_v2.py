@@ -60,6 +60,7 @@ def runner() -> SimpleNamespace:
         ),
         draft_tokens_handler=None,
         model_memory_usage=0,
+        use_pp=False,
         vllm_config=SimpleNamespace(
             speculative_config=SimpleNamespace(hetero="options", num_speculative_tokens=DRAFTED),
             scheduler_config=SimpleNamespace(async_scheduling=False),
@@ -77,6 +78,14 @@ def batch() -> SimpleNamespace:
         num_reqs=2,
         idx_mapping_np=places,
         idx_mapping=torch.from_numpy(places),
+    )
+
+
+def batch_of_a(batch: Any) -> Any:
+    """The request a alone."""
+    places = batch.idx_mapping[:1]
+    return SimpleNamespace(
+        req_ids=["a"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
     )
 
 
@@ -210,6 +219,38 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     assert proposer.calls[1:] == ["begin", "begin", "finish"]
     assert runner.req_states.draft_tokens[[2, 0], 0].tolist() == [0, 1]
     assert speculator.get_draft_tokens() is None
+
+
+def test_pipeline_stages_are_given_drafts_at_once(
+    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the scheduler is told all there are: it asks when other requests have sampled."""
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    runner.use_pp = True
+    proposer: Any = _Proposer()
+    proposer.warm = True
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    speculator.seam.begins(output_of(new("a"), new("b")))
+    given = speculator.propose(batch, *(None,) * 4, SAMPLED)
+    assert proposer.calls[1:] == ["begin", "finish"]
+    assert given[:, :2].tolist() == [[0, 0], [1, 0]]
+    places = torch.tensor([1])
+    others = SimpleNamespace(
+        req_ids=["c"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
+    )
+    runner.req_states.req_id_to_index["c"] = 1
+    speculator.seam.begins(output_of(new("c")))
+    speculator.propose(others, *(None,) * 4, SAMPLED[1:])
+    told = speculator.get_draft_tokens()
+    assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[0], [1], [0]])
+    speculator.seam.begins(output_of(finished="b", a=[-1] * DRAFTED))
+    speculator.seam.hand_out(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
+    output = SimpleNamespace()
+    speculator.seam.tell(output, 4)
+    assert output.hetero_spec_ahead == Ahead(4, {"a": DRAFTED - 1})
+    assert speculator.seam.hand_out(others, [[]]).req_ids == ["a", "c"]
 
 
 def test_few_steps_are_looked_at_where_none_may_have_drafts(

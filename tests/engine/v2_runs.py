@@ -11,7 +11,8 @@ from scenarios import ROOMY, TIGHT, Outputs, generate, greedy, run_all
 
 from vllm_hetero_spec.engine.seam import async_scheduling
 
-WAYS = ("alone", "pair", "identity", "pair, ahead", "identity, ahead")
+STAGED = "identity, ahead, in stages"
+WAYS = ("alone", "pair", "identity", "pair, ahead", "identity, ahead", STAGED)
 # All in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
 SOME = {
     name: (ROOMY | TIGHT)[name]
@@ -33,7 +34,8 @@ def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
     async_scheduling.platform_can = lambda: bool(ahead)
     drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
     spec = None if drafter is None else slem(drafter)
-    return run_all(demo / "target", spec, prompts, {}, SOME)
+    stages = {"pipeline_parallel_size": 2} if way == STAGED else {}
+    return run_all(demo / "target", spec, prompts, {}, SOME, **stages)
 
 
 def calibrated(demo: Path, prompts: list[str]) -> Run:

@@ -102,12 +102,13 @@ class LookaheadControl:
         self._index_of = step.index_of
         self._random = [request.params.random for request in step.requests]
         for request in step.requests if self._verifying else ():
-            draft = self._verifying.get(request.req_id)
+            draft = self._verifying.pop(request.req_id, None)
             if draft is not None and request.new_tokens:
                 # One that was cut to nothing teaches too: that such drafts are not worth making.
                 accepted = len(request.new_tokens) - 1
                 self.controller.observe_acceptance(request.num_drafted, accepted, *draft)
-        self._verifying.clear()
+        for req_id in self._verifying.keys() - step.live:  # others' come, in pipeline stages
+            del self._verifying[req_id]
         if step.decodes_only and step.target_seconds is not None:
             assert step.step_seconds is not None
             batch = len(step.requests)

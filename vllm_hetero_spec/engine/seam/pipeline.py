@@ -5,7 +5,8 @@ The drafter is on the last stage. V1 keeps a batch in flight for each stage, ask
 one that it has just sent off, and schedules them without the token before them: the text goes
 wrong. With one batch in flight it is right, once two more things are: every stage has an attribute
 that vLLM reads, and the first stages, which are told one token a step, are given all tokens of a
-request that was away.
+request that was away. V2 sends sampled tokens and drafts between stages by itself, where steps are
+scheduled ahead.
 """
 
 import logging
@@ -50,20 +51,23 @@ def check(config: "VllmConfig") -> None:
         config: Of an engine of ours.
 
     Raises:
-        ConfigError: Stages on Model Runner V1 that were not asked for, or on V2.
+        ConfigError: Stages on Model Runner V1 that were not asked for, or steps on V2 that are not
+            scheduled ahead.
     """
     stages = config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return
     if config.use_v2_model_runner:
-        raise ConfigError(
-            f"pipeline_parallel_size={stages} is not supported on Model Runner V2; use tensor "
-            "parallelism, or Model Runner V1 (VLLM_USE_V2_MODEL_RUNNER=0)."
-        )
+        if not config.scheduler_config.async_scheduling:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages} on Model Runner V2 needs asynchronous "
+                "scheduling, and steps are scheduled one after the other, for which the log gives "
+                "the reason; remove that, or use tensor parallelism."
+            )
     elif config.speculative_config.hetero.pipeline != "one_batch":
         raise ConfigError(
             f"pipeline_parallel_size={stages} on Model Runner V1 would have one batch in all "
-            "stages together; use tensor parallelism, or accept that with "
+            "stages together; use tensor parallelism or Model Runner V2, or accept that with "
             '"pipeline": "one_batch" in the speculative configuration.'
         )
     else:

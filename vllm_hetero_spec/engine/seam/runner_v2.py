@@ -42,6 +42,7 @@ class RunnerV2:
 
     Attributes:
         tiers: See `StepView`.
+        staged: Whether other pipeline stages are told of the drafts, as soon as vLLM has them.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -51,8 +52,10 @@ class RunnerV2:
         self._preempted: set[str] = set()
         self._started: dict[str, str | None] = {}  # since the last view
         self._output: SchedulerOutput | None = None  # what the present step is made of
-        self._drafted: dict[str, int] = {}  # tokens of drafts that have not been verified yet
+        self._drafted: dict[str, list[int]] = {}  # each request's newest draft
+        self._verified: dict[str, int] = {}  # tokens of drafts that the present step verifies
         self.tiers = tiers_of(runner.vllm_config)
+        self.staged = bool(runner.use_pp)
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
         self._send = Sender(runner.device).send
@@ -82,6 +85,10 @@ class RunnerV2:
             scheduler_output: What it is made of.
         """
         self._output = scheduler_output
+        self._verified = {  # padding is none
+            req_id: min(len(places), len(self._drafted.get(req_id, ())))
+            for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
         for req_id in scheduler_output.finished_req_ids:
             self._new.pop(req_id, None)
             self._started.pop(req_id, None)
@@ -122,8 +129,8 @@ class RunnerV2:
                     token_ids=text,
                     num_prompt_tokens=int(states.prompt_len.np[slot]),
                     new_tokens=text[len(text) - sampled[index] :].tolist(),
-                    num_drafted=self._verified(req_id),
-                    num_padding=len(drafted.get(req_id, ())) - self._verified(req_id),
+                    num_drafted=self._verified.get(req_id, 0),
+                    num_padding=len(drafted.get(req_id, ())) - self._verified.get(req_id, 0),
                     has_text=new.prompt_embeds is None,
                     media=media_of(new.mm_features),
                 )
@@ -160,15 +167,9 @@ class RunnerV2:
         padding = {
             req_id: count
             for req_id, places in self._output.scheduled_spec_decode_tokens.items()
-            if (count := len(places) - self._verified(req_id))
+            if (count := len(places) - self._verified[req_id])
         }
         Ahead(lookahead, padding).put_on(output)
-
-    def _verified(self, req_id: str) -> int:
-        """Draft tokens of a request that the present step verifies: padding is none."""
-        assert self._output is not None, "no step has begun"
-        places = len(self._output.scheduled_spec_decode_tokens.get(req_id, ()))
-        return min(places, self._drafted.get(req_id, 0))
 
     def no_drafts(self, batch: "InputBatch") -> torch.Tensor:
         """int64 [B, K], what vLLM is given before drafts are made."""
@@ -178,19 +179,27 @@ class RunnerV2:
     def hand_out(self, batch: "InputBatch", drafts: Sequence[list[int]]) -> "DraftTokenIds":
         """Put a step's drafts where the next step reads them; what the scheduler is to know.
 
+        With pipeline stages that is all drafts there are: it asks when other requests have sampled.
+
         Args:
             batch: The step's.
             drafts: Target ids for each of its requests, at most as many as the longest draft.
         """
         from vllm.v1.outputs import DraftTokenIds
 
-        self._drafted |= zip(batch.req_ids, map(len, drafts), strict=True)
+        self._drafted |= zip(batch.req_ids, map(list, drafts), strict=True)
         if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
             rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
             for row, tokens in zip(rows, drafts, strict=True):
                 row[: len(tokens)] = tokens
             self._runner.req_states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
-        return DraftTokenIds(batch.req_ids, [list(tokens) for tokens in drafts])
+        req_ids = list(self._drafted) if self.staged else batch.req_ids
+        return DraftTokenIds(req_ids, [list(self._drafted[req_id]) for req_id in req_ids])
+
+    def handed_out_rows(self, batch: "InputBatch") -> torch.Tensor:
+        """int64 [B, K], a step's drafts and what fills them up."""
+        rows: torch.Tensor = self._runner.req_states.draft_tokens[batch.idx_mapping]
+        return rows
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
@@ -199,9 +208,10 @@ class RunnerV2:
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
         if self.tiers and all(req_id in self._new for req_id in batch.req_ids):
-            return BatchView(batch.req_ids, lengths=list(map(self._verified, batch.req_ids)))
-        lengths = np.diff(batch.cu_num_logits_np) - 1  # behind a draft comes a bonus token
-        return BatchView(batch.req_ids, lengths=lengths.tolist())
+            lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
+            return BatchView(batch.req_ids, lengths=lengths)
+        rows = np.diff(batch.cu_num_logits_np)
+        return BatchView(batch.req_ids, lengths=(rows - 1).tolist())  # but for the bonus token's
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [n], where the token behind each position stands in its request's output.

@@ -80,8 +80,10 @@ class HeteroSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """See BaseSpeculator: begins the drafts, and gives none yet.
 
+        Where vLLM sends them on to other pipeline stages, it is given all of them.
+
         Returns:
-            int64 [B, K], of which nothing is scheduled.
+            int64 [B, K], of which else nothing is scheduled.
         """
         self._batch = None
         if dummy_run or not self.proposer.warm:
@@ -93,6 +95,9 @@ class HeteroSpeculator(BaseSpeculator):
             view = partial(self.seam.view, input_batch, num_sampled)
             self._drafts = self.proposer.after_step(view, input_batch.num_reqs)
             self._batch = input_batch
+            if self.seam.staged:
+                self.finish()
+                return self.seam.handed_out_rows(input_batch)
         return self.seam.no_drafts(input_batch)
 
     def _passes_by(self) -> bool:
@@ -121,5 +126,7 @@ class HeteroSpeculator(BaseSpeculator):
     def get_draft_tokens(self) -> "DraftTokenIds | None":
         """See DraftTokensHandler."""
         self.finish()
-        handed_out, self._handed_out = self._handed_out, None
+        handed_out = self._handed_out
+        if not self.seam.staged:
+            self._handed_out = None
         return handed_out
