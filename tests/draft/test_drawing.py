@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws come from the rows that are kept, however the batch is cut into parts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,13 +20,14 @@ def send(*arrays: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def batch(races: bool, steps: int = 3) -> DrawBatch:
+def batch(races: bool, steps: int = 3, likeliest: int | None = None) -> DrawBatch:
     draws = [
         Draw(0.5 + index / 4, index % 4, 0.95, seed=100 + index, place=index, races=races)
         for index in range(REQUESTS)
     ]
     lengths = torch.tensor([1, 2, 1, 3, 1])
     method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
+    method = replace(method, likeliest=likeliest)
     return DrawBatch(range(REQUESTS), draws, [steps] * REQUESTS, method, send)
 
 
@@ -66,3 +69,22 @@ def test_raced_drafts_begin_with_the_winner_of_their_law() -> None:
         winners = race(draft_probs, 100 + torch.arange(REQUESTS), places)
         assert FIRST[chosen[step]].tolist() == winners.tolist()
         places = places + torch.tensor([1, 2, 1, 3, 1])[chosen[step]]
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_what_is_drawn_from_the_likeliest_alone_has_their_law(races: bool) -> None:
+    """Ties at the edge too: no more tokens than said, and all of the probability."""
+    tied = torch.ones(REQUESTS, 5)
+    for given in (logits(0), tied):
+        rows = batch(races, likeliest=2).rows(given.clone(), range(REQUESTS))
+        assert ((rows > 0).sum(-1) <= 2).all()
+        torch.testing.assert_close(rows.sum(-1), torch.ones(REQUESTS))
+        draws = batch(races, 1, likeliest=2)
+        chosen = draws.draw(given.clone())
+        assert (rows.gather(1, chosen[:, None]) > 0).all()
+        assert ((draws.draft_probs > 0).sum(-1) <= 2).all()
+        expected = torch.zeros(REQUESTS, 4).index_add_(1, FIRST, rows)
+        torch.testing.assert_close(draws.draft_probs, expected)
+    hot = batch(races, likeliest=2).rows(logits(0), range(REQUESTS))[4]  # no top_k of its own
+    best = logits(0)[4].topk(2).indices
+    assert set(hot.nonzero().flatten().tolist()) == set(best.tolist())

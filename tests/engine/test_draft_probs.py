@@ -140,3 +140,23 @@ def test_every_rank_has_the_draft_probs_of_the_first() -> None:
         for name in ("b", "c"):
             assert torch.equal(received[name].rows, draft_probs[name].rows)
         assert torch.equal(received["a"].rows, wider[:, :5])
+
+
+def test_rows_of_few_tokens_travel_as_those() -> None:
+    """And are the same bits on the other side, whatever is in them."""
+    rows = torch.zeros(5, 12)
+    rows[0, [3, 11, 0]] = torch.tensor([0.5, 0.3, 0.2])
+    rows[1, 7] = 1.0
+    rows[2, [1, 2, 5]] = 1 / 3
+    rows[3, [4, 6]] = torch.tensor([0.9, 1e-30])
+    probs = {"a": DraftProbs(rows[:, :12], [0, 1, -1]), "b": DraftProbs(rows, [4, 3, 2])}
+    group = Wire()
+    first = shared(probs, group, likeliest=3)
+    travelled = [value for value in group._sent.values() if isinstance(value, torch.Tensor)]
+    assert {tuple(value.shape) for value in travelled} == {(5, 3)}
+    group.is_first_rank = False
+    second = shared({}, group, likeliest=3)
+    for received in (first, second):
+        assert received["a"].row_of == [0, 1, -1]
+        for name in ("a", "b"):
+            assert torch.equal(received[name].rows, rows)

@@ -43,6 +43,15 @@ def test_a_method_is_its_row_of_the_table(pair: Pair, method: str) -> None:
             assert first < 0 or len(found.spell(d)) == found.lengths[d]
 
 
+def test_between_nodes_rows_have_few_tokens(pair: Pair) -> None:
+    """Those of merges have more: none are looked for."""
+    for method in ("slrs", "hetero", "push_forward", "tli"):
+        options, width = HeteroOptions(method, "drafter", 4), pair.target.vocab_size
+        found = sampling_of(options, pair, width, CPU, 1, likeliest=64)
+        assert found is not None
+        assert (found.likeliest, found.merging) == (64, None)
+
+
 def test_spans_of_merges_are_those_of_the_drafter(pair: Pair) -> None:
     found = sampled(pair, "slrs", merge_candidates=3)
     assert found is not None

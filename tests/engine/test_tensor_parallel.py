@@ -2,6 +2,7 @@
 """A target on two ranks, its drafter whole on the first or split like it."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,20 @@ def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification
         gained[name] - before[name] for name in ("num_accepted_tokens", "num_draft_tokens")
     )
     assert accepted == drafted
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path, verification: str) -> None:
+    """They are all that was drawn from: the law is kept."""
+    params = SamplingParams(temperature=0.8, top_k=3, max_tokens=6, ignore_eos=True)
+    law = law_of(*load(chain_pair / "target", PROMPT), Setting(0.8, top_k=3))
+    spec = slem(chain_pair / "drafter", method="push_forward", verification=verification)
+    changes = {"tensor_parallel_size": 2, "worker_cls": "far_apart.FarApart"}
+    with engine(chain_pair / "target", spec, **changes) as llm:
+
+        def sample(count: int) -> Counter:
+            outputs = llm.generate([PROMPT] * count, params, use_tqdm=False)
+            return counted(output.outputs[0].token_ids for output in outputs)
+
+        assert follows(sample(1200), law)
+        assert metrics_of(llm)["num_accepted_tokens"] > 100

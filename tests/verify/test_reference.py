@@ -44,11 +44,33 @@ def chained(n: int, m: int = 1) -> Draft:
     return lambda w, c, k, chance: ref.slrs_n(w.pair, w.q_after(c), k, n, chance, m)
 
 
+def likeliest(count: int, *, told: bool = True) -> Draft:
+    """push_forward from the likeliest drafter tokens alone.
+
+    Args:
+        count: Of them.
+        told: Their rows are renormalised.
+    """
+
+    def draft(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+        whole = w.q_after(c)
+
+        def few(path: tuple[int, ...]) -> np.ndarray:
+            row = whole(path)
+            kept = np.where(row >= np.sort(row)[-count], row, 0.0)
+            return kept / kept.sum() if told else kept
+
+        return ref.push_forward(w.pair, few, k, chance)
+
+    return draft
+
+
 DRAFTS: dict[str, Draft] = {
     "slem": lambda w, c, k, chance: ref.slem(w.pair, w.q_after(c), k),
     "union": lambda w, c, k, chance: ref.union(w.pair, w.q_after(c), k, chance),
     "tli": lambda w, c, k, chance: ref.tli(w.pair, w.q_after(c), k, chance),
     "push_forward": lambda w, c, k, chance: ref.push_forward(w.pair, w.q_after(c), k, chance),
+    "push_forward of 2": likeliest(2),
     "slrs": slrs,
     "slrs-2": chained(2),
     "slrs-2 of 5": chained(2, 5),
@@ -269,6 +291,8 @@ def low_confidence_dropped(w: World, c: tuple[int, ...], k: int, chance: Chance)
         (DRAFTS["union"], null_then_target, 2),
         (truncated, ref.token_rule, 2),
         (low_confidence_dropped, ref.token_rule, 2),
+        (likeliest(2, told=False), ref.token_rule, 2),
+        (likeliest(2, told=False), ref.block_rule, 2),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -49,6 +49,7 @@ class SampledMethod:
         spell: All target tokens that a drafter token proposes.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
         merge_span: Of SLRS-n.
+        likeliest: How many drafter tokens, the likeliest, are drawn from; None for all.
     """
 
     tokens: TokenMap
@@ -56,6 +57,7 @@ class SampledMethod:
     spell: Callable[[int], Sequence[int]]
     merging: PairMerges | None = None
     merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
+    likeliest: int | None = None
 
 
 class DrawBatch:
@@ -81,7 +83,7 @@ class DrawBatch:
         send: Send,
     ) -> None:
         tokens = method.tokens
-        self._tokens, self._lengths = tokens, method.lengths
+        self._tokens, self._lengths, self._likeliest = tokens, method.lengths, method.likeliest
         self.index, self._temperature, top_k, top_p, self._seeds, self._places = send(
             np.array(rows, np.int64),
             np.array([draw.temperature for draw in draws], np.float32),
@@ -115,8 +117,11 @@ class DrawBatch:
         return rows
 
     def _rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
+        logits = self._tokens.restrict(logits)
+        if self._likeliest is not None:
+            logits = _only(self._likeliest, logits)
         return probabilities(
-            self._tokens.restrict(logits),
+            logits,
             self._temperature[index],
             None if self._top_k is None else self._top_k[index],
             None if self._top_p is None else self._top_p[index],
@@ -148,3 +153,9 @@ class DrawBatch:
         if self._raced is not None:
             self._raced[:count] += self._lengths[chosen]
         return chosen
+
+
+def _only(count: int, logits: torch.Tensor) -> torch.Tensor:
+    """Logits [B, V_D] of the `count` likeliest tokens of each row, exactly so many."""
+    kept = logits.topk(min(count, logits.shape[1]))
+    return torch.full_like(logits, float("-inf")).scatter_(1, kept.indices, kept.values)

@@ -61,6 +61,7 @@ class DraftingRank:
         seam: The target's model runner.
         stats: Counters to add to.
         group: The target's tensor parallel group.
+        likeliest: From how many of the likeliest tokens drafts are drawn; None for all.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -74,6 +75,7 @@ class DraftingRank:
         seam: Runner,
         stats: DraftStats,
         group: "GroupCoordinator",
+        likeliest: int | None,
     ) -> None:
         split = group.world_size > 1 and options.tensor_parallel == "sharded"
         solo = group.world_size > 1 and not split
@@ -98,7 +100,8 @@ class DraftingRank:
         target = vllm_config.model_config
         pair = load_pair(target, drafter_config, options)
         bridge, ranks = pair.bridge, 1 if solo else group.world_size
-        self._sampling = sampling_of(options, pair, target.get_vocab_size(), device, ranks)
+        width = target.get_vocab_size()
+        self._sampling = sampling_of(options, pair, width, device, ranks, likeliest)
         self.drafter = Drafter(
             model,
             bridge.banned,

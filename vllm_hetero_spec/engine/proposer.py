@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
-from vllm_hetero_spec.engine.seam import runner_choice
+from vllm_hetero_spec.engine.seam import nodes, runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
@@ -95,8 +95,9 @@ class HeteroProposer:
         group = get_tp_group()
         self._first_rank = group.rank_in_group == 0
         assert self._verifier is not None
+        likeliest = nodes.likeliest_between(group)
         if group.world_size > 1 and self.options.method != "slem":
-            self._verifier.share_among(group)
+            self._verifier.share_among(group, likeliest)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
             with kept_in_sleep(self.vllm_config):
                 self._drafting = DraftingRank(
@@ -106,6 +107,7 @@ class HeteroProposer:
                     self.seam,
                     self.stats,
                     group,
+                    likeliest,
                 )
 
     def record(self) -> int:

@@ -29,7 +29,12 @@ _TEMPERATURE = 1.0
 
 
 def sampling_of(
-    options: HeteroOptions, pair: Pair, width: int, device: torch.device, ranks: int
+    options: HeteroOptions,
+    pair: Pair,
+    width: int,
+    device: torch.device,
+    ranks: int,
+    likeliest: int | None = None,
 ) -> SampledMethod | None:
     """How drafts are sampled; None for a method that is always greedy.
 
@@ -39,6 +44,8 @@ def sampling_of(
         width: Columns of the target's logits.
         device: Where the drafter runs.
         ranks: That draft together.
+        likeliest: From how many of the likeliest drafter tokens drafts are drawn; None for all.
+            Rows of SLRS-n have more target tokens than that: it is `push_forward` then.
     """
     maps, size = None, pair.drafter.vocab_size
     if options.method != SLEM and not pair.bridge.identity:
@@ -47,7 +54,7 @@ def sampling_of(
     if options.method == HETERO:
         # Races take the row of one drafter token at a time; and what looks further waits for the
         # device at every token.
-        merges = options.verification != "race" and device.type == "cpu"
+        merges = options.verification != "race" and device.type == "cpu" and likeliest is None
         choice = _choose(pair, maps, merges=merges, ranks=ranks)
     else:
         choice = Choice(options.method, METHODS[options.method].summary)
@@ -62,8 +69,10 @@ def sampling_of(
     )
     # Where both tokenizers are the same, all methods are: the drafter's rows as they are.
     tokens = TokenMap(first, width, maps is None or method.renormalise)
-    sampled = SampledMethod(tokens, lengths, spelling.tokens)
-    if maps is None or not method.merges or not options.merge_candidates:
+    sampled = SampledMethod(tokens, lengths, spelling.tokens, likeliest=likeliest)
+    if likeliest is not None:
+        logger.info("Ranks on several nodes: drafts are drawn from the %d likeliest.", likeliest)
+    if maps is None or not method.merges or not options.merge_candidates or likeliest is not None:
         return sampled
     merging = PairMerges(pair.target, pair.drafter, maps, device)
     return replace(

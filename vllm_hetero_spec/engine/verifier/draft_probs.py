@@ -90,7 +90,7 @@ class PendingDraftProbs:
 
 
 def shared(
-    draft_probs: Mapping[str, DraftProbs], group: "GroupCoordinator"
+    draft_probs: Mapping[str, DraftProbs], group: "GroupCoordinator", likeliest: int | None = None
 ) -> dict[str, DraftProbs]:
     """What the first rank's drafts of a round were drawn from, on every rank.
 
@@ -99,17 +99,43 @@ def shared(
     Args:
         draft_probs: By request; read on the first rank alone.
         group: vLLM's tensor parallel group.
+        likeliest: How many tokens at most have a probability in a row: no others travel. None for
+            all, whose rows travel whole.
     """
-    # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
-    rounds = {id(probs.rows): probs.rows.contiguous() for probs in draft_probs.values()}
+    rounds = {id(probs.rows): probs.rows for probs in draft_probs.values()}
     number = {key: str(i) for i, key in enumerate(rounds)}
-    sent: dict[str, Any] = {number[key]: rows for key, rows in rounds.items()}
+    sent: dict[str, Any] = {}
+    for key, rows in rounds.items():
+        sent |= _packed(number[key], rows, likeliest)
     sent["of_request"] = {
         req_id: (number[id(probs.rows)], list(probs.row_of))
         for req_id, probs in draft_probs.items()
     }
     received = group.broadcast_tensor_dict(sent if group.is_first_rank else None, src=0)
+    tables = {name: _unpacked(name, received) for name, _ in received["of_request"].values()}
     return {
-        req_id: DraftProbs(received[rows], row_of)
-        for req_id, (rows, row_of) in received["of_request"].items()
+        req_id: DraftProbs(tables[name], row_of)
+        for req_id, (name, row_of) in received["of_request"].items()
     }
+
+
+def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, Any]:
+    """Rows [R, V_T] as they travel."""
+    if likeliest is None:
+        # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
+        return {name: rows.contiguous()}
+    kept = rows.topk(min(likeliest, rows.shape[1]))
+    return {
+        name: kept.values,
+        f"{name} tokens": kept.indices.to(torch.int32),
+        f"{name} width": rows.shape[1],
+    }
+
+
+def _unpacked(name: str, received: Mapping[str, Any]) -> torch.Tensor:
+    rows: torch.Tensor = received[name]
+    width = received.get(f"{name} width")
+    if width is None:
+        return rows
+    whole = rows.new_zeros((len(rows), width))
+    return whole.scatter_(1, received[f"{name} tokens"].long(), rows)

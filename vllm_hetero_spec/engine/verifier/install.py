@@ -41,6 +41,7 @@ class Verifier:
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._group: GroupCoordinator | None = None
+        self._likeliest: int | None = None  # tokens of a row that travel to other ranks
         rule: Rule = {"block": block_rule, "race": race_rule}.get(options.verification, token_rule)
         if options.verification == "fuzzy":
             assert options.threshold is not None
@@ -80,9 +81,14 @@ class Verifier:
                 )
             )
 
-    def share_among(self, group: "GroupCoordinator") -> None:
-        """The ranks of a group verify together: all of them need what drafts were drawn from."""
-        self._group = group
+    def share_among(self, group: "GroupCoordinator", likeliest: int | None) -> None:
+        """The ranks of a group verify together: all of them need what drafts were drawn from.
+
+        Args:
+            group: vLLM's.
+            likeliest: How many tokens at most have a probability in a row; None for all.
+        """
+        self._group, self._likeliest = group, likeliest
 
     def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
         """These drafts, and no others, are what the requests of a step will have verified.
@@ -99,6 +105,6 @@ class Verifier:
             draft.req_id: draft.draft_probs for draft in drafts if draft.draft_probs is not None
         }
         if self._group is not None:
-            draft_probs = shared(draft_probs, self._group)
+            draft_probs = shared(draft_probs, self._group, self._likeliest)
         for request in step.requests:
             self._pending.put(request.req_id, draft_probs.get(request.req_id))

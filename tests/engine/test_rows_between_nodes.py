@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether rows travel whole is decided by where the ranks are."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_hetero_spec.engine.seam import nodes
+
+
+@pytest.mark.parametrize(
+    ("size", "same", "expected"),
+    [(1, [], None), (2, [True, True], None), (3, [True, True, False], nodes.LIKELIEST)],
+)
+def test_few_tokens_travel_between_nodes(
+    size: int, same: list[bool], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "in_the_same_node_as", lambda group: same)
+    group = SimpleNamespace(world_size=size, cpu_group=None)
+    assert nodes.likeliest_between(group) == expected  # type: ignore[arg-type]
