@@ -231,11 +231,12 @@ def test_a_race_tree_of_the_target_itself() -> None:
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
         arrivals = Arrivals.of(row(path)[None], identity, *at, 3)
         on_host = [column[0].numpy() for column in arrivals]
-        growth.arrived(node, len(path), on_host)
+        growth.arrived(node, on_host)
         nodes += [child for child in growth.unfed(1) if len(path) + 1 < depth]
     tree = growth.tree.best(12)
     check_shares(tree)
-    assert all(token == growth.tree.tokens[node] for node, token in growth.fed.items())
+    for node, feed in growth.feeds.items():
+        assert feed == (growth.tree.tokens[node], growth.tree.parents[node])
     batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents], [seed], [place])
     verdict = race_walk(batch, torch.stack([row(path) for path in [(), *paths_of(tree)]]))
     assert verdict.accepted.tolist() == [depth]
@@ -252,10 +253,10 @@ def test_what_a_drafter_token_spells_further_is_certain() -> None:
     columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0])]
     columns.append(np.array([0.5, 0.4, 0.1]))
     growth = RaceGrowth(spellings.__getitem__, by_lead)
-    growth.arrived(ROOT, 0, columns)
-    assert [tuple(growth.path(node)) for node in growth.fed] == [(8, 9, 7), (7,)]
-    assert list(growth.fed.values()) == [1, 0]
-    assert growth.unfed(9) == list(growth.fed)
+    growth.arrived(ROOT, columns)
+    assert [tuple(growth.path(node)) for node in growth.feeds] == [(8, 9, 7), (7,)]
+    assert list(growth.feeds.values()) == [(1, ROOT), (0, ROOT)]
+    assert growth.unfed(9) == list(growth.feeds)
     assert growth.tree.tokens == [8, 7, 9, 7]
     assert growth.leads == pytest.approx([0.0, np.log(2.0), 0.0, 0.0])
     assert growth.shares == [0.5, 0.4, 1.0, 1.0]

@@ -59,6 +59,18 @@ class Arrivals(NamedTuple):
         return cls(ids, tokens.likeliest(q).gather(1, ids), speeds, psi.gather(1, ids))
 
 
+class Feed(NamedTuple):
+    """What gives the row behind a node.
+
+    Attributes:
+        token: The drafter's, to be fed,
+        behind: and the node, or the ROOT, whose row it came from.
+    """
+
+    token: int
+    behind: int
+
+
 class RaceGrowth(Growth):
     """A tree of target tokens under way.
 
@@ -68,7 +80,7 @@ class RaceGrowth(Growth):
         ends: Target tokens that nothing follows.
 
     Attributes:
-        fed: The drafter token to be fed behind each node that may be fed.
+        feeds: Of the nodes that may be fed.
         leads: Of each node, by how much the first arrival leads it, in logarithms.
         shares: Of each node, its probability in its row; 1 for what is certain.
     """
@@ -81,22 +93,21 @@ class RaceGrowth(Growth):
     ) -> None:
         super().__init__(ends)
         self._spell, self._chances = spell, chances
-        self.fed: dict[int, int] = {}
+        self.feeds: dict[int, Feed] = {}
         self.leads: list[float] = []
         self.shares: list[float] = []
 
-    def arrived(self, node: int, depth: int, arrivals: Sequence[np.ndarray]) -> None:
+    def arrived(self, node: int, arrivals: Sequence[np.ndarray]) -> None:
         """A node's children, and what their drafter tokens spell further.
 
         Args:
             node: Of the tree, or the ROOT; not fed before.
-            depth: Of the node.
             arrivals: `Arrivals` of its row, [m] each, on the host.
         """
         count = int(np.count_nonzero(arrivals[2]))
         tokens, fed, speeds, shares = (column[:count] for column in arrivals)
         leads = np.log(speeds[:1] / speeds)
-        numbers = np.arange(count)
+        numbers, depth = np.arange(count), len(self.path(node))
         values = self._chances(0 * numbers, numbers, 0 * numbers + depth, leads, shares)
         children = self.offer(node, tokens.tolist(), values.tolist())
         self.leads += leads.tolist()
@@ -111,4 +122,4 @@ class RaceGrowth(Growth):
                 (last,) = self.offer(last, [token], [value])
                 self.leads.append(0.0)
                 self.shares.append(1.0)
-            self.fed[last] = drafter_token
+            self.feeds[last] = Feed(drafter_token, node)
