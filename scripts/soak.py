@@ -268,7 +268,10 @@ def main() -> None:
             log = Path(folder) / f"{name}.log"
             with launched(options.target, log, [*flags, *options.flags]) as (url, process):
                 wait_until_healthy(url, process, log)
-                soaks[name] = soak(url, str(options.target), process.pid, todo)
+                try:
+                    soaks[name] = soak(url, str(options.target), process.pid, todo)
+                except OSError:
+                    sys.exit(f"The server ({name}) ended. What it said:\n{log.read_text()}")
     wrong = complaints(todo, soaks["drafter"], soaks["alone"])
     more = soaks["drafter"].growth(len(todo)) - soaks["alone"].growth(len(todo))
     console = Console()
