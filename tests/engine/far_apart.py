@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that take each other for another node's, between which rows have two tokens."""
 
+from typing import Any
+
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_hetero_spec.draft.drawing import DrawBatch
 from vllm_hetero_spec.engine.seam import nodes
 
 nodes.in_the_same_node_as = lambda group: [rank == 0 for rank in range(group.size())]
@@ -11,3 +15,16 @@ nodes.LIKELIEST = 2
 
 class FarApart(CPUWorker):
     """A rank on a node of its own."""
+
+
+def forget_to_renormalise(worker: Any) -> None:
+    """From now on one token is all that is drawn from, with the probability that it has of all."""
+    rows_of = DrawBatch._rows
+
+    def _rows(self: Any, logits: torch.Tensor, index: Any) -> torch.Tensor:
+        self._likeliest = 1
+        few = rows_of(self, logits.clone(), index)
+        self._likeliest = None
+        return torch.where(few > 0, rows_of(self, logits, index), 0.0)
+
+    DrawBatch._rows = _rows

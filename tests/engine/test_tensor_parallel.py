@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from chain_pair import PROMPT
+from far_apart import forget_to_renormalise
 from goodness import follows
 from harness import engine, metrics_of, slem
 from scenarios import Outputs, generate, greedy
@@ -73,7 +74,7 @@ def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path, verification: str) -> None:
-    """They are all that was drawn from: the law is kept."""
+    """They are all that was drawn from: the law is kept, and it is not where that is not told."""
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=6, ignore_eos=True)
     law = law_of(*load(chain_pair / "target", PROMPT), Setting(0.8, top_k=3))
     spec = slem(chain_pair / "drafter", method="push_forward", verification=verification)
@@ -86,3 +87,6 @@ def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path, verification
 
         assert follows(sample(1200), law)
         assert metrics_of(llm)["num_accepted_tokens"] > 100
+        llm.collective_rpc(forget_to_renormalise)
+        wrong = sample(1200)
+    assert not follows(wrong, law)
