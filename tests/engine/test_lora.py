@@ -18,21 +18,24 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def adapter(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random low-rank changes to the target's attention, large enough to change its words."""
+    """Random low-rank changes to the target's attention and head, that change its words."""
     config = json.loads((demo_pair / "target" / "config.json").read_text())
-    hidden, torch_seed = config["hidden_size"], torch.Generator().manual_seed(0)
+    hidden, draw = config["hidden_size"], torch.Generator().manual_seed(0)
+    layers = range(config["num_hidden_layers"])
+    stems = {
+        f"model.layers.{layer}.self_attn.{name}": (hidden, 0.05)
+        for layer in layers
+        for name in ("q_proj", "v_proj")
+    } | {"lm_head": (config["vocab_size"], 0.01)}
     weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in ("q_proj", "v_proj"):
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, hidden, generator=torch_seed)
-            weights[f"{stem}.lora_B.weight"] = 0.05 * torch.randn(
-                hidden, RANK, generator=torch_seed
-            )
+    for name, (width, size) in stems.items():
+        stem = f"base_model.model.{name}"
+        weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, hidden, generator=draw)
+        weights[f"{stem}.lora_B.weight"] = size * torch.randn(width, RANK, generator=draw)
     folder = tmp_path_factory.mktemp("adapter")
     save_file(weights, folder / "adapter_model.safetensors")
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    described |= {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    described |= {"target_modules": ["q_proj", "v_proj", "lm_head"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
 

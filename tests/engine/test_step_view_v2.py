@@ -287,7 +287,6 @@ def test_few_steps_are_looked_at_where_none_may_have_drafts(
 
 def config_of(**changes: Any) -> Any:
     plain = {
-        "lora_config": None,
         "parallel_config": SimpleNamespace(enable_batch_sharded_sampling=None),
         "speculative_config": SimpleNamespace(hetero="options"),
     }
@@ -301,7 +300,6 @@ def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
     choose = runner_choice._wrap_unsupported(lambda config: [custom, "theirs"])
     assert choose(config_of()) == ["theirs"]
     assert choose(config_of(speculative_config=None)) == [custom, "theirs"]
-    assert len(choose(config_of(lora_config="some"))) == 2
     assert len(choose(config_of(watermark_config="some"))) == 2
     sharded = SimpleNamespace(enable_batch_sharded_sampling=True)
     assert len(choose(config_of(parallel_config=sharded))) == 2

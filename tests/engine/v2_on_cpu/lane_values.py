@@ -44,6 +44,9 @@ class Value:
     def __init__(self, data: np.ndarray, points: np.dtype | None = None) -> None:
         self.data, self.points = data, points
 
+    def __getattr__(self, name: str) -> Any:
+        raise Unknown(f"{name} of a value")
+
     def to(self, ty: Any, *_: Any, **__: Any) -> "Value":
         dtype, points = dtype_of(ty)
         return Value(self.data.astype(dtype, copy=False), points)

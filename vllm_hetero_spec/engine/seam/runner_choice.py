@@ -53,9 +53,6 @@ def _unsupported(config: "VllmConfig") -> list[str]:
     from vllm.utils.platform_utils import is_uva_available
 
     found = []
-    if config.lora_config is not None:
-        # Its adapters of the head are given a row of logits for each request, not for each draft.
-        found.append("LoRA adapters with speculation")
     if getattr(config, "watermark_config", None) is not None:
         found.append("watermarking with vllm_hetero_spec")
     if config.parallel_config.enable_batch_sharded_sampling:

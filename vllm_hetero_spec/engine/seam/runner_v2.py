@@ -240,6 +240,23 @@ class RunnerV2:
         """Have the scheduler's questions for drafts answered by another from now on."""
         self._runner.draft_tokens_handler = handler
 
+    def map_adapters_by_row(self) -> None:
+        """Have the head's LoRA adapter of each row of logits be that of its request.
+
+        vLLM names one for each request, as if none had a draft.
+        """
+        state = self._runner.lora_state
+        by_request = state.make_lora_inputs
+
+        def make_lora_inputs(req_ids: Sequence[str], *args: Any) -> tuple[Any, ...]:
+            assert self._output is not None, "no step has begun"
+            adapters, *rest = by_request(req_ids, *args)
+            drafts = self._output.scheduled_spec_decode_tokens
+            rows = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+            return (tuple(np.repeat(adapters, rows)), *rest)
+
+        state.make_lora_inputs = make_lora_inputs
+
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:
         """One forward of the target over made-up tokens, with the logits of all of them."""

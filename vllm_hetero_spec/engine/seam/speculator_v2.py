@@ -51,6 +51,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._seam = RunnerV2(runner)
         self.proposer.bind(self._seam)
         self._seam.replace_drafts_handler(self)
+        self._seam.map_adapters_by_row()
         with self._seam.counted_memory():
             self.proposer.load_model(runner.get_model())
 
