@@ -16,6 +16,16 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_hetero_spec import read_stats
 
 Outputs = dict[str, list[int]]
+# Of our own counters those that the same load makes grow alike, on any machine.
+COUNTED = (
+    "steps",
+    "drafts",
+    "draft_tokens",
+    "drafter_tokens",
+    "catch_up_tokens",
+    "forwards",
+    "reused_tokens",
+)
 Scenario = Callable[[LLM, list[str]], Outputs]
 
 
@@ -196,7 +206,7 @@ def run_all(
     tight: Mapping[str, Scenario] = TIGHT,
     **changes: Any,
 ) -> dict[str, tuple[Outputs, dict[str, Any]]]:
-    """scenario -> token ids, and what the counters gained meanwhile."""
+    """scenario -> token ids, and what the counters gained meanwhile, `skipped` excepted."""
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
         if not scenarios:
@@ -205,10 +215,19 @@ def run_all(
             if changes.get("pipeline_parallel_size"):
                 llm.collective_rpc("execute_dummy_batch")  # stages on a CPU need one
             for name, scenario in scenarios.items():
-                before = metrics_of(llm)
+                before = counts_of(llm, spec)
                 ids = scenario(llm, prompts)
-                gained = {k: v - before.get(k, 0) for k, v in metrics_of(llm).items()}
+                gained: dict[str, Any] = {
+                    name: count - before.get(name, 0)
+                    for name, count in counts_of(llm, spec).items()
+                }
                 if spec is not None:
                     gained["skipped"] = read_stats(llm)["skipped"]
                 found[name] = (ids, gained)
     return found
+
+
+def counts_of(llm: LLM, spec: dict[str, Any] | None) -> dict[str, int]:
+    """vLLM's counters, and the drafter's where there is one."""
+    ours = {} if spec is None else read_stats(llm)
+    return metrics_of(llm) | {f"drafter {name}": ours[name] for name in COUNTED if ours}

@@ -2,14 +2,17 @@
 """A LoRA adapter changes the target, not the drafter; greedy output is the adapted target's own."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, proposer_of, slem
 from safetensors.torch import save_file
 from scenarios import Outputs, greedy
+
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +61,7 @@ def test_same_tokens_as_the_adapted_target(
         plain, adapted = generate(llm, prompts, None), generate(llm, prompts, adapter)
     assert plain != adapted
     with engine(target, slem(demo_pair / "drafter"), **limits) as llm:
+        assert isinstance(proposer_of(llm).seam, RunnerV2) is ("TRITON_INTERPRET" in os.environ)
         assert generate(llm, prompts, None) == plain
         before = metrics_of(llm)["num_accepted_tokens"]
         assert generate(llm, prompts, adapter) == adapted

@@ -97,7 +97,7 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
         ids, gained = pair[scenario]
         expected, counted = on_v1[scenario]
         assert ids == expected, scenario
-        for metric in counted.keys() - {"skipped"}:  # of all scenarios so far
+        for metric in counted.keys() - {"skipped"}:  # that is of all scenarios so far
             assert gained[metric] == counted[metric], (scenario, metric)
 
 
@@ -111,10 +111,10 @@ def test_kernels_do_what_triton_makes_of_them() -> None:
 
 
 def test_what_holds_on_v1_holds_on_v2() -> None:
-    """Rounds in two phases, and drafters that fail."""
+    """Rounds in two phases, drafters that fail, and a target with an adapter."""
     pytest.importorskip("triton")
-    files = ("test_recorded_engine.py", "test_faults.py")
-    names = "as_on_a_device or drafter_that_raises"
+    files = ("test_recorded_engine.py", "test_faults.py", "test_lora.py")
+    names = "as_on_a_device or drafter_that_raises or adapted"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
     done = subprocess.run(
         [*command, *(str(HERE / file) for file in files)],
@@ -123,7 +123,7 @@ def test_what_holds_on_v1_holds_on_v2() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def runner() -> SimpleNamespace:
             sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.array([70, 0, 3])))
         ),
         draft_tokens_handler=None,
+        lora_state=SimpleNamespace(make_lora_inputs=lambda ids, *_: ((4, 5), "tokens", "active")),
         model_memory_usage=0,
         use_pp=False,
         vllm_config=SimpleNamespace(
@@ -109,6 +110,14 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     seam.handed_out()
     again = seam.view(batch, SAMPLED)
     assert 0 <= again.target_seconds <= again.step_seconds
+
+
+def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> None:
+    seam = RunnerV2(runner)
+    seam.map_adapters_by_row()
+    seam.begins(output_of(new("a"), new("b"), a=[7, 8]))
+    named = runner.lora_state.make_lora_inputs(["a", "b"], "slots", "scheduled")
+    assert named == ((4, 4, 4, 5), "tokens", "active")
 
 
 def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
