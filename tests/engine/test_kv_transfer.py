@@ -8,6 +8,8 @@ import pytest
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import Outputs, generate, greedy
 
+from vllm_hetero_spec import read_stats
+
 LENGTHS = (200, 170, 140, 230)
 
 
@@ -51,8 +53,10 @@ def one_by_one(llm: Any, requests: list[dict[str, Any]]) -> Outputs:
 def test_transferred_kv_is_the_targets(
     demo_pair: Path, requests: list[dict[str, Any]], tmp_path: Path
 ) -> None:
+    # A prompt of which all but a token is cached: vLLM fills its first step up with -1, as drafts.
+    cached = [{"prompt_token_ids": requests[0]["prompt_token_ids"][: 6 * 32 + 1]}]
     with engine(demo_pair / "target") as llm:
-        alone = generate(llm, requests, greedy())
+        alone, cached_alone = (generate(llm, asked, greedy()) for asked in (requests, cached))
     spec = slem(demo_pair / "drafter")
     with engine(demo_pair / "target", spec, **sharing(tmp_path)) as llm:
         # As on a GPU, where drafts begin while the connector still stores the step.
@@ -60,9 +64,14 @@ def test_transferred_kv_is_the_targets(
         assert one_by_one(llm, requests) == alone
         assert metrics_of(llm)["num_accepted_tokens"] > 0
     assert len(list(tmp_path.iterdir())) == len(requests)
-    with engine(demo_pair / "target", spec, **sharing(tmp_path, "kv_consumer")) as llm:
+    consumer = sharing(tmp_path, "kv_consumer") | {"enable_prefix_caching": True}
+    with engine(demo_pair / "target", spec, **consumer) as llm:
         assert generate(llm, requests, greedy()) == alone
         assert metrics_of(llm)["num_accepted_tokens"] > 0
+        drafts = metrics_of(llm)["num_drafts"] - read_stats(llm)["drafts"]
+        assert generate(llm, cached, greedy()) == cached_alone
+        filled = metrics_of(llm)["num_drafts"] - read_stats(llm)["drafts"] - drafts
+        assert filled == 1
         figures = {metric.name: metric for metric in llm.get_metrics()}
     read = sum((length - 1) // 32 * 32 for length in LENGTHS)
     assert figures["vllm:external_prefix_cache_hits"].value == read
