@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Ray cluster for the tests of this folder."""
+"""A Ray cluster for each file of this folder, gone when its tests are done."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ray_cluster import RayCluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator["RayCluster"]:
     from vllm.platforms import current_platform
 
