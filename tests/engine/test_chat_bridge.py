@@ -39,8 +39,8 @@ def run(demo_pair: Path, chats: list[Messages]) -> dict[str, Any]:
         bridge = proposer_of(llm).drafting.bridge
         real = bridge.open
 
-        def recording() -> Any:
-            found["contexts"].append(real())
+        def recording(*args: Any) -> Any:
+            found["contexts"].append(real(*args))
             return found["contexts"][-1]
 
         bridge.open = recording
