@@ -63,7 +63,7 @@ def test_every_launch_of_an_engine_is_the_same(chain_pair: Path) -> None:
     with engine(chain_pair / "target", spec, **tight) as llm:
         llm.generate([PROMPT[i:] for i in range(len(params))], params, use_tqdm=False)
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-    assert lanes.UNKNOWN == {}
+    assert lanes.UNKNOWN.keys() <= {"expand_kernel"}  # of V1: it asks for the type of a value
     assert lanes.COMPARED.keys() >= KERNELS
 
 

@@ -81,7 +81,9 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
     monkeypatch.setattr(costing, "get_tp_group", lambda: group)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(is_moe=experts),
-        parallel_config=SimpleNamespace(data_parallel_size=2 if experts else 1),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=2 if experts else 1, pipeline_parallel_size=1
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     options = HeteroOptions("slem", "drafter", 4)
