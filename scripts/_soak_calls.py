@@ -62,12 +62,13 @@ class Texts(NamedTuple):
 
 
 def calls(texts: Texts, count: int, seed: int) -> list[Call]:
-    """So many requests, of all kinds in turn and each in its own way."""
+    """So many requests, each in its own way: one of each kind, then all kinds mixed."""
     rng = random.Random(seed)
     kinds = sorted(_KINDS)
     order = [kinds[number % len(kinds)] for number in range(count)]
-    rng.shuffle(order)
-    return [_call(kind, texts, rng) for kind in order]
+    first, rest = order[: len(kinds)], order[len(kinds) :]
+    rng.shuffle(rest)
+    return [_call(kind, texts, rng) for kind in first + rest]
 
 
 def _call(kind: str, texts: Texts, rng: random.Random) -> Call:

@@ -95,7 +95,7 @@ class Soaked(NamedTuple):
 
     def growth(self, requests: int) -> float:
         """MiB for each 250 requests, after the first tenth."""
-        after = requests - requests // 10
+        after = max(1, requests - requests // 10)
         return (self.late.mebibytes - self.early.mebibytes) * _PER_REQUESTS / after
 
 
@@ -150,7 +150,7 @@ def _text_of(choice: dict[str, Any]) -> tuple[str, str | None]:
 
 def soak(url: str, model: str, pid: int, todo: Sequence[Call]) -> Soaked:
     """Send all calls to a server that is up."""
-    first = max(1, len(todo) // 10)
+    first = max(len(todo) // 10, 2 * AT_ONCE)  # some of each kind, for what begins with the first
     began = time.perf_counter()
     answers = _send(url, model, todo[:first])
     early = holdings(pid)
