@@ -26,8 +26,8 @@ PIPELINE_MODES = ("refuse", "one_batch")
 MAX_LOOKAHEAD = 64
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
-# Drafter tokens that pay: what stands further back seldom says how a text goes on, and each costs
-# memory, and time in each of the drafter's steps.
+# Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A
+# bound, not yet a measured optimum.
 DEFAULT_CONTEXT = 4096
 
 # Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
