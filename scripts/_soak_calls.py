@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-_SCHEMA = {
+SCHEMA = {
     "type": "object",
     "properties": {
         "colour": {"type": "string", "enum": ["red", "green", "blue"]},
@@ -107,7 +107,7 @@ def _token_ids(texts: Texts, rng: random.Random) -> dict[str, Any]:
 
 
 def _grammar(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    grammar = rng.choice(({"json": _SCHEMA}, {"regex": "[a-z]{3,9}\\([0-9]+\\)"}))
+    grammar = rng.choice(({"json": SCHEMA}, {"regex": "[a-z]{3,9}\\([0-9]+\\)"}))
     sampled = rng.choice(({}, _sampled(texts, rng)))
     return {"structured_outputs": grammar, "max_tokens": 60, "ignore_eos": False, **sampled}
 

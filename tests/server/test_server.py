@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from _server import serve_command, wait_until_healthy
-from _soak_calls import calls
+from _soak_calls import SCHEMA, calls
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, launched
 from soak import Answer, complaints, soak, texts_of
@@ -25,15 +25,6 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef read_lines(path):\n    with open(",
 )
 CHAT = [{"role": "user", "content": "Write a function that reads a file."}]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
-        "ready": {"type": "boolean"},
-    },
-    "required": ["colour", "ready"],
-    "additionalProperties": False,
-}
 
 
 def speculative(drafter: Path, **changes: Any) -> str:

@@ -4,7 +4,7 @@
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
@@ -140,14 +140,14 @@ def faults(nodes: Mapping[str, Node | str], drafter: str | None) -> Iterator[str
         lacking = [name for name in answers if name not in having]
         # Without vLLM a node has no device either: one sentence is enough.
         if lacking and column != KEY:
-            yield f"{column} is missing on {_listed(lacking)}; {_FIX[column]}."
+            yield f"{column} is missing on {', '.join(lacking)}; {_FIX[column]}."
         if len(set(having.values())) > 1:
             found = ", ".join(f"{value} on {name}" for name, value in having.items())
             yield f"{column} differs: {found}; {_FIX[column]}."
     lacking = [name for name, node in answers.items() if not node[DRAFTER]]
     if drafter is not None and lacking:
         yield (
-            f"the drafter {drafter!r} is not there on {_listed(lacking)}; copy its folder to the "
+            f"the drafter {drafter!r} is not there on {', '.join(lacking)}; copy its folder to the "
             "same path, or download it there with `hf download`."
         )
 
@@ -159,7 +159,3 @@ _FIX = {
     "Python": "use the same Python on all nodes",
     KEY: "install the same build of vLLM, for the same kind of device, on all nodes",
 }
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
