@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import engine, metrics_of, slem
-from scenarios import generate, greedy
+from scenarios import greedy
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.config import ConfigError
@@ -24,7 +24,7 @@ TIGHT: dict[str, Any] = {
     "num_gpu_blocks_override": 22,
     "enable_prefix_caching": False,  # what is preempted is computed again from its beginning
 }
-LONG = greedy(max_tokens=150, ignore_eos=True)
+LONG = greedy(max_tokens=150, ignore_eos=True, logprobs=0)
 
 
 def config_of(stages: int = 2, *, v2: bool = False, ahead: bool = False, **options: Any) -> Any:
@@ -67,20 +67,34 @@ def forget(worker: Any) -> None:
     runner_v1.recall = lambda runner, scheduler_output: None
 
 
+def with_logprobs(llm: Any, texts: list[str]) -> tuple[list[list[int]], list[float]]:
+    """Greedy tokens, and the log-probabilities of all of them, one text after the other."""
+    outputs = [each.outputs[0] for each in llm.generate(texts, LONG, use_tqdm=False)]
+    tokens = [list(each.token_ids) for each in outputs]
+    return tokens, [
+        row[token].logprob
+        for each in outputs
+        for token, row in zip(each.token_ids, each.logprobs, strict=True)
+    ]
+
+
 @pytest.mark.engine
 def test_same_tokens_in_two_stages_behind_preemptions(
-    demo_pair: Path, texts: list[str], two_stages: None
+    demo_pair: Path, code_prompts: list[str], two_stages: None
 ) -> None:
-    with engine(demo_pair / "target", max_num_seqs=8) as llm:
-        alone = generate(llm, texts, LONG)
+    texts = code_prompts[:8]
+    with engine(demo_pair / "target", max_num_seqs=8, max_model_len=512) as llm:
+        alone, logprobs = with_logprobs(llm, texts)
     spec = slem(demo_pair / "drafter", pipeline="one_batch")
     with engine(demo_pair / "target", spec, **TIGHT) as llm:
         llm.collective_rpc("execute_dummy_batch")  # vLLM's stages need one, where eager on a CPU
-        assert generate(llm, texts, LONG) == alone
+        tokens, found = with_logprobs(llm, texts)
         counted, ours = metrics_of(llm), read_stats(llm)
         llm.collective_rpc(forget)
-        forgotten = generate(llm, texts, LONG)
+        _, forgotten = with_logprobs(llm, texts)
         preempted_again = metrics_of(llm)["num_preemptions"] - counted["num_preemptions"]
+    assert tokens == alone
+    assert found == pytest.approx(logprobs, abs=1e-3)
     assert counted["num_preemptions"] > 0
     # Of a request that is preempted, vLLM drops the draft that waits.
     dropped = ours["drafts"] - counted["num_drafts"]
@@ -89,4 +103,4 @@ def test_same_tokens_in_two_stages_behind_preemptions(
     assert counted["num_accepted_tokens"] > 0
     # Without what this package tells the first stage, that would go wrong.
     assert preempted_again > 0
-    assert forgotten != alone
+    assert forgotten != pytest.approx(logprobs, abs=1e-1)
