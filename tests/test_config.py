@@ -86,6 +86,8 @@ def test_own_keys_reach_the_options() -> None:
         ({"num_speculative_tokens": 0}, ["num_speculative_tokens is 0", "from 1 to 64"]),
         ({"num_speculative_tokens": 65}, ["num_speculative_tokens is 65", "from 1 to 64"]),
         ({"num_speculative_tokens": None}, ["num_speculative_tokens is missing"]),
+        ({"tree_nodes": -1}, ["tree_nodes is -1", "from 0 to 64"]),
+        ({"tree_nodes": 65}, ["tree_nodes is 65"]),
         ({"num_speculative_tokens": "5"}, ["num_speculative_tokens is '5'"]),
         ({"context": 63}, ["context is 63"]),
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),

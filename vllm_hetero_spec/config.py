@@ -24,6 +24,7 @@ CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 PIPELINE_MODES = ("refuse", "one_batch")
 MAX_LOOKAHEAD = 64
+MAX_TREE_NODES = 64
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
 # Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A
@@ -54,6 +55,7 @@ class HeteroOptions:
             one of them that fits the pair.
         model: The drafter: a Hugging Face name or a folder.
         num_speculative_tokens: Lookahead, in TARGET tokens per request and step.
+        tree_nodes: Most tokens of a draft that may be a tree; 0 where all drafts are chains.
         tokenizer: The drafter's tokenizer; its model's where None.
         tokenizer_mode: vLLM's tokenizer mode for the drafter ("auto", "mistral", ...).
         revision: Version of the drafter's repository (weights and configuration).
@@ -95,6 +97,7 @@ class HeteroOptions:
     method: str
     model: str
     num_speculative_tokens: int
+    tree_nodes: int = 0
     tokenizer: str | None = None
     tokenizer_mode: str = "auto"
     revision: str | None = None
@@ -186,6 +189,8 @@ def parse(
     given["num_speculative_tokens"] = _integer(
         "num_speculative_tokens", given.get("num_speculative_tokens"), 1, MAX_LOOKAHEAD
     )
+    if given.get("tree_nodes") is not None:
+        given["tree_nodes"] = _integer("tree_nodes", given["tree_nodes"], 0, MAX_TREE_NODES)
     if given.get("context") is not None:
         given["context"] = _integer("context", given["context"], MIN_CONTEXT, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:

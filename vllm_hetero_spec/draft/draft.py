@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_hetero_spec.verify.tree_rows import TreeRows
+
 
 @dataclass(frozen=True)
 class DraftProbs:
@@ -30,6 +32,8 @@ class Draft(NamedTuple):
         parents: Index of each token's parent, -1 for one that continues the text itself.
         confidences: Of each token, where they were asked for: known before it was drawn.
         draft_probs: What the tokens were drawn from; None where all are certain.
+        rows: How its target is fed a tree (`verify.tree_rows.lay_out`), which is not cut any more
+            from then on; None for a chain.
     """
 
     req_id: str
@@ -37,6 +41,12 @@ class Draft(NamedTuple):
     parents: Sequence[int]
     confidences: Sequence[float] = ()
     draft_probs: DraftProbs | None = None
+    rows: TreeRows | None = None
+
+    @property
+    def fed(self) -> list[int]:
+        """Target ids that its target is fed, as the scheduler has them."""
+        return self.tokens if self.rows is None else self.rows.tokens
 
     @classmethod
     def chain(
@@ -53,6 +63,7 @@ class Draft(NamedTuple):
         """The first `count` tokens; parents come before their children, so it is a tree again."""
         if count >= len(self.tokens):
             return self
+        assert self.rows is None, "it has been laid out"
         probs = self.draft_probs
         if probs is not None:
             probs = DraftProbs(probs.rows, probs.row_of[:count])

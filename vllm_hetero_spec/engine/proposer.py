@@ -20,11 +20,12 @@ from vllm_hetero_spec.engine.seam import nodes, runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.seam.step_view import StepView, trees_of
 from vllm_hetero_spec.engine.seam.worker_hooks import install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -179,7 +180,16 @@ class HeteroProposer:
         assert self._verifier is not None
         drafts = [] if self._drafting is None else self._drafting.finish()
         self._verifier.expect(step, drafts)
+        self.seam.expect_trees(self._agreed(trees_of(drafts)))
         return step.in_order(drafts)
+
+    def _agreed(self, trees: dict[str, TreeRows]) -> dict[str, TreeRows]:
+        """The trees of the first rank, on all ranks: they verify alike."""
+        group = get_tp_group()
+        if group.world_size == 1 or not self.options.tree_nodes:
+            return trees
+        agreed: dict[str, TreeRows] = group.broadcast_object(trees, src=0)
+        return agreed
 
     @contextlib.contextmanager
     def _no_fault(self) -> Iterator[None]:

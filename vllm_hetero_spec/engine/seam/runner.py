@@ -6,9 +6,12 @@ between its own file and its hooks.
 """
 
 import time
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
+
+from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 
 class Runner(Protocol):
@@ -24,6 +27,9 @@ class Runner(Protocol):
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
+
+    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
+        """These drafts of the step, by request, are trees; all others of it are chains."""
 
     def tell(self, output: object, lookahead: int) -> None:
         """Put on a step's output what a scheduler that is ahead has to know.

@@ -2,7 +2,7 @@
 """Model Runner V1: the only file that reads its batch, and the only one that changes it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -101,6 +102,10 @@ class RunnerV1:
         # Ours wait for the verifier by request; the runner is to hand on none of its own.
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._clock.handed_out()
+
+    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
+        """See Runner: here drafts are chains."""
+        assert not trees
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""

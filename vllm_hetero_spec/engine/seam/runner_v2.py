@@ -7,7 +7,7 @@ which lie in host memory: one small copy of counts and one wait bring all that a
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
 from vllm_hetero_spec.staging import Receiver, Sender
+from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -159,6 +160,10 @@ class RunnerV2:
     def passed_by(self) -> None:
         """The present step has no view."""
         self._clock = StepClock()
+
+    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
+        """See Runner: here drafts are chains."""
+        assert not trees
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
+from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 
 class RequestView(NamedTuple):
@@ -25,8 +26,10 @@ class RequestView(NamedTuple):
         token_ids: int [num_tokens], all its target ids so far, in the runner's host memory.
         num_prompt_tokens: How many of them are its prompt.
         new_tokens: Target ids that it sampled in this step; none while it reads its prompt.
-        num_drafted: Tokens of its draft that the target verified in this step.
-        num_padding: Places beyond them that were computed, and hold nothing.
+        num_drafted: Tokens of its draft that the target verified in this step, nodes if it was a
+            tree.
+        num_padding: Places beyond them that were computed: they hold nothing, or what a tree has
+            fed again.
         has_text: Whether its prompt is token ids, not embeddings.
         media: Parts of its prompt that stand for images and the like.
     """
@@ -52,6 +55,11 @@ class RequestView(NamedTuple):
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_accepted(self) -> int:
+        """Tokens of its draft that the target kept in this step: how deep it went into a tree."""
+        return max(0, len(self.new_tokens) - 1)
+
+    @property
     def prompt_text(self) -> np.ndarray:
         """int [n], its prompt without media."""
         prompt = self.token_ids[: self.num_prompt_tokens]
@@ -75,6 +83,20 @@ class RequestView(NamedTuple):
         return self.num_output_tokens <= len(self.new_tokens)
 
 
+class TreeRoom(NamedTuple):
+    """What the drafts of a step may be where they may be trees.
+
+    Attributes:
+        nodes: Most tokens of a tree; a path has no more than the step's lookahead.
+        rows: Most rows of a draft, with what is fed again.
+        sides: Most side sequences of a request.
+    """
+
+    nodes: int
+    rows: int
+    sides: int
+
+
 @dataclass(frozen=True)
 class StepView:
     """A step of the target that has sampled, before its drafts are made.
@@ -85,7 +107,8 @@ class StepView:
         live: Ids of all requests that the runner knows, waiting ones included.
         lookahead: Target tokens that may be drafted for each request.
         tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts
-            may have any length up to `lookahead`.
+            may have any length up to `lookahead`. They count rows of trees.
+        trees: What drafts may be beside chains; None where they may be chains alone.
         max_model_len: The target's longest sequence in tokens.
         num_rows: Tokens that the target computed in this step.
         target_seconds: Wall time since the drafts before were handed out; None in the first step.
@@ -101,6 +124,7 @@ class StepView:
     target_seconds: float | None = None
     step_seconds: float | None = None
     tiers: Sequence[int] = ()
+    trees: TreeRoom | None = None
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -127,7 +151,7 @@ class StepView:
         """The drafts' target tokens, one list for each request of the batch, empty without one."""
         tokens: list[list[int]] = [[] for _ in self.requests]
         for draft in drafts:
-            tokens[self.index_of[draft.req_id]] = draft.tokens
+            tokens[self.index_of[draft.req_id]] = draft.fed
         return tokens
 
 
@@ -146,3 +170,8 @@ class BatchView:
     noise_seeds: Sequence[int] = ()
     num_output_tokens: Sequence[int] = ()
     lengths: Sequence[int] = ()
+
+
+def trees_of(drafts: Sequence[Draft]) -> dict[str, TreeRows]:
+    """The trees among some drafts, by request."""
+    return {draft.req_id: draft.rows for draft in drafts if draft.rows is not None}
