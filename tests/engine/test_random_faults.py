@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import engine, metrics_of, proposer_of, slem
+from remains import NAME, remains
 from scenarios import Outputs, generate, greedy
 from vllm import SamplingParams
 
@@ -31,11 +32,11 @@ def serve(llm: Any, prompts: list[str], between: Any = lambda: None) -> Outputs:
     core, found, joined = llm.llm_engine, {}, 0
     while joined < len(prompts) or core.has_unfinished_requests():
         if joined < len(prompts) and joined - len(found) < 8:
-            core.add_request(str(joined), prompts[joined], limits(joined))
+            core.add_request(f"{NAME}{joined}", prompts[joined], limits(joined))
             joined += 1
         for output in core.step():
             if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
+                found[output.request_id.removeprefix(NAME)] = list(output.outputs[0].token_ids)
         between()
     return found
 
@@ -103,12 +104,13 @@ def test_no_request_fails_and_drafts_come_back(
 
     faults.on, faults.left = "", 1 << 30
     before = metrics_of(llm)["num_drafts"]
-    steps = 0
+    steps, named = 0, set()
 
     def counted() -> None:
         nonlocal steps
         if metrics_of(llm)["num_drafts"] == before:
             steps += 1
+        named.update(remains(proposer_of(llm)))
 
     assert serve(llm, prompts[:8], counted) == {str(n): alone[str(n)] for n in range(8)}
     assert steps < BACK_WITHIN
@@ -117,3 +119,5 @@ def test_no_request_fails_and_drafts_come_back(
     generate(llm, ["x"], greedy(max_tokens=4, extra_args={LOOKAHEAD_ARG: 0}))
     assert (len(drafting.requests), drafting.pool.held) == (0, 0)
     assert drafting.pool.available == drafting.pool.capacity
+    assert named
+    assert not remains(proposer_of(llm))
