@@ -3,7 +3,14 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
 
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 
@@ -55,8 +62,50 @@ def test_grow_is_all_or_nothing() -> None:
     assert 0 not in table.blocks
 
 
+def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
+    pool = KVPool(8, SIZE)
+    table, _ = pool.open([1], None)
+    assert pool.grow(table, 11)
+    at_a_boundary, within = pool.fork(table, 8), pool.fork(table, 10)
+    assert at_a_boundary is not None
+    assert within is not None
+    assert at_a_boundary.copy is None
+    assert at_a_boundary.table.blocks == within.table.blocks[:2] == table.blocks[:2]
+    assert within.copy == (table.blocks[2], within.table.blocks[2])
+    assert table.blocks[2] != within.table.blocks[2]
+    assert pool.held == 4
+    # What a fork still reads is not written by the sequence that it came from.
+    assert pool.rollback(table, 6) == 4
+    assert pool.held == 3
+    pool.adopt(table, within.table)
+    assert len(table.blocks) == 3
+    assert within.table.blocks == []
+    assert pool.held == 3
+
+
+def test_a_fork_without_room_takes_nothing() -> None:
+    pool = KVPool(3, SIZE)
+    table, _ = pool.open([1], None)
+    assert pool.grow(table, 2 * SIZE)
+    assert pool.fork(table, 6) is None
+    assert pool.held == 2
+    assert pool.fork(table, 4) is not None
+
+
+def test_what_a_fork_outlives_and_others_find_is_not_written() -> None:
+    pool = KVPool(8, SIZE)
+    ids = list(range(8))
+    table, _ = pool.open(ids, None)
+    assert pool.grow(table, 8)
+    fork = pool.fork(table, 8)
+    assert fork is not None
+    pool.publish(table, ids, 8)  # the fork's list of names knows nothing of it
+    pool.close(table)
+    assert pool.rollback(fork.table, 5) == 4
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences share, grow, roll back and end; contents of blocks are simulated."""
+    """Sequences share, fork, grow, roll back and end; contents of blocks are simulated."""
 
     tables = Bundle("tables")
 
@@ -67,8 +116,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: dict[int, tuple] = {}
 
     def _write(self, table, ids: list[int], start: int) -> None:
+        read = {
+            block for other, _ in self.live.values() if other is not table for block in other.blocks
+        }
+        read |= set(self.pool._name_of)
         for position in range(start, len(ids)):
             block = table.blocks[position // SIZE]
+            assert block not in read
             # KV at a position depends on all ids before it.
             self.contents[block, position % SIZE] = tuple(ids[: position + 1])
 
@@ -97,6 +151,32 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.publish(table, ids, len(ids))
         entry[1] = ids
 
+    @rule(target=tables, entry=tables, keep=st.integers(0, 20))
+    def fork(self, entry, keep: int):
+        table, ids, salt = entry
+        ids = ids[:keep]
+        fork = self.pool.fork(table, len(ids))
+        if fork is None:
+            assert not self.pool.available
+            return multiple()
+        if fork.copy is not None:
+            source, copy = fork.copy
+            for offset in range(len(ids) % SIZE):
+                self.contents[copy, offset] = self.contents[source, offset]
+        forked = [fork.table, ids, salt]
+        self.live[id(fork.table)] = (fork.table, forked)
+        return forked
+
+    @rule(entry=tables, branch=consumes(tables))
+    def adopt(self, entry, branch) -> None:
+        if entry is branch:
+            self.end(branch)
+            return
+        self.pool.adopt(entry[0], branch[0])
+        entry[1:] = branch[1:]
+        assert branch[0].blocks == []
+        del self.live[id(branch[0])]
+
     @rule(entry=consumes(tables))
     def end(self, entry) -> None:
         self.pool.close(entry[0])
@@ -118,4 +198,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

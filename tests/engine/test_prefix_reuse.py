@@ -9,8 +9,13 @@ from harness import engine, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.text.context import IdentityContext
 
 pytestmark = pytest.mark.engine
+
+STEPS = 5
 
 
 def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
@@ -48,4 +53,28 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
         assert forgot == [0]
         assert reused(llm, "tenant d") == 0
         assert reused(llm, "tenant c") > 0
+        forks_draft_as_their_origin(drafting)
     assert all(answer == answers[0] for answer in answers)
+
+
+def forks_draft_as_their_origin(drafting: Any) -> None:
+    """Whether a fork begins between two blocks or inside one, whose KV is copied."""
+    pool, drafter = drafting.pool, drafting.drafter
+
+    def drafted(table: Any, written: list[int], pending: list[int]) -> list[int]:
+        assert pool.grow(table, len(written) + len(pending) + STEPS)
+        sequence = DraftSequence(table, written.copy())
+        task = DraftTask(RequestState("fork", IdentityContext()), STEPS)
+        return drafter.run([DraftRow(task, sequence, pending, STEPS)])[0].tokens
+
+    ids = [7 + number % 50 for number in range(2 * pool.block_size + 30)]
+    for length in (2 * pool.block_size, len(ids) - 1):
+        origin, _ = pool.open(ids, salt="origin")
+        expected = drafted(origin, [], ids)
+        fork = pool.fork(origin, length)
+        assert (fork.copy is None) == (length % pool.block_size == 0)
+        if fork.copy is not None:
+            drafter.model.copy_blocks([fork.copy])
+        pool.close(origin)
+        assert drafted(fork.table, ids[:length], ids[length:]) == expected
+        pool.close(fork.table)

@@ -2,7 +2,7 @@
 """A small random drafter with paged attention in tensor operations, in the place of a real one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class ToyDrafterModel:
 
     def update(self, metadata: Any) -> None:
         pass
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        blocks = self.cache[:, :, :-1].unflatten(2, (BLOCKS, SIZE))
+        for source, copy in copies:
+            blocks[:, :, copy] = blocks[:, :, source]
 
     @contextlib.contextmanager
     def context(self, metadata: Any, batch: ForwardBatch) -> Iterator[None]:

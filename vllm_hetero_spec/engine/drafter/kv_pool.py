@@ -6,12 +6,14 @@ every release. This pool is plain Python over block numbers; the tensors belong 
 
 A block is in exactly one of three states: held (reference count > 0), cached (count 0, contents
 still findable by prefix, oldest evicted first) or free. Only full blocks of accepted context are
-ever published for reuse, and a published block is never written again while it is findable.
+ever published for reuse. A block is never written while it is findable, or while a second sequence
+holds it: rolling back into one gives it up.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +49,19 @@ class BlockTable:
             self.row = np.concatenate([self.row, np.zeros_like(self.row)])
         self.row[len(self.blocks)] = block
         self.blocks.append(block)
+
+
+class Fork(NamedTuple):
+    """A second sequence with the beginning of another.
+
+    Attributes:
+        table: Its blocks.
+        copy: A block to copy, and where to, before either sequence is written again; None where
+            the beginning ends with a block.
+    """
+
+    table: BlockTable
+    copy: tuple[int, int] | None = None
 
 
 class KVPool:
@@ -146,6 +161,39 @@ class KVPool:
                 self._next_uid += 1
             table.names.append(self._uid_of[block])
 
+    def fork(self, table: BlockTable, num_tokens: int) -> Fork | None:
+        """A second sequence behind the first `num_tokens` tokens of a table, whose KV is written.
+
+        Args:
+            table: Of the first, which may go on or be closed as if there were no other.
+            num_tokens: Tokens that both have; full blocks of them are shared.
+
+        Returns:
+            None where a block has to be copied and none is left.
+        """
+        whole, rest = divmod(num_tokens, self.block_size)
+        if rest and not self.available:
+            return None
+        forked = BlockTable(salt=table.salt, names=table.names[:whole])
+        for block in table.blocks[:whole]:
+            self._refs[block] += 1
+            forked.push(block)
+        if not rest:
+            return Fork(forked)
+        self.grow(forked, num_tokens)
+        return Fork(forked, (table.blocks[whole], forked.blocks[whole]))
+
+    def adopt(self, table: BlockTable, branch: BlockTable) -> None:
+        """Let a table go on as one of its forks: it takes those blocks, and gives back its own.
+
+        Args:
+            table: Goes on.
+            branch: From `fork`; empty afterwards.
+        """
+        self.close(table)
+        table.blocks, table.row, table.names = branch.blocks, branch.row, branch.names
+        branch.blocks, branch.row, branch.names = [], np.zeros(16, np.int32), []
+
     def rollback(self, table: BlockTable, num_tokens: int) -> int:
         """Keep the KV of the first `num_tokens` tokens; the rest will be written anew.
 
@@ -153,15 +201,14 @@ class KVPool:
             How many tokens are kept: fewer than asked where the last of them lie in a block that
             others may read, which is then given up rather than overwritten.
         """
-        size = self.block_size
-        if num_tokens >= len(table.names) * size:
+        keep = num_tokens // self.block_size
+        del table.names[keep:]
+        if not any(map(self._is_read, table.blocks[keep:])):
             return num_tokens
-        keep = num_tokens // size
         for block in table.blocks[keep:]:
             self._release(block)
         del table.blocks[keep:]
-        del table.names[keep:]
-        return keep * size
+        return keep * self.block_size
 
     def close(self, table: BlockTable) -> None:
         """Give all blocks back; published ones stay findable until evicted."""
@@ -169,6 +216,10 @@ class KVPool:
             self._release(block)
         table.blocks.clear()
         table.names.clear()
+
+    def _is_read(self, block: int) -> bool:
+        """Whether others than its one holder may read it."""
+        return self._refs[block] > 1 or block in self._name_of
 
     def _release(self, block: int) -> None:
         self._refs[block] -= 1

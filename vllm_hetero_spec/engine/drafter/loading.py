@@ -46,6 +46,7 @@ class LoadedDrafter(NamedTuple):
         layers: Names of all layers with attention.
         num_blocks: Blocks in the KV tensors.
         block_size: Tokens per block.
+        kv_caches: The KV tensors, by layer.
     """
 
     model: torch.nn.Module
@@ -53,6 +54,7 @@ class LoadedDrafter(NamedTuple):
     layers: list[str]
     num_blocks: int
     block_size: int
+    kv_caches: dict[str, torch.Tensor]
 
 
 def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:
@@ -79,9 +81,11 @@ def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) 
             specs[name] = specs[lender]
         groups, _, kernel_block_sizes = init_attn_backend(plan, config, device)
         layers = config.compilation_config.static_forward_context
-        init_kv_cache(layers, plan, device, kernel_block_sizes, config, attn_groups=groups[0])
-    size = group.kv_cache_spec.block_size
-    return LoadedDrafter(model, groups[0], list(group.layer_names), plan.num_blocks, size)
+        kv_caches = init_kv_cache(
+            layers, plan, device, kernel_block_sizes, config, attn_groups=groups[0]
+        )
+    size, names = group.kv_cache_spec.block_size, list(group.layer_names)
+    return LoadedDrafter(model, groups[0], names, plan.num_blocks, size, kv_caches)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 """The second model: its forward on our own paged KV."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 
@@ -88,6 +90,7 @@ class DrafterModel:
         self.num_blocks, self.block_size = loaded.num_blocks, loaded.block_size
         self.max_length: int = config.model_config.max_model_len
         self._groups, self._layers = loaded.groups, loaded.layers
+        self._kv_caches = loaded.kv_caches
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One forward, its metadata made on the host; [B, V] logits after each last token."""
@@ -131,6 +134,14 @@ class DrafterModel:
                 build = group.build_metadata_for_cudagraph_capture
             metadata.update(dict.fromkeys(group.layer_names, build(common)))
         return metadata
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of blocks in all layers.
+
+        Args:
+            copies: (from, to); no block is both.
+        """
+        copy_kv_cache_blocks_inplace(self._kv_caches.values(), self.num_blocks, copies)
 
     @property
     def graph_support(self) -> GraphSupport | None:
