@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import recipes
 
+from vllm_hetero_spec.text import drafts
 from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -114,3 +115,31 @@ def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
         context.append(tokenizer.encode("x = ret"))
         half = tokenizer.encode("urn")[0]
         assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]) == half
+
+
+def test_advice_is_remembered_up_to_a_bound(
+    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is the same, whether remembered, forgotten or found for the first time."""
+    pair = family["byte-level"], family["sentencepiece"]
+    remembers_all = make_bridge(*pair)
+    monkeypatch.setattr(drafts, "MEMO_PAIRS", 16)
+    remembers_few = make_bridge(*pair)
+    rng = random.Random(3)
+    asked: list[tuple[list[int], list[int]]] = []
+    for _ in range(200):
+        candidates = [rng.randrange(3, pair[1].vocab_size) for _ in range(4)]
+        asked.append(([rng.randrange(3, pair[0].vocab_size)], candidates))
+
+    def advice(bridge: TextBridge) -> list[int]:
+        found = []
+        for ids, candidates in [*asked, *asked]:
+            context = bridge.open()
+            context.append(ids)
+            found.append(bridge.first_choice(context, candidates))
+        return found
+
+    assert advice(remembers_few) == advice(remembers_all)
+    kept = [bridge._drafts._parted.cache_info() for bridge in (remembers_few, remembers_all)]
+    assert (kept[0].maxsize, kept[0].currsize) == (16, 16)
+    assert kept[0].misses > kept[1].misses == kept[1].currsize > 16

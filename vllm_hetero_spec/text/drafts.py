@@ -10,6 +10,7 @@ not what the target would have written in one go, and the drafted bytes are enco
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ class DraftTranslator:
             target.leading_space.applies(first=False),
             drafter.leading_space.applies(first=False),
         )
-        self._starts_anew: dict[tuple[int, int], bool] = {}
+        self._parted = lru_cache(MEMO_PAIRS)(self._splits)
         self._inner_pairs = _inner_pairs(target.token_bytes)
 
     def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
@@ -104,12 +105,7 @@ class DraftTranslator:
             return True
         if not self._inner_pairs[self._target.token_bytes[last][-1] << 8 | data[0]]:
             return True  # no target token has these two bytes side by side
-        known = self._starts_anew.get((last, drafter_id))
-        if known is None:
-            if len(self._starts_anew) >= MEMO_PAIRS:
-                self._starts_anew.clear()
-            known = self._starts_anew[last, drafter_id] = self._splits(last, data)
-        return known
+        return self._parted(last, data)
 
     def _splits(self, last: int, data: bytes) -> bool:
         """Whether the target, given the bytes of `last` and `data` alone, parts them.

@@ -10,6 +10,7 @@ the last space of a run to the word after it: joined bytes that end in space are
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ class Merges:
         self._strings = [drafter.token_bytes[d] for d in order]
         self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _order
         self._place[self._order] = np.arange(len(order))
-        self._ranges: dict[bytes, NDArray[np.int32]] = {}
+        self._ranges = lru_cache(MEMO_RANGES)(self._find_ranges)
         self._pairs: dict[tuple[bytes, int], int] = {}
         self._memo_pairs = memo_pairs
 
@@ -77,7 +78,7 @@ class Merges:
         """mu(path, e) for each e of `drafter_ids`, -1 where it is not defined."""
         result = np.full(len(drafter_ids), -1, np.int32)
         data = self._joined(path)
-        ranges = self._candidate_ranges(data)
+        ranges = self._ranges(data)
         places = self._place[drafter_ids]
         index = np.searchsorted(ranges[0], places, "right") - 1
         possible = np.flatnonzero(index >= 0)
@@ -99,22 +100,11 @@ class Merges:
             return b""
         return b"".join([self._drafter.token_bytes[d] for d in path])
 
-    def _candidate_ranges(self, data: bytes) -> NDArray[np.int32]:
+    def _find_ranges(self, data: bytes) -> NDArray[np.int32]:
         """[2, n]: ascending begins and ends of stretches of `_order`."""
-        known = self._ranges.get(data)
-        if known is None:
-            if len(self._ranges) >= MEMO_RANGES:
-                self._ranges.clear()
-            ranges = self._find_ranges(data)
-            known = self._ranges[data] = np.array(ranges, np.int32).reshape(-1, 2).T.copy()
-        return known
-
-    def _find_ranges(self, data: bytes) -> list[tuple[int, int]]:
-        if not data:
-            return []
         strings = self._target_strings
         ranges = []
-        index = bisect_right(strings, data)
+        index = bisect_right(strings, data) if data else len(strings)
         while index < len(strings) and strings[index].startswith(data):
             rest = strings[index][len(data) :]
             begin = bisect_left(self._strings, rest)
@@ -123,7 +113,7 @@ class Merges:
                 ranges.append((begin, end))
             # Target tokens that go on from this one allow no further e.
             index = _end_of_range(strings, strings[index], index)
-        return ranges
+        return np.array(ranges, np.int32).reshape(-1, 2).T.copy()
 
     def _merged(self, data: bytes, drafter_ids: Ids) -> Ids:
         joined = [data + self._drafter.token_bytes[e] for e in drafter_ids.tolist()]
