@@ -61,6 +61,10 @@ def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) 
         context = opened(bridge, ids[:split])
         drafted = drafter.encode_bytes(context.held + rest)
         assert one(bridge, context, drafted) == ids[split:], (split, text)
+        last = target.token_bytes[ids[split - 1]] if split else b""
+        if known := max(0, len(last) - len(context.held)):  # drafted before that was written
+            earlier = drafter.encode_bytes(last + rest)
+            assert bridge.to_target([context], [earlier], [9999], [known])[0] == ids[split:]
     assert not bridge.failures.total()
 
 

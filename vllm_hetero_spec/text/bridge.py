@@ -61,6 +61,7 @@ class Bridge(Protocol):
         contexts: Sequence[Context],
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
+        known: Sequence[int] = (),
     ) -> list[list[int]]:
         """Drafted drafter ids as target ids that continue each context.
 
@@ -68,6 +69,7 @@ class Bridge(Protocol):
             contexts: Of the requests.
             drafts: Drafter ids of each.
             limits: Target ids to give at most.
+            known: Leading bytes of each draft that the context has already; none where left out.
 
         Returns:
             Target ids of each; none, and a failure is counted, where they cannot be told.
@@ -105,10 +107,11 @@ class IdentityBridge:
         contexts: Sequence[Context],
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
+        known: Sequence[int] = (),
     ) -> list[list[int]]:
         return [
-            self._until_eos(draft)[: max(0, limit)]
-            for _, draft, limit in zip(contexts, drafts, limits, strict=True)
+            [] if cut else self._until_eos(draft)[: max(0, limit)]
+            for draft, limit, cut in zip(drafts, limits, known or [0] * len(drafts), strict=True)
         ]
 
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
@@ -176,9 +179,11 @@ class TextBridge:
         contexts: Sequence[Context],
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
+        known: Sequence[int] = (),
     ) -> list[list[int]]:
         try:
-            return self._drafts.translate(cast(Sequence[TextContext], contexts), drafts, limits)
+            texts = cast(Sequence[TextContext], contexts)
+            return self._drafts.translate(texts, drafts, limits, known)
         except Exception:
             if len(contexts) == 1:
                 self.failures["draft_error"] += 1
@@ -186,8 +191,10 @@ class TextBridge:
                 return [[]]
         # One of them raised: find it, so that the others keep their drafts.
         return [
-            self.to_target([context], [draft], [limit])[0]
-            for context, draft, limit in zip(contexts, drafts, limits, strict=True)
+            self.to_target([context], [draft], [limit], [cut])[0]
+            for context, draft, limit, cut in zip(
+                contexts, drafts, limits, known or [0] * len(drafts), strict=True
+            )
         ]
 
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:

@@ -134,14 +134,15 @@ class DraftTranslator:
         contexts: Sequence[TextContext],
         drafts: Sequence[Sequence[int]],
         limits: Sequence[int],
+        known: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Target ids for each request's drafted ids, at most `limits[i]` of them."""
+        """Target ids for each request's drafted ids: see `Bridge.to_target`."""
         results: list[list[int]] = [[] for _ in contexts]
         stretches = [
             stretch
             for index, (context, draft) in enumerate(zip(contexts, drafts, strict=True))
             if limits[index] > 0 and not context.broken
-            for stretch in self._stretches(index, context, draft)
+            for stretch in self._stretches(index, context, draft, known[index] if known else 0)
         ]
         cut: set[int] = set()  # drafts of which the target's tokens have not spelled all so far
         for stretch, ids in zip(stretches, self._encoded(stretches), strict=True):
@@ -183,12 +184,12 @@ class DraftTranslator:
         return self._pieces[drafter_id] if 0 <= drafter_id < len(self._pieces) else None
 
     def _stretches(
-        self, index: int, context: TextContext, draft: Sequence[int]
+        self, index: int, context: TextContext, draft: Sequence[int], known_bytes: int
     ) -> Iterator[_Stretch]:
         held, anchor = context.held, self._anchor(context.target_ids)
         target_space, drafter_space = context.untouched
         for drafted, control in self._parts(draft):
-            data = drafted
+            data, known_bytes = drafted[known_bytes:], 0
             if drafter_space and data:  # the drafter's own space before text out, the target's in
                 data = data.removeprefix(b" ")
             if target_space and data:

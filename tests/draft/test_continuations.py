@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was drafted ahead is found by bytes, as a search through whole strings finds it."""
+
+import random
+
+from vllm_hetero_spec.draft.continuations import Remainder, find_remainder
+
+# Single bytes, the parts of a character of two bytes and one of three, and tokens of several.
+TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", b" a", b"a b"]
+TOKENS += ["é".encode(), "€".encode(), b"b\xc3", b"\x82\xac", b"\xa9 a", b"aa"]
+
+
+def searched(branches: list[list[int]], outcome: bytes, held: bytes) -> Remainder | None:
+    """By strings: the first that has more than the outcome, else one that agrees so far."""
+    agrees = None
+    for rank, ids in enumerate(branches):
+        text = b"".join(TOKENS[i] for i in ids)
+        wanted = outcome + held
+        if text.startswith(wanted) and len(text) > len(outcome):
+            for first in range(len(ids), -1, -1):
+                before = b"".join(TOKENS[i] for i in ids[:first])
+                if len(before) <= len(outcome):
+                    return Remainder(rank, ids[first:], len(outcome) - len(before))
+        if wanted.startswith(text) or text == outcome:
+            agrees = Remainder(rank, [])
+    return agrees
+
+
+def test_continuations_are_found_as_by_a_naive_search() -> None:
+    chance = random.Random(4)
+    kinds = {"none": 0, "cut": 0, "whole": 0, "held": 0, "short": 0, "side": 0}
+    for _ in range(200_000):
+        alphabet = chance.choice((3, 8, len(TOKENS)))
+        branches = [
+            [chance.randrange(alphabet) for _ in range(chance.randrange(7))]
+            for _ in range(chance.randint(1, 4))
+        ]
+        text = b"".join(TOKENS[i] for i in chance.choice(branches))
+        if chance.random() < 0.2:
+            text += TOKENS[chance.randrange(alphabet)]
+        if chance.random() < 0.2:
+            text = b"".join(TOKENS[chance.randrange(alphabet)] for _ in range(3))
+        end = chance.randint(0, len(text))
+        written = text[:end]
+        # The target's tokens may end inside a character: its first bytes are held.
+        whole = written.decode(errors="ignore").encode() if chance.random() < 0.5 else written
+        held = written[len(whole) :] if written.startswith(whole) else b""
+        outcome = written[: len(written) - len(held)]
+        found = find_remainder(branches, outcome, held, TOKENS.__getitem__)
+        expected = searched(branches, outcome, held)
+        assert found == expected, (branches, outcome, held)
+        kinds["none"] += found is None
+        if found is not None:
+            kinds["short"] += not found.ids
+            kinds["cut"] += found.known > 0
+            kinds["whole"] += bool(found.ids) and not found.known
+            kinds["held"] += bool(found.ids and held)
+            kinds["side"] += found.rank > 0
+    assert min(kinds.values()) > 1000, kinds
+
+
+def test_the_first_that_reaches_further_is_used() -> None:
+    branches = [[8], [0, 1, 2]]  # "ab", and the same text with a space behind it
+    assert find_remainder(branches, b"ab", b"", TOKENS.__getitem__) == Remainder(1, [2])
+    assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == Remainder(0, [])
+    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__) == Remainder(0, [8], 1)
+    assert find_remainder(branches, b"b", b"", TOKENS.__getitem__) is None
+
+
+def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> None:
+    euro = TOKENS.index("€".encode())
+    branches = [[0, TOKENS.index("é".encode())], [0, euro, 1]]
+    found = find_remainder(branches, b"a", b"\xe2\x82", TOKENS.__getitem__)
+    assert found == Remainder(1, [euro, 1])

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was drafted ahead, while the target verified: found by the text that the target then wrote.
+
+A continuation is a list of drafter tokens behind a text. What the target adds to that text is the
+outcome: bytes, which need not end where a drafter token does, or a character. The first
+continuation that begins with the outcome is used, and what it has behind it is the next draft.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+
+class Remainder(NamedTuple):
+    """What a continuation has behind an outcome.
+
+    Attributes:
+        rank: Which continuation it is of.
+        ids: Drafter tokens, with the one that the end of the outcome cuts; none where the
+            continuation agrees as far as it goes, but does not reach further.
+        known: Leading bytes of the first of them that the outcome has.
+    """
+
+    rank: int
+    ids: list[int]
+    known: int = 0
+
+
+def find_remainder(
+    continuations: Iterable[Sequence[int]],
+    outcome: bytes,
+    held: bytes,
+    bytes_of: Callable[[int], bytes],
+) -> Remainder | None:
+    """The first continuation that begins with the outcome and reaches further.
+
+    Args:
+        continuations: Drafter tokens behind the text before, the most likely first.
+        outcome: What the target has added to it.
+        held: The first bytes of a character that the target has begun behind the outcome; the
+            remainder begins with them.
+        bytes_of: A drafter token's bytes, at least one.
+
+    Returns:
+        None where no continuation agrees with the outcome.
+    """
+    found = None
+    for rank, ids in enumerate(continuations):
+        remainder = _behind(ids, outcome + held, len(outcome), bytes_of)
+        if remainder is None:
+            continue
+        found = Remainder(rank, *remainder)
+        if found.ids:
+            break
+    return found
+
+
+def _behind(
+    ids: Sequence[int], text: bytes, end: int, bytes_of: Callable[[int], bytes]
+) -> tuple[list[int], int] | None:
+    """Of tokens that begin with a text, those that reach past `end`, and how much of the first does
+    not; None where they differ from it."""
+    position = first = known = 0
+    for index, token in enumerate(ids):
+        data = bytes_of(token)
+        if position >= len(text):
+            break
+        if not data.startswith(text[position : position + len(data)]):
+            return None
+        position += len(data)
+        if position <= end:
+            first, known = index + 1, 0
+        elif first == index:
+            known = max(0, end - position + len(data))
+    return (list(ids[first:]), known) if position >= len(text) else ([], 0)
