@@ -229,7 +229,7 @@ def test_a_race_tree_of_the_target_itself() -> None:
         node = nodes.pop()
         path = tuple(growth.path(node))
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
-        arrivals = Arrivals.of(row(path)[None], identity, *at, 3)
+        arrivals = Arrivals.of(row(path)[None], identity, row(path)[None], *at, 3)
         on_host = [column[0].numpy() for column in arrivals]
         growth.arrived(node, on_host)
         nodes += [child for child in growth.unfed(1) if len(path) + 1 < depth]

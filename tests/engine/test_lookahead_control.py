@@ -48,7 +48,7 @@ class Scripted(Fixed):
         self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
 
-    def observe_step(self, batch: int, rows: int, seconds: float) -> None:
+    def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         self.steps.append((batch, rows))
 
     def observe_acceptance(self, verified: int, accepted: int, *rest: Any) -> None:

@@ -47,9 +47,11 @@ MOVERS = {
     "engine/drafter/static_tensors.py": "static buffers, once at start",
     "engine/drafter/steps.py": "arrays of the host: lengths",
     "engine/drafter/token_choice.py": "confidences between steps, on a CPU alone",
+    "engine/drafter/tree_drafts.py": "arrays of the host: rows that are known",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
+    "engine/tree_control.py": "arrays of the host: what trees are worth",
 }
 
 _BIRTH = ("__init__", "__post_init__")

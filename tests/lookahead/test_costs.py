@@ -205,6 +205,20 @@ def test_impossible_measurements_are_ignored(seconds: float) -> None:
     assert model.drafter(1) == pytest.approx(0.003)
 
 
+def test_what_sides_read_again_is_learnt_beside_rows() -> None:
+    """Steps with and without sides: each cost is found, and rows are not taken to cost more."""
+    generator, model = np.random.default_rng(5), CostModel(target=points(affine))
+    for number in range(300):
+        rows, again = int(generator.integers(4, 40)), int(number % 3 > 0) * 3000
+        noise = np.exp(0.02 * generator.standard_normal())
+        model.observe_target(4, rows, (affine(rows) + 2e-6 * again) * noise, again)
+    assert model.side(1000) == pytest.approx(2e-3, rel=0.25)
+    assert model.target(4, 20) == pytest.approx(affine(20), rel=0.05)
+    saved = CostModel.from_dict(json.loads(json.dumps(model.to_dict())))
+    assert saved.side(500) == pytest.approx(model.side(500))
+    assert CostModel().side(10_000) == 0.0
+
+
 def test_saved_costs_come_back() -> None:
     model = CostModel(target=points(affine), drafter=[(1, 0.003), (8, 0.004)], catch_up=1e-5)
     for _ in range(50):

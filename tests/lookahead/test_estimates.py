@@ -133,6 +133,10 @@ def spoilt(path: str, value: Any) -> dict[str, Any]:
         ("acceptance.greedy.recent", [[0.5]]),
         ("acceptance.greedy.recent", [[7.0] * LONGEST]),
         ("acceptance.greedy.recent", 5),
+        ("costs.again", -1.0),
+        ("trees.greedy.weights", [0.0] * 4),
+        ("trees.race.information", [[0.0] * 5] * 5),
+        ("trees.race.nodes", None),
     ],
 )
 def test_what_is_spoilt_is_refused(path: str, value: Any) -> None:

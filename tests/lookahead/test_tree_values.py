@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chances of children are learnt from what was next: as good as the best five numbers, and soon."""
 
+import json
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm_hetero_spec.lookahead.tree_values import (
     RACE_PRIOR,
     ChildChances,
     RankRates,
+    TreeValues,
     greedy_evidence,
     race_evidence,
 )
@@ -96,6 +98,23 @@ def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
         assert (np.bincount(one.parent, shares) < 1).all()
     nothing = np.zeros(0, np.int64)
     learnt.observe(nothing, nothing, nothing, np.zeros((0, 2)), nothing.astype(bool))
+
+
+def test_what_was_learnt_comes_back() -> None:
+    """With less weight: what comes next is learnt as if there had been so many nodes before."""
+    generator, values = np.random.default_rng(6), TreeValues.unknown()
+    for _ in range(40):
+        values.greedy.observe(*visited(generator, 8, ChildChances(TRUTHS[0])))
+    again = TreeValues.from_dict(json.loads(json.dumps(values.to_dict())), 64)
+    nodes = visited(generator, 50, None)
+    for old, new in zip(values, again, strict=True):
+        assert new.shares(*nodes[:4]) == pytest.approx(old.shares(*nodes[:4]))
+    for _ in range(20):
+        news = visited(generator, 8, ChildChances(TRUTHS[1]))
+        values.greedy.observe(*news)
+        again.greedy.observe(*news)
+    test = visited(generator, 5000, ChildChances(TRUTHS[1]))
+    assert loss(again.greedy, test) < loss(values.greedy, test)
 
 
 def test_evidence_is_finite() -> None:

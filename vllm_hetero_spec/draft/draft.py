@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_hetero_spec.draft.tree_growth import Explored
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 
@@ -34,6 +35,7 @@ class Draft(NamedTuple):
         draft_probs: What the tokens were drawn from; None where all are certain.
         rows: How its target is fed a tree (`verify.tree_rows.lay_out`), which is not cut any more
             from then on; None for a chain.
+        explored: All that was found, of a chain that may still become a tree.
     """
 
     req_id: str
@@ -42,6 +44,7 @@ class Draft(NamedTuple):
     confidences: Sequence[float] = ()
     draft_probs: DraftProbs | None = None
     rows: TreeRows | None = None
+    explored: Explored | None = None
 
     @property
     def fed(self) -> list[int]:
@@ -58,6 +61,17 @@ class Draft(NamedTuple):
     ) -> "Draft":
         """A draft in which each token continues the one before."""
         return cls(req_id, tokens, range(-1, len(tokens) - 1), confidences, draft_probs)
+
+    def common(self, chain: Sequence[int]) -> list[int]:
+        """The leading tokens of a chain that are a path of this tree."""
+        node, path = -1, list[int]()
+        for token in chain:
+            children = (i for i, parent in enumerate(self.parents) if parent == node)
+            node = next((i for i in children if self.tokens[i] == token), len(self.tokens))
+            if node == len(self.tokens):
+                break
+            path.append(token)
+        return path
 
     def first(self, count: int) -> "Draft":
         """The first `count` tokens; parents come before their children, so it is a tree again."""

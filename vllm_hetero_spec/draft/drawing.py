@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.pair_merges import PairMerges
+from vllm_hetero_spec.draft.race_tree import Arrivals
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.staging import Send
@@ -69,9 +70,11 @@ class DrawBatch:
         steps: Tokens each is to draft; not increasing.
         method: What the drafter's tokens propose.
         send: Brings arrays to the device.
+        beside: Arrivals that are kept of each race.
 
     Attributes:
         index: int64 [n], `rows` on the device.
+        arrivals: Of the last races; None where nothing is raced for, or nothing kept.
     """
 
     def __init__(
@@ -81,8 +84,11 @@ class DrawBatch:
         steps: Sequence[int],
         method: SampledMethod,
         send: Send,
+        beside: int = 0,
     ) -> None:
         tokens = method.tokens
+        self.arrivals: Arrivals | None = None
+        self._beside = beside if draws[0].races else 0
         self._tokens, self._lengths, self._likeliest = tokens, method.lengths, method.likeliest
         self.index, self._temperature, top_k, top_p, self._seeds, self._places = send(
             np.array(rows, np.int64),
@@ -143,13 +149,22 @@ class DrawBatch:
         shares = uniform(seeds, self._places[:count], DRAFT, step)
         self._steps += 1
         chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
+        arrivals = []
         for part in slices(len(logits), logits.shape[1], logits.device):
             q = self._rows(logits[part], part)
             self._tokens.add_draft_probs(q, table[part])
             if self._raced is not None:
-                winners = race(table[part, :-1], seeds[part], self._raced[part])
+                raced = table[part, :-1], seeds[part], self._raced[part]
+                if self._beside:
+                    arrivals.append(Arrivals.of(q, self._tokens, *raced, self._beside))
+                    winners = arrivals[-1].tokens[:, 0]
+                else:
+                    winners = race(*raced)
                 q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
             chosen[part] = choose(q, shares[part])
+        if arrivals:
+            self.arrivals = Arrivals(*map(torch.cat, zip(*arrivals, strict=True)))
+            self.arrivals.fed[:, 0] = chosen
         if self._raced is not None:
             self._raced[:count] += self._lengths[chosen]
         return chosen

@@ -41,6 +41,7 @@ class Arrivals(NamedTuple):
         cls,
         q: torch.Tensor,
         tokens: TokenMap,
+        psi: torch.Tensor,
         seeds: torch.Tensor,
         places: torch.Tensor,
         count: int,
@@ -50,11 +51,11 @@ class Arrivals(NamedTuple):
         Args:
             q: float32 [n, V_D] or wider, what the drafter would draw from.
             tokens: Which target token each drafter token proposes.
+            psi: float32 [n, V_T], q carried over by it.
             seeds: int64 [n], of the rows' requests.
             places: int64 [n], index in the output of the token that is raced for.
             count: Arrivals that are looked at, m.
         """
-        psi = tokens.draft_probs(q)
         ids, speeds = first_arrivals(psi, seeds, places, count)
         return cls(ids, tokens.likeliest(q).gather(1, ids), speeds, psi.gather(1, ids))
 

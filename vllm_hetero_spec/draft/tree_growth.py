@@ -130,6 +130,21 @@ class ValuedTree(NamedTuple):
         )
 
 
+class Explored(NamedTuple):
+    """What was found of a request's continuation; its draft is a part of it.
+
+    Attributes:
+        tree: In target tokens.
+        leads: Where they are raced for, by how much the first arrival leads each, in logarithms;
+            None where the target takes the likeliest.
+        shares: Where they are raced for, the probability of each in its row.
+    """
+
+    tree: ValuedTree
+    leads: Sequence[float] | None = None
+    shares: Sequence[float] = ()
+
+
 class Growth:
     """A tree under way: what is known of a request's continuation.
 

@@ -49,6 +49,9 @@ logger = logging.getLogger("vllm.hetero_spec")
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
+# Tokens of each of the drafter's rows that may be in a tree: the rest of a row is hardly worth a
+# node, however many there may be.
+_BESIDE = 12
 
 
 class DraftingRank:
@@ -111,6 +114,7 @@ class DraftingRank:
             self._sampling,
             bridge.drafter_eos,
             confidences=options.controller != "fixed",
+            beside=_BESIDE if options.tree_nodes else 0,
         )
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
         self._recording = Recording(
@@ -246,7 +250,7 @@ class DraftingRank:
         name, cpu = self._options.controller, self._device.type == "cpu"
         can_stop = self._planning is None and (name == "confidence" or (name == "goodput" and cpu))
         controller = controller_of(self._options, known, can_stop_early=can_stop)
-        return LookaheadControl(controller, can_stop_early=can_stop)
+        return LookaheadControl(controller, can_stop_early=can_stop, values=known.trees)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """The plan of the first rank, on all ranks that draft together."""
@@ -284,7 +288,10 @@ class DraftingRank:
             draw = None
             if self._sampling is not None and useful:
                 draw = state.draw_of(request, races=self._races)
-            tasks.append(DraftTask(state, useful, request.params.penalty, draw))
+            params = request.params
+            alike = not params.random or (draw is not None and draw.races)
+            tree = plan.trees and useful > 0 and alike and params.takes_trees
+            tasks.append(DraftTask(state, useful, params.penalty, draw, tree))
         return tasks
 
     @staticmethod

@@ -18,11 +18,14 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
-from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.engine.tree_control import TreeControl
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.tree_values import TreeValues
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -57,19 +60,34 @@ class StepPlan(NamedTuple):
         reads: Whether the drafter reads what it has not read of each; it drafts for no other.
         num_waiting: Requests that sampled, and are neither read nor drafted for so that first
             tokens go first.
+        trees: Whether drafts may be trees.
     """
 
     lookahead: list[int]
     reads: list[bool]
     num_waiting: int = 0
+    trees: bool = False
 
 
 class _Verifying(NamedTuple):
-    """A draft on its way through the target: of all tokens proposed, those trimmed included."""
+    """A draft on its way through the target: of all tokens proposed, those trimmed included.
+
+    `chain` is that of a tree: the leading tokens of the drafter's own chain that are verified.
+    """
 
     confidences: Sequence[float]
     wanted: int
     random: bool
+    chain: Sequence[int] | None = None
+
+    def accepted(self, request: RequestView) -> tuple[int, int]:
+        """Tokens of the chain that were verified, and those of them that the target kept."""
+        if self.chain is None:
+            return request.num_drafted, request.num_accepted
+        chain = self.chain[: request.num_drafted]
+        pairs = enumerate(zip(chain, request.new_tokens, strict=False))
+        differs = (place for place, (drafted, emitted) in pairs if drafted != emitted)
+        return len(chain), next(differs, min(len(chain), len(request.new_tokens)))
 
 
 class LookaheadControl:
@@ -78,13 +96,17 @@ class LookaheadControl:
     Args:
         controller: Who decides; may be exchanged between steps.
         can_stop_early: Whether the controller is asked between drafter steps.
+        values: Of what is in trees.
 
     Attributes:
         asks: The lookahead that coming steps should be scheduled with, one of `StepView.tiers`.
     """
 
-    def __init__(self, controller: Controller, *, can_stop_early: bool) -> None:
+    def __init__(
+        self, controller: Controller, *, can_stop_early: bool, values: TreeValues | None = None
+    ) -> None:
         self.asks = 0
+        self._trees = TreeControl(values or TreeValues.unknown())
         self._waiting: tuple[dict[str, int], bool] | None = None  # a plan by request; a probe?
         self._waited = 0  # steps
         self.controller = controller
@@ -105,14 +127,16 @@ class LookaheadControl:
             draft = self._verifying.pop(request.req_id, None)
             if draft is not None and request.new_tokens:
                 # One that was cut to nothing teaches too: that such drafts are not worth making.
-                accepted = len(request.new_tokens) - 1
-                self.controller.observe_acceptance(request.num_drafted, accepted, *draft)
+                verified, accepted = draft.accepted(request)
+                known = draft.confidences, draft.wanted, draft.random
+                self.controller.observe_acceptance(verified, accepted, *known)
         for req_id in self._verifying.keys() - step.live:  # others' come, in pipeline stages
             del self._verifying[req_id]
+        again = self._trees.observe(step)
         if step.decodes_only and step.target_seconds is not None:
             assert step.step_seconds is not None
             batch = len(step.requests)
-            self.controller.observe_step(batch, step.num_rows, step.target_seconds)
+            self.controller.observe_step(batch, step.num_rows, step.target_seconds, again)
             self.controller.emitted(step.num_new_tokens, step.step_seconds)
 
     def plan(self, step: StepView, unread: Sequence[int]) -> StepPlan:
@@ -149,7 +173,10 @@ class LookaheadControl:
             wanted > 0 or (beside and limit > 0 and left <= _LONG)
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
-        return StepPlan(lookahead, reads, num_waiting)
+        room = step.trees is not None and step.trees.sides > 0
+        trees = room and not self._plan.probe and self.controller.trees_pay
+        self._trees.begin(step)
+        return StepPlan(lookahead, reads, num_waiting, trees)
 
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
@@ -203,22 +230,46 @@ class LookaheadControl:
                 longest=max((len(draft.tokens) for draft in drafts), default=0),
             )
 
+    @property
+    def race_chances(self) -> Chances:
+        """See `Control`."""
+        return self._trees.race_chances
+
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts without what is not worth verifying."""
+        """The drafts without what is not worth verifying, and trees laid out."""
+        chains = self._trimmed([draft for draft in drafts if draft.explored is None])
+        growing = [draft for draft in drafts if draft.explored is not None]
+        if not growing:
+            return chains
+        rows = len(self._index_of) + sum(len(draft.tokens) for draft in chains)
+        free = [draft.req_id in self._own for draft in growing]
+        trees = self._trees.trim(growing, free, rows, self.controller)
+        for chain, tree in zip(growing, trees, strict=True):
+            if chain.confidences and chain.req_id not in self._own:
+                along = self._noted(chain)._replace(chain=tree.common(chain.tokens))
+                self._verifying[chain.req_id] = along
+        return chains + trees
+
+    def _trimmed(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Chains."""
         judged = {
             draft.req_id: draft.confidences
             for draft in drafts
             if draft.confidences and draft.req_id not in self._own
         }
-        for req_id, confidences in judged.items():
-            index = self._index_of[req_id]
-            wanted = 0 if self._stopped else self._plan.lookahead[index]
-            self._verifying[req_id] = _Verifying(confidences, wanted, self._random[index])
+        for draft in drafts:
+            if draft.req_id in judged:
+                self._verifying[draft.req_id] = self._noted(draft)
         lengths = self.controller.trim(self._in_order(judged))
         return [
             draft.first(lengths[self._index_of[draft.req_id]]) if draft.req_id in judged else draft
             for draft in drafts
         ]
+
+    def _noted(self, draft: Draft) -> _Verifying:
+        index = self._index_of[draft.req_id]
+        wanted = 0 if self._stopped else self._plan.lookahead[index]
+        return _Verifying(draft.confidences, wanted, self._random[index])
 
     def _in_order(self, confidences: Mapping[str, Sequence[float]]) -> list[Sequence[float]]:
         """One list for each request of the batch, as controllers have them."""

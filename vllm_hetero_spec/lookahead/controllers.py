@@ -98,8 +98,32 @@ class Controller(ABC):
         """
         return [len(request) for request in confidences]
 
-    def observe_step(self, batch: int, rows: int, seconds: float) -> None:  # noqa: B027
-        """A target step without prefill took so long: wall time, from drafts to next tokens."""
+    @property
+    def trees_pay(self) -> bool:
+        """Whether rows are cheap enough in this step for drafts to be trees."""
+        return True
+
+    def row_price(self, rows: int) -> float:
+        """Tokens that a row more has to bring in a step of so many."""
+        return 0.0
+
+    def side_price(self, context: int) -> float:
+        """Tokens that a side sequence of a tree has to bring beside its rows.
+
+        Args:
+            context: Tokens of its request, which it reads once more.
+        """
+        return 0.0
+
+    def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:  # noqa: B027
+        """A target step without prefill took so long: wall time, from drafts to next tokens.
+
+        Args:
+            batch: Its requests.
+            rows: All that it computed.
+            seconds: That it took.
+            again: KV tokens that side sequences of trees have read again.
+        """
 
     def observe_draft(  # noqa: B027
         self,

@@ -17,6 +17,8 @@ _USUAL_FEED = 4  # context tokens per request that any round feeds: what was emi
 _LONG_FEED = 64  # tokens of a catch-up that is long enough to say what one of them costs
 _CALIBRATED_FEED = 256.0  # tokens that a calibrated catch-up weighs: outweighed by a few long ones
 _KEEP = 0.9  # weight of one long catch-up against the next: they are few, ten are remembered
+_CALIBRATED_AGAIN = 1024.0  # KV tokens read again that what was known weighs: a step or two
+_KEEP_AGAIN = 0.98  # weight of a step with sides against the next: what they take is near the noise
 _LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
 _COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
@@ -30,6 +32,7 @@ class CostModel:
         verify: As `target` for steps with more rows than requests; `target` where empty.
         overhead: Calibrated (batch, seconds) of what a round of drafting costs beside its forwards.
         catch_up: Seconds per context token that the drafter reads; 0 and learnt where None.
+        again: Seconds per KV token that a side sequence of a tree reads again.
 
     Rows are all tokens that a target step computes, bonus rows included. Everything works without
     calibration: unknown costs are learnt from the first steps.
@@ -42,6 +45,7 @@ class CostModel:
         verify: Points = (),
         overhead: Points = (),
         catch_up: float | None = None,
+        again: float = 0.0,
     ) -> None:
         self._target = CostCurve({_PLAIN: target, _VERIFY: verify}, kinds=2)
         self._drafter = CostCurve({0: drafter})
@@ -49,6 +53,8 @@ class CostModel:
         self._met: set[int] = set()  # rows of target steps so far
         feed = 0.0 if catch_up is None else _CALIBRATED_FEED
         self._caught_up = feed, feed * (catch_up or 0.0)  # tokens and their seconds, discounted
+        # KV tokens that side sequences of trees have read again, and their seconds, discounted.
+        self._read_again = (_CALIBRATED_AGAIN, _CALIBRATED_AGAIN * again)
 
     @property
     def knows_target(self) -> bool:
@@ -108,18 +114,29 @@ class CostModel:
         """Seconds to feed a request's context tokens, beyond what any round feeds."""
         return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
+    def side(self, context: int) -> float:
+        """Seconds that a side sequence over so much context takes beside its rows."""
+        tokens, seconds = self._read_again
+        return context * max(seconds, 0.0) / tokens
+
     def loosen_drafter(self, spread: float) -> None:
         """The drafter was left alone: its steps may have changed by about this share."""
         self._drafter.loosen(spread)
 
-    def observe_target(self, batch: int, rows: int, seconds: float) -> None:
-        """One target step without prefill."""
+    def observe_target(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
+        """One target step without prefill, in which so many KV tokens were read again."""
         rows = max(rows, batch)
         first = rows not in self._met
         self._met.add(rows)
         # It may have made kernels: where it took long, it tells nothing of the next ones.
         if first and self.knows_target and seconds > _COLD * self.target(batch, rows):
             return
+        if again and self.knows_target and 0 < seconds < math.inf:
+            more = seconds - self.target(batch, rows)
+            tokens, spent = (_KEEP_AGAIN * x for x in self._read_again)
+            # What is not sides is another cost of rows.
+            seconds = max(seconds - self.side(again), seconds / 2)
+            self._read_again = tokens + again, spent + more
         self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
 
     def observe_drafting(
@@ -156,6 +173,7 @@ class CostModel:
             "drafter": self._drafter.points(),
             "overhead": self._overhead.points(),
             "catch_up": self._seconds_per_token if self._caught_up[0] else None,
+            "again": self.side(1),
         }
 
     @classmethod
@@ -171,8 +189,11 @@ class CostModel:
                 for name in ("target", "verify", "drafter", "overhead")
             }
             catch_up = None if saved["catch_up"] is None else float(saved["catch_up"])
+            again = float(saved["again"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not saved costs: {error!r}") from error
         if catch_up is not None and not 0 <= catch_up < math.inf:
             raise ValueError(f"not saved costs: catch_up is {catch_up}")
-        return cls(**curves, catch_up=catch_up)
+        if not 0 <= again < math.inf:
+            raise ValueError(f"not saved costs: again is {again}")
+        return cls(**curves, catch_up=catch_up, again=again)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.tree_values import TreeValues
 
-VERSION = 1  # of what `to_dict` gives
+VERSION = 2  # of what `to_dict` gives
 _WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs
+_NODES_OF_DRAFT = 2  # at which a tree is tested, about
 
 
 class Estimates(NamedTuple):
@@ -19,16 +21,18 @@ class Estimates(NamedTuple):
         costs: Of steps, in seconds.
         steps: Drafter steps that a draft takes.
         acceptance: Of past drafts.
+        trees: Values of what is in trees.
     """
 
     costs: CostModel
     steps: StepsOfDraft
     acceptance: AcceptanceStats
+    trees: TreeValues
 
     @classmethod
     def of(cls, costs: CostModel, positions: int) -> "Estimates":
         """Costs, and nothing of drafts of up to so many target tokens."""
-        return cls(costs, StepsOfDraft(), AcceptanceStats(positions))
+        return cls(costs, StepsOfDraft(), AcceptanceStats(positions), TreeValues.unknown())
 
     def summary(self) -> str:
         """A few words for the log."""
@@ -45,6 +49,7 @@ class Estimates(NamedTuple):
             "costs": self.costs.to_dict(),
             "steps": self.steps.to_dict(),
             "acceptance": self.acceptance.to_dict(),
+            "trees": self.trees.to_dict(),
         }
 
     @classmethod
@@ -61,6 +66,7 @@ class Estimates(NamedTuple):
                 CostModel.from_dict(saved["costs"]),
                 StepsOfDraft.from_dict(saved["steps"], _WEIGHT),
                 AcceptanceStats.from_dict(saved["acceptance"], positions, _WEIGHT),
+                TreeValues.from_dict(saved["trees"], _NODES_OF_DRAFT * _WEIGHT),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not what is known of a pair: {error!r}") from error

@@ -28,6 +28,7 @@ _WARM_UP_LOST = 1.0  # plain steps, at most, before a useless drafter is given u
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
 _FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later ones less and less
+_DEAR = 0.3  # tokens for a row: the best trees are chains then, or hardly better
 # Probes.
 _PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
 _FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
@@ -131,11 +132,24 @@ class Goodput(Controller):
         """How many proposed tokens to verify; see `Controller`."""
         return self._policy.trim(confidences) if self._policy else super().trim(confidences)
 
-    def observe_step(self, batch: int, rows: int, seconds: float) -> None:
+    @property
+    def trees_pay(self) -> bool:
+        """Not where a row for each request costs much; nor in probes; see `Controller`."""
+        return self._policy is not None and self.row_price(2 * self._batch) < _DEAR
+
+    def row_price(self, rows: int) -> float:
+        """Tokens that a row more has to bring; see `Controller`."""
+        return self._policy.row_price(rows) if self._policy else 0.0
+
+    def side_price(self, context: int) -> float:
+        """Tokens that a side sequence has to bring; see `Controller`."""
+        return self._policy.side_price(context) if self._policy else 0.0
+
+    def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         """A target step took so long; see `Controller`."""
         if self._budget.probing:
             self._budget.charge(self._costs.more_rows(batch, rows - batch))
-        self._costs.observe_target(batch, rows, seconds)
+        self._costs.observe_target(batch, rows, seconds, again)
 
     def observe_draft(
         self,

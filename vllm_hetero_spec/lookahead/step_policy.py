@@ -31,7 +31,7 @@ class StepPolicy(NamedTuple):
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
         survival = self.known.acceptance.survival_of(confidences, self.random)
-        price = self._row_price(self.batch + sum(map(len, confidences)))
+        price = self.row_price(self.batch + sum(map(len, confidences)))
         expected = list(map(self._next, survival, self.random))
         expected = [tokens if tokens >= price else 0.0 for tokens in expected]
         active = sum(tokens > 0 for tokens in expected)
@@ -53,7 +53,7 @@ class StepPolicy(NamedTuple):
             alive.sort(key=lambda i: -survival[i][kept[i]])
             still_alive = []
             for i in alive:
-                if survival[i][kept[i]] < self._row_price(rows):
+                if survival[i][kept[i]] < self.row_price(rows):
                     break
                 kept[i] += 1
                 rows += 1
@@ -62,9 +62,14 @@ class StepPolicy(NamedTuple):
             alive = still_alive
         return kept
 
-    def _row_price(self, rows: int) -> float:
+    def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""
-        return self.tokens_per_second * self.known.costs.row(rows, self.batch, self.most)
+        most = max(self.most, rows)  # of trees, there may be more than was planned for chains
+        return self.tokens_per_second * self.known.costs.row(rows, self.batch, most)
+
+    def side_price(self, context: int) -> float:
+        """Tokens that a side sequence over so much context has to bring beside its rows."""
+        return self.tokens_per_second * self.known.costs.side(context)
 
     def _next(self, survival: Sequence[float], random: bool) -> float:
         """P[a further token counts]: 0 for a request without a draft or at its longest."""

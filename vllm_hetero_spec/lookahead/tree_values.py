@@ -7,9 +7,12 @@ the number of their parent, from 0 on; their rank among its children, 0 the like
 and what is known of each child, `evidence` [m, 2].
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from vllm_hetero_spec.lookahead.acceptance import numbers
 
 # The slopes of the two facts that are known, whether it is the first child, an offset, the
 # logarithm of the depth. A greedy child alone is taken at its word: for the odds of its share.
@@ -51,6 +54,7 @@ class ChildChances:
     def __init__(self, prior: Sequence[float]) -> None:
         self._weights = np.array(prior)
         self._information = _PRIOR_INFORMATION.copy()
+        self._nodes = 0.0  # learnt from, old ones counting less
 
     def shares(
         self, parent: np.ndarray, rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray
@@ -83,17 +87,75 @@ class ChildChances:
         means = np.zeros((parent.max() + 1, features.shape[1]))
         np.add.at(means, parent, predicted[:, None] * features)
         tests = (features * predicted[:, None]).T @ features - means.T @ means
-        keep = 0.5 ** (len(np.unique(parent)) / _HALF_LIFE)
+        nodes = len(np.unique(parent))
+        keep = 0.5 ** (nodes / _HALF_LIFE)
+        self._nodes = self._nodes * keep + nodes
         learnt = (self._information - _PRIOR_INFORMATION) * keep
         self._information = _PRIOR_INFORMATION + learnt + tests
         step = np.linalg.solve(self._information, features.T @ (taken - predicted))
         largest = float(np.abs(features @ step).max())
         self._weights = self._weights + step * min(1.0, _LARGEST_STEP / max(largest, 1e-9))
 
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it."""
+        return {
+            "weights": self._weights.tolist(),
+            "information": self._information.tolist(),
+            "nodes": self._nodes,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "ChildChances":
+        """What `to_dict` gave, worth so many nodes at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        chances = cls(numbers(saved["weights"], (len(GREEDY_PRIOR),)).tolist())
+        learnt = numbers(saved["information"], _PRIOR_INFORMATION.shape) - _PRIOR_INFORMATION
+        if np.linalg.eigvalsh(learnt)[0] < -1e-6:
+            raise ValueError("less is known than before anything was learnt")
+        nodes = max(float(numbers(saved["nodes"], ())), 0.0)
+        keep = weight / max(nodes, weight)
+        chances._nodes = nodes * keep
+        chances._information = _PRIOR_INFORMATION + learnt * keep
+        return chances
+
     def _shares(self, parent: np.ndarray, features: np.ndarray) -> np.ndarray:
         scores = np.clip(features @ self._weights, _LEAST_SCORE, _LARGEST_SCORE)
         odds = np.exp(scores)
         return odds / (1.0 + np.bincount(parent, odds)[parent])
+
+
+class TreeValues(NamedTuple):
+    """What is known of the children of trees.
+
+    Attributes:
+        greedy: Where the target takes the likeliest token.
+        race: Where it races.
+    """
+
+    greedy: ChildChances
+    race: ChildChances
+
+    @classmethod
+    def unknown(cls) -> "TreeValues":
+        """Before any tree."""
+        return cls(ChildChances(GREEDY_PRIOR), ChildChances(RACE_PRIOR))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it."""
+        return {"greedy": self.greedy.to_dict(), "race": self.race.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "TreeValues":
+        """What `to_dict` gave, each worth so many nodes at most.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        greedy, race = (ChildChances.from_dict(saved[kind], weight) for kind in ("greedy", "race"))
+        return cls(greedy, race)
 
 
 class RankRates:

@@ -81,8 +81,10 @@ class Drafter:
         sampling: What sampled drafts propose; None where all are greedy.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
+        beside: Tokens of each row that are fetched beside the one that is picked, for trees.
 
     Attributes:
+        sampling: As given.
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
@@ -103,10 +105,11 @@ class Drafter:
         sampling: SampledMethod | None = None,
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
+        beside: int = 0,
     ) -> None:
         device = model.device
         self.model = model
-        self.max_length = model.max_length
+        self.sampling, self.max_length = sampling, model.max_length
         self.most_steps = _STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
@@ -115,7 +118,9 @@ class Drafter:
         self._send = Sender(device).send
         self._send_own = Sender(device, _OWN_PACKETS).send
         with torch.inference_mode(mode=False):
-            picked = Picked(self.most_steps, max_requests, device, confidences=confidences)
+            picked = Picked(
+                self.most_steps, max_requests, device, confidences=confidences, beside=beside
+            )
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         self._receiver_own = Receiver(device, 8 * max_requests * max(_CANDIDATES, self.most_steps))
         self._rules = PickRules(
@@ -124,6 +129,7 @@ class Drafter:
             ends=ends,
             sampling=sampling,
             confidences=confidences,
+            beside=beside,
         )
         self._planner = Planner(model.block_size, self.max_length)
         # Not of the packets of rounds: it feeds in the middle of one.
@@ -207,7 +213,7 @@ class Drafter:
     @property
     def merges(self) -> bool:
         """Whether drawn drafts look ahead, by SLRS-n."""
-        return self._rules.sampling is not None and self._rules.sampling.merging is not None
+        return self.sampling is not None and self.sampling.merging is not None
 
     def span(self, task: DraftTask) -> MergeSpan:
         """How SLRS-n looks ahead for a request; one token where it is drafted otherwise."""
@@ -313,15 +319,16 @@ class Drafter:
         packet = current.fetched.wait()[:, :, : active[0]]
         picked = PickedTokens(packet, confidences=self._rules.confidences)
         drafted = []
-        for row, ids, peaks, sound in zip(
-            current.rows, picked.ids, picked.peaks, picked.sound, strict=False
+        for index, (row, ids, peaks, sound) in enumerate(
+            zip(current.rows, picked.ids, picked.peaks, picked.sound, strict=False)
         ):
             wanted = min(row.steps, current.taken)
             count = min(wanted, sound)
             del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids += ids[:-1]
-            drafted.append(DrafterTokens(ids, count == wanted, peaks[:count]))
+            beside = picked.beside(index, count) if row.task.tree else None
+            drafted.append(DrafterTokens(ids, count == wanted, peaks[:count], beside=beside))
         if (draws := current.own.draws) is not None:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all

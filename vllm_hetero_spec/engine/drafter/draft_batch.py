@@ -17,12 +17,14 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
+    Beside,
     Control,
     DrafterTokens,
     DraftRow,
     DraftTask,
     DraftTiming,
 )
+from vllm_hetero_spec.engine.drafter.tree_drafts import TreeDrafts
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
 
@@ -35,13 +37,17 @@ _STEPS_BETWEEN_TRIES = 8
 
 @dataclass(slots=True)
 class _Greedy:
-    """A greedy draft in the making: what is drafted, and what of it the target may read."""
+    """A greedy draft in the making: what is drafted, and what of it the target may read.
+
+    `beside` is what is known of the rows of `drafted`, in parts; empty for a chain.
+    """
 
     task: DraftTask
     steps: int
     drafted: list[int]
     peaks: list[float]
     proposal: list[int]
+    beside: list[Beside]
 
     @property
     def missing(self) -> int:
@@ -86,6 +92,7 @@ class DraftBatchRunner:
         self._pool = pool
         self._stats = stats
         self._budget = budget
+        self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
 
     def begin(
@@ -143,12 +150,15 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                made = _Greedy(row.task, row.steps, [], [], [])
+                made = _Greedy(row.task, row.steps, [], [], [], [])
                 greedy.append((made, row, tokens))
                 continue
             self._stats.drafter_tokens += len(tokens.tokens)
             self._settle(row.task, tokens)
-            drafts.append(tokens.proposal)
+            if tokens.beside is not None and control is not None:
+                drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
+            else:
+                drafts.append(tokens.proposal)
         return drafts + self._cover(greedy, control)
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
@@ -251,6 +261,7 @@ class DraftBatchRunner:
             for made, _, tokens in round_:
                 made.drafted += tokens.tokens
                 made.peaks += tokens.confidences[: len(tokens.tokens)]
+                made.beside += [tokens.beside] if tokens.beside is not None else []
                 self._stats.drafter_tokens += len(tokens.tokens)
             self._translate([made for made, _, _ in round_])
             short = []
@@ -261,9 +272,15 @@ class DraftBatchRunner:
             rows = [row for _, row in short]
             drafted = self._drafter.run(rows, control) if rows else []
             round_ = [(*pair, tokens) for pair, tokens in zip(short, drafted, strict=True)]
-        return [
+        drafts = [
             Draft.chain(made.task.req_id, made.proposal, self._confidences(made)) for made in every
         ]
+        return self._trees.greedy(
+            [made.task for made in every],
+            [made.drafted for made in every],
+            [made.beside for made in every],
+            drafts,
+        )
 
     def _translate(self, drafts: Sequence[_Greedy]) -> None:
         began = time.perf_counter()

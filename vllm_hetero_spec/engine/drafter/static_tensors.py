@@ -54,7 +54,7 @@ class StaticTensors:
             self.plan_lengths = filled(1, torch.int32, steps, size)
             self.plan_places = filled(NOWHERE, torch.int64, steps, 2, size)
             self.step = filled(1, torch.int64, 1)
-            self.now = Picked(1, size, device, confidences=picked.confidences)
+            self.now = Picked(1, size, device, confidences=picked.confidences, beside=picked.beside)
             self._picked = picked
             self._starts_cpu = {
                 width: torch.arange(0, size * width + 1, width, dtype=torch.int32)

@@ -4,9 +4,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 
 
@@ -18,12 +21,14 @@ class DraftTask(NamedTuple):
         lookahead: Target tokens that are useful to propose; 0 only catches up.
         penalty: Its penalties; None where there are none.
         draw: How its tokens are drawn; None for a greedy draft.
+        tree: Whether its draft may be a tree.
     """
 
     state: RequestState
     lookahead: int
     penalty: Penalty | None = None
     draw: Draw | None = None
+    tree: bool = False
 
     @property
     def req_id(self) -> str:
@@ -51,6 +56,28 @@ class DraftRow(NamedTuple):
     side_blocks: Sequence[int] = ()
 
 
+class Beside(NamedTuple):
+    """What is known of the rows that a request's tokens were picked from: m tokens of each.
+
+    Attributes:
+        tokens: int32 [S, m], the likeliest drafter ids; target ids where they are raced for, the
+            first to arrive first.
+        shares: float32 [S, m], their probabilities.
+        fed: int32 [S, m], where raced for, the drafter token to be fed behind each;
+        speeds: float32 [S, m], 1 / the times of arrival.
+    """
+
+    tokens: np.ndarray
+    shares: np.ndarray
+    fed: np.ndarray
+    speeds: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence["Beside"]) -> "Beside":
+        """One behind the other, at least one."""
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 class DrafterTokens(NamedTuple):
     """What the decode loop made of one row.
 
@@ -61,12 +88,14 @@ class DrafterTokens(NamedTuple):
             any token in its place, known before one was picked.
         proposal: The draft in target tokens, of a row whose tokens were drawn; greedy ones are
             still to be translated.
+        beside: What else is known of the rows behind them, where the draft may be a tree.
     """
 
     tokens: list[int]
     finite: bool = True
     confidences: list[float] | tuple[()] = ()
     proposal: Draft | None = None
+    beside: Beside | None = None
 
 
 class DraftTiming(NamedTuple):
@@ -91,6 +120,10 @@ class Control(Protocol):
     """Who is asked, and told, while drafts are made."""
 
     can_stop_early: bool
+
+    @property
+    def race_chances(self) -> Chances:
+        """What values children that are raced for."""
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Whether the drafter takes another step, from what each request's tokens are worth."""

@@ -13,11 +13,13 @@ import torch
 
 from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
+from vllm_hetero_spec.draft.race_tree import Arrivals
 from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import Beside, DraftRow, DraftTask
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
+_FIRST_BESIDE = 3  # of the lines of `Picked.packet`
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class PickRules:
         ends: Ids after which a draft ends.
         sampling: What sampled drafts propose; None where all are greedy.
         confidences: Whether they are asked for.
+        beside: Tokens of each row that are known beside the one that is picked, for trees.
     """
 
     vocab_size: int
@@ -37,6 +40,7 @@ class PickRules:
     ends: frozenset[int]
     sampling: SampledMethod | None
     confidences: bool = False
+    beside: int = 0
 
     def span(self, task: DraftTask) -> MergeSpan:
         """How SLRS-n looks ahead for a request; one token where it is drafted otherwise.
@@ -60,6 +64,7 @@ class PickRules:
             [rows[index].steps if keep else 0 for index in drawn],
             self.sampling,
             send,
+            self.beside if self.sampling.tokens.renormalise else 0,
         )
 
     def only_real(self, logits: torch.Tensor) -> torch.Tensor:
@@ -75,16 +80,29 @@ class Picked:
         steps: T.
         size: B.
         confidences: Whether the largest probability that each token competed with is kept.
+        beside: Tokens that are known of each row, m: where there are any, the likeliest; in their
+            place, where tokens are raced for, the first arrivals.
         device: Where the drafter runs.
 
     Attributes:
-        packet: int32 [T, 3, B]: ids, then the bits of the float32 scores and confidences.
+        packet: int32 [T, 3 + 4 m, B]: ids, then the bits of the float32 scores and confidences,
+            then the columns of `Beside`.
         confidences: See above.
+        beside: See above.
     """
 
-    def __init__(self, steps: int, size: int, device: torch.device, *, confidences: bool) -> None:
-        self.packet = torch.zeros((steps, 3, size), dtype=torch.int32, device=device)
-        self.confidences = confidences
+    def __init__(
+        self,
+        steps: int,
+        size: int,
+        device: torch.device,
+        *,
+        confidences: bool,
+        beside: int = 0,
+    ) -> None:
+        lines = _FIRST_BESIDE + len(Beside._fields) * beside
+        self.packet = torch.zeros((steps, lines, size), dtype=torch.int32, device=device)
+        self.confidences, self.beside = confidences, beside
         self._ids = self.packet[:, 0]
         self._scores, self._peaks = (self.packet[:, i].view(torch.float32) for i in (1, 2))
 
@@ -103,8 +121,24 @@ class Picked:
         scores, ids = logits.max(-1)
         self._ids[step, :count].copy_(ids)
         self._scores[step, :count].copy_(scores)
+        if not self.confidences and not self.beside:
+            return
+        total = logits.logsumexp(-1)
         if self.confidences:
-            self._peaks[step, :count].copy_((scores - logits.logsumexp(-1)).exp_())
+            self._peaks[step, :count].copy_((scores - total).exp_())
+        if self.beside:
+            found = logits.topk(self.beside, -1)
+            shares = (found.values - total[:, None]).exp_().float().view(torch.int32)
+            middle = _FIRST_BESIDE + self.beside
+            self.packet[step, _FIRST_BESIDE:middle, :count].copy_(found.indices.T)
+            self.packet[step, middle : middle + self.beside, :count].copy_(shares.T)
+
+    def arrived(self, step: int, index: torch.Tensor, arrivals: Arrivals) -> None:
+        """What came first in the races of the requests `index`, int64 [n]."""
+        floats = (of.contiguous().view(torch.int32) for of in (arrivals.shares, arrivals.speeds))
+        shares, speeds = floats
+        columns = torch.cat([arrivals.tokens.int(), shares, arrivals.fed.int(), speeds], 1)
+        self.packet[step, _FIRST_BESIDE:].index_copy_(1, index, columns.T)
 
     def overrule(self, step: int, index: torch.Tensor, other: "Picked", count: int) -> None:
         """In place of what was picked for some requests, what `other` has in its first step.
@@ -131,7 +165,7 @@ class PickedTokens:
     """`Picked.packet` on the host.
 
     Args:
-        packet: int32 [S, 3, B].
+        packet: int32 [S, 3 + 4 m, B].
         confidences: Whether it has any.
 
     Attributes:
@@ -150,6 +184,13 @@ class PickedTokens:
         self.sound = [steps] * packet.shape[2]
         if not finite.all():
             self.sound = np.where(finite.all(0), steps, finite.argmin(0)).tolist()
+        self._packet = packet
+
+    def beside(self, request: int, count: int) -> Beside:
+        """What is known of the first `count` rows of a request."""
+        lines = self._packet[:count, _FIRST_BESIDE:, request].copy()
+        tokens, shares, fed, speeds = np.split(lines, len(Beside._fields), axis=1)
+        return Beside(tokens, shares.view(np.float32), fed, speeds.view(np.float32))
 
 
 class OwnPicks:
@@ -173,7 +214,9 @@ class OwnPicks:
         self._penalties: Penalties | None = None
         if penalised:
             self._penalties = Penalties(penalised, send)
-            self._own = Picked(1, len(penalised), device, confidences=rules.confidences)
+            self._own = Picked(
+                1, len(penalised), device, confidences=rules.confidences, beside=rules.beside
+            )
 
     def __bool__(self) -> bool:
         return self.draws is not None or self._penalties is not None
@@ -193,6 +236,8 @@ class OwnPicks:
         if self.draws is not None and (count := bisect_left(self.drawn, len(logits))):
             index = self.draws.index[:count]
             picked.put(step, index, self.draws.draw(logits[index]))
+            if self.draws.arrivals is not None:
+                picked.arrived(step, index, self.draws.arrivals)
 
     def feed(self, ids: torch.Tensor) -> None:
         """These int32 ids [n] of the first n requests are going to be fed."""

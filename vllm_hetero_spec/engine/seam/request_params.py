@@ -62,6 +62,14 @@ class RequestParams:
         return bool(self.bad_words) or self.allowed_ids is not None or self.min_tokens > 0
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether its rows are the target's own whatever path they are on.
+
+        Else what was generated before a row is read from the rows in front, as of a chain.
+        """
+        return self.penalty is None and not self.structured and not self.restricted
+
+    @property
     def random(self) -> bool:
         """Whether the target draws its tokens instead of taking the likeliest."""
         return self.temperature >= _COLDEST

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees beside the drafter's usual chains, from its rows to what the target is fed."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tape_graphs import TapeGraphs
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+
+from vllm_hetero_spec import staging
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.request_params import RequestParams
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.lookahead.tree_values import TreeValues
+from vllm_hetero_spec.text.bridge import IdentityBridge
+from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
+
+LOOKAHEAD, KNOWN = 4, 5
+ROOM = TreeRoom(nodes=8, rows=40, sides=6)
+TEXTS = {"a": [3, 4, 5], "b": [6, 4, 9, 2], "c": [8, 8]}
+
+
+class World:
+    """A drafter of target tokens, with trees or without; the target is the same model."""
+
+    def __init__(self, beside: int = KNOWN, *, raced: bool = False, graphs: bool = False) -> None:
+        plain = SampledMethod(
+            TokenMap(torch.arange(VOCAB), VOCAB), torch.ones(VOCAB).long(), lambda d: (d,)
+        )
+        self.model = ToyDrafterModel()
+        self.drafter = Drafter(
+            self.model,  # type: ignore[arg-type]
+            {0},
+            VOCAB,
+            LOOKAHEAD,
+            8,
+            plain,
+            confidences=True,
+            beside=beside,
+        )
+        if graphs:
+            shapes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
+            self.drafter.record(TapeGraphs(), shapes, GraphSupport(True, several_tokens=True))
+        self.pool, self.raced = KVPool(BLOCKS, SIZE), raced
+        special: Any = SimpleNamespace(drafter_eos=frozenset(), banned=frozenset(), proposed={})
+        stats = DraftStats()
+        self.rounds = DraftBatchRunner(IdentityBridge(special), self.drafter, self.pool, stats, 999)
+        self.states: dict[str, RequestState] = {}
+
+    def tasks(self, texts: dict[str, list[int]], *, tree: bool = True) -> list[DraftTask]:
+        tasks = []
+        for number, (name, text) in enumerate(texts.items()):
+            context = IdentityContext()
+            context.ids = list(text)
+            old = self.states.get(name)
+            state = self.states[name] = RequestState(name, context, num_prompt=2)
+            if old is not None:
+                state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
+            state.align(self.pool, 0)
+            draw = Draw(1.0, seed=number, place=len(text), races=True) if self.raced else None
+            tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, tree=tree))
+        return tasks
+
+    def draft(
+        self, texts: dict[str, list[int]], control: LookaheadControl, *, tree: bool = True
+    ) -> dict[str, Draft]:
+        """What is drafted behind the texts, before it is trimmed."""
+        self.rounds.begin(self.tasks(texts, tree=tree), iter(()), control)
+        return {draft.req_id: draft for draft in self.rounds.finish()}
+
+    def rows(self, text: Sequence[int], tree: Draft) -> torch.Tensor:
+        """The model's rows behind a text and behind each node of a tree, [1 + n, V]."""
+        paths: list[list[int]] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token])
+        return torch.stack([self.row([*text, *path]) for path in [[], *paths]])
+
+    def row(self, text: Sequence[int]) -> torch.Tensor:
+        from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+        from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+
+        sequence = DraftSequence(BlockTable())
+        assert self.pool.grow(sequence.table, len(text))
+        feed = self.drafter._planner.ragged(
+            self.drafter._planner.table([sequence]), np.array([0]), [list(text)]
+        )
+        table = self.drafter._planner.table([sequence])
+        (row,) = self.drafter._feed(feed, table, np.array([len(text)], np.int32))
+        self.pool.close(sequence.table)
+        return row
+
+
+def step_of(
+    texts: dict[str, list[int]],
+    news: dict[str, int] | None = None,
+    drafted: dict[str, int] | None = None,
+    room: TreeRoom | None = ROOM,
+    *,
+    raced: bool = False,
+) -> StepView:
+    """A step behind which the texts stand, so many of their tokens new."""
+    news, drafted = news or {}, drafted or {}
+    requests = [
+        RequestView(
+            name,
+            RequestParams(number, float(raced)),
+            np.array(text),
+            1,
+            text[len(text) - news.get(name, 1) :],
+            num_drafted=drafted.get(name, 0),
+        )
+        for number, (name, text) in enumerate(texts.items())
+    ]
+    return StepView(requests, {}, texts, LOOKAHEAD, 100, len(texts), 0.1, 0.1, trees=room)
+
+
+def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
+    control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
+    control.observe(step)
+    assert control.plan(step, [0] * len(step.requests)).trees is (step.trees is not None)
+    return control
+
+
+def emitted(world: World, text: list[int], draft: Draft, number: int) -> list[int]:
+    """What the target, which is the drafter, emits of a draft."""
+    rows = world.rows(text, draft)
+    tokens = torch.tensor([text[-1], *draft.tokens])
+    batch = TreeBatch.of(tokens, [draft.parents], [number], [len(text)])
+    if world.raced:
+        verdict = race_walk(batch, rows.float().softmax(-1))
+    else:
+        verdict = greedy_walk(batch, rows.argmax(-1))
+    return verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()
+
+
+@pytest.mark.parametrize("raced", [False, True])
+def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> None:
+    """In several rounds, over KV that trees have left."""
+    world, texts = World(raced=raced), {name: list(text) for name, text in TEXTS.items()}
+    room = TreeRoom(64, 300, 60)
+    control = planned(step_of(texts, room=room, raced=raced))
+    for _ in range(4):
+        drafts = world.draft(texts, control)
+        trees = {draft.req_id: draft for draft in control.trim(list(drafts.values()))}
+        news, nodes = {}, {}
+        for place, (name, text) in enumerate(texts.items()):
+            tree = trees[name]
+            assert len(tree.tokens) > 2 * LOOKAHEAD
+            assert tree.common(drafts[name].tokens) == drafts[name].tokens
+            assert len(drafts[name].tokens) == LOOKAHEAD
+            assert tree.rows is not None
+            new = emitted(world, text, tree, place)
+            assert new[:-1] == drafts[name].tokens
+            text += new
+            news[name], nodes[name] = len(new), len(tree.tokens)
+        step = step_of(texts, news, nodes, room, raced=raced)
+        control.observe(step)
+        control.plan(step, [0] * 3)
+
+
+@pytest.mark.parametrize("raced", [False, True])
+def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
+    world, control = World(raced=raced), planned(step_of(TEXTS, raced=raced))
+    for draft in world.draft(TEXTS, control).values():
+        assert draft.explored is not None
+        tree = draft.explored.tree
+        left = [1.0, *tree.values]
+        for token, parent, value in zip(tree.tokens, tree.parents, tree.values, strict=True):
+            assert 0 <= token < VOCAB
+            assert value <= (tree.values[parent] if parent >= 0 else 1.0) + 1e-6
+            left[parent + 1] -= value
+        assert min(left) > -1e-6
+        assert len(tree.tokens) > 2 * LOOKAHEAD
+        assert max(tree.children().depth) == LOOKAHEAD - 1
+
+
+def test_values_are_the_rows_own() -> None:
+    """Of greedy trees, before anything is learnt: the product of probabilities."""
+    world, control = World(), planned(step_of(TEXTS))
+    draft = world.draft(TEXTS, control)["a"]
+    assert draft.explored is not None
+    rows = world.rows(TEXTS["a"], Draft("a", *draft.explored.tree[:2])).clone()
+    rows[:, 0] = -torch.inf  # banned
+    laws = rows.softmax(-1)
+    for token, parent, value in zip(*draft.explored.tree, strict=True):
+        above = draft.explored.tree.values[parent] if parent >= 0 else 1.0
+        assert value == pytest.approx(above * float(laws[parent + 1, token]), rel=1e-4)
+
+
+@pytest.mark.parametrize("raced", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
+    """The drafter's steps are the same; and a tree of one child each is the chain itself."""
+    chains = {}
+    for beside in (0, 1, KNOWN):
+        world = World(beside, raced=raced, graphs=graphs)
+        control = planned(step_of(TEXTS, raced=raced))
+        drafts = world.draft(TEXTS, control, tree=beside > 0)
+        chains[beside] = {name: (d.tokens, d.confidences) for name, d in drafts.items()}
+        for draft in control.trim(list(drafts.values())) if beside < 2 else ():
+            assert draft.rows is None
+            assert draft.tokens == drafts[draft.req_id].tokens
+            assert list(draft.parents) == list(range(-1, LOOKAHEAD - 1))
+    for beside in (1, KNOWN):
+        for name, (tokens, confidences) in chains[0].items():
+            assert chains[beside][name][0] == tokens
+            assert chains[beside][name][1] == pytest.approx(confidences)
+
+
+@pytest.mark.parametrize("raced", [False, True])
+def test_graphs_find_the_same_trees(raced: bool) -> None:
+    trees = []
+    for graphs in (False, True):
+        world = World(raced=raced, graphs=graphs)
+        drafts = world.draft(TEXTS, planned(step_of(TEXTS, raced=raced)))
+        trees.append([draft.explored for draft in drafts.values()])
+    for one, other in zip(*trees, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.tree[:2] == other.tree[:2]
+        assert one.tree.values == pytest.approx(other.tree.values)
+
+
+@pytest.mark.parametrize("raced", [False, True])
+def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> None:
+    sent, fetched = [], []
+    send, fetch = staging.Sender.send, staging.Receiver.fetch
+    monkeypatch.setattr(
+        staging.Sender, "send", lambda self, *of: sent.append(len(of)) or send(self, *of)
+    )
+    monkeypatch.setattr(
+        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
+    )
+    world, control = World(raced=raced, graphs=True), planned(step_of(TEXTS, raced=raced))
+    world.drafter.waits = True
+    drafts = world.draft(TEXTS, control)
+    assert all(draft.explored is not None for draft in drafts.values())
+    assert len(sent) == 1 + raced  # how tokens are drawn
+    assert fetched == [(LOOKAHEAD, 3 + 4 * KNOWN, 8)]
+
+
+def test_what_the_target_emits_is_learnt() -> None:
+    """A target that always goes on with the second child: its value rises above the first's."""
+    values = TreeValues.unknown()
+    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    world, texts = World(), {name: list(text) for name, text in TEXTS.items()}
+    control.observe(step_of(texts))
+    control.plan(step_of(texts), [0] * 3)
+
+    def shares() -> np.ndarray:
+        nought, evidence = np.zeros(2, np.int64), np.log(np.array([[0.5, 0.5], [0.4, 0.6]]))
+        return values.greedy.shares(nought, np.arange(2), nought, evidence)
+
+    before = shares()
+    assert before[0] > before[1]
+    for _ in range(25):
+        drafts = list(world.draft(texts, control).values())
+        trees = {draft.req_id: draft for draft in control.trim(drafts)}
+        news = {}
+        for draft in drafts:
+            assert draft.explored is not None
+            parents = draft.explored.tree.parents
+            second = [node for node, parent in enumerate(parents) if parent == -1][1]
+            texts[draft.req_id].append(draft.explored.tree.tokens[second])
+            news[draft.req_id] = 1
+        nodes = {name: len(tree.tokens) for name, tree in trees.items()}
+        control.observe(step_of(texts, news, nodes))
+        control.plan(step_of(texts), [0] * 3)
+    after = shares()
+    assert after[1] > after[0]
+    assert values.race.to_dict() == TreeValues.unknown().race.to_dict()
+
+
+def test_trees_that_were_cut_teach_nothing() -> None:
+    values = TreeValues.unknown()
+    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    world = World()
+    control.observe(step_of(TEXTS))
+    control.plan(step_of(TEXTS), [0] * 3)
+    (*_, tree) = control.trim(list(world.draft(TEXTS, control).values()))
+    cut = {name: len(tree.tokens) - 1 for name in TEXTS}
+    control.observe(step_of(TEXTS, {}, cut))
+    assert values.to_dict() == TreeValues.unknown().to_dict()
+
+
+class Priced(Fixed):
+    """Rows at a price that rises, side sequences at one for each token of context."""
+
+    def __init__(self, price: float, rise: float = 0.0, side: float = 0.0) -> None:
+        super().__init__(LOOKAHEAD)
+        self.price, self.rise, self.side = price, rise, side
+        self.told: list[tuple[Any, ...]] = []
+
+    def row_price(self, rows: int) -> float:
+        return self.price + self.rise * rows
+
+    def side_price(self, context: int) -> float:
+        return self.side * context
+
+    def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
+        self.told.append((batch, rows, again))
+
+    def observe_acceptance(self, *figures: Any) -> None:
+        self.told.append(figures[:2])
+
+
+def test_dear_rows_are_not_verified() -> None:
+    world = World()
+
+    def nodes(controller: Controller) -> int:
+        control = planned(step_of(TEXTS), controller)
+        drafts = control.trim(list(world.draft(TEXTS, control).values()))
+        return sum(len(draft.tokens) for draft in drafts)
+
+    counts = [nodes(Priced(price)) for price in (0.0, 0.03, 0.1, 0.3, 1.1)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 3 * ROOM.nodes
+    assert counts[-1] == 0
+    assert len(set(counts)) > 3
+    assert nodes(Priced(0.03, rise=0.01)) < counts[1]
+    control = planned(step_of(TEXTS), Priced(0.0, side=1.0))
+    assert all(d.rows is None for d in control.trim(list(world.draft(TEXTS, control).values())))
+
+
+def test_a_request_of_its_own_lookahead_is_not_trimmed_by_price() -> None:
+    control = LookaheadControl(Priced(2.0), can_stop_early=False)
+    step = step_of({"a": TEXTS["a"]})
+    asking = step.requests[0]._replace(params=RequestParams(0, lookahead=2))
+    control.plan(StepView([asking], {}, {"a"}, LOOKAHEAD, 100, 1, trees=ROOM), [0])
+    world = World()
+    (draft,) = control.trim(list(world.draft({"a": TEXTS["a"]}, control).values()))
+    assert len(draft.tokens) == ROOM.nodes
+
+
+def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
+    """A chain's acceptance stays that of a chain, whatever the tree had besides."""
+    controller, world = Priced(0.0), World()
+    texts = {"a": list(TEXTS["a"])}
+    control = planned(step_of(texts, room=TreeRoom(64, 300, 60)), controller)
+    (chain,) = world.draft(texts, control).values()
+    (tree,) = control.trim([chain])
+    assert tree.rows is not None
+    side = next(
+        node
+        for node, parent in enumerate(tree.parents)
+        if parent == 0 and tree.tokens[node] != chain.tokens[1]
+    )
+    texts["a"] += [chain.tokens[0], tree.tokens[side], 7]
+    controller.told.clear()
+    step = step_of(texts, {"a": 3}, {"a": len(tree.tokens)})
+    padding = len(tree.rows.tokens) - len(tree.tokens)
+    request = step.requests[0]._replace(num_padding=padding)
+    rows = 1 + len(tree.rows.tokens)
+    control.observe(StepView([request], {}, {"a"}, LOOKAHEAD, 100, rows, 0.1, 0.1, trees=ROOM))
+    again = (len(tree.rows.counts) - 1) * len(TEXTS["a"])
+    assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of target tokens from a round of drafting: its chains, and what is known beside them."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.race_tree import Chances, RaceGrowth
+from vllm_hetero_spec.draft.text_tree import beside_a_chain, text_trees
+from vllm_hetero_spec.draft.tree_growth import Explored, Growth
+from vllm_hetero_spec.engine.drafter.tasks import Beside, DrafterTokens, DraftTask
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.text.bridge import Bridge
+from vllm_hetero_spec.verify.trees import ROOT
+
+# Leaves of a request that are translated, beside what its fed nodes leave: with more, the best
+# trees of up to 32 tokens are hardly better.
+_LEAVES = 24
+
+
+class TreeDrafts:
+    """Makes trees of what was drafted.
+
+    Args:
+        bridge: Between the two tokenizers.
+        sampling: What raced tokens propose; None where all drafts are greedy.
+        stats: Counters to add to.
+    """
+
+    def __init__(self, bridge: Bridge, sampling: SampledMethod | None, stats: DraftStats) -> None:
+        self._bridge, self._sampling, self._stats = bridge, sampling, stats
+        proposed, ends = bridge.special.proposed, bridge.drafter_eos
+        self._ends = ends
+        self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
+
+    def greedy(
+        self,
+        tasks: Sequence[DraftTask],
+        chains: Sequence[Sequence[int]],
+        beside: Sequence[Sequence[Beside]],
+        drafts: Sequence[Draft],
+    ) -> list[Draft]:
+        """Drafts with all that was found beside them; one translation for all.
+
+        Args:
+            tasks: The requests.
+            chains: Drafter ids of each.
+            beside: What is known of the rows that they were picked from, in parts; nothing of one
+                that stays a chain.
+            drafts: The chains in target tokens.
+        """
+        drafts = list(drafts)
+        growing = [place for place, parts in enumerate(beside) if parts]
+        if not growing:
+            return drafts
+        began = time.perf_counter()
+        trees = text_trees(
+            [self._grown(tasks[at], chains[at], Beside.joined(beside[at])) for at in growing],
+            [tasks[at].state.context for at in growing],
+            [tasks[at].lookahead for at in growing],
+            self._bridge.to_target,
+            _LEAVES,
+        )
+        for at, tree in zip(growing, trees, strict=True):
+            drafts[at] = drafts[at]._replace(explored=Explored(tree))
+        self._stats.translate_seconds += time.perf_counter() - began
+        return drafts
+
+    def raced(self, task: DraftTask, tokens: DrafterTokens, chances: Chances) -> Draft:
+        """A draft whose tokens were raced for, with all that arrived beside them."""
+        assert self._sampling is not None
+        assert tokens.proposal is not None
+        assert tokens.beside is not None
+        growth = RaceGrowth(self._sampling.spell, chances, self._target_ends)
+        node, depth = ROOT, 0
+        columns = tokens.beside.tokens, tokens.beside.fed, tokens.beside.speeds
+        for drafted, *arrivals in zip(tokens.tokens, *columns, tokens.beside.shares, strict=True):
+            growth.arrived(node, arrivals)
+            following = (n for n, feed in growth.feeds.items() if feed.behind == node)
+            node = next(following, ROOT)
+            depth += len(self._sampling.spell(drafted))
+            if node == ROOT or drafted in self._ends or depth >= task.lookahead:
+                break
+        near = np.flatnonzero(growth.tree.children().depth < task.lookahead).tolist()
+        leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
+        return tokens.proposal._replace(explored=Explored(growth.tree.only(near), leads, shares))
+
+    def _grown(self, task: DraftTask, chain: Sequence[int], beside: Beside) -> Growth:
+        tokens, shares = beside.tokens.tolist(), beside.shares.tolist()
+        end = next((place for place, d in enumerate(chain, 1) if d in self._ends), len(chain))
+        chain = chain[:end]
+        for place, drafted in enumerate(chain):
+            if drafted not in tokens[place]:  # as likely as the last of them, or preferred to all
+                tokens[place][-1] = drafted
+        if chain:
+            fitting = set(self._bridge.first_choices(task.state.context, tokens[0])) | {chain[0]}
+            known = list(zip(tokens[0], shares[0], strict=True))
+            left = 1.0 - sum(share for token, share in known if token not in fitting)
+            tokens[0] = [token for token, _ in known if token in fitting]
+            shares[0] = [share / max(left, share) for token, share in known if token in fitting]
+        return beside_a_chain(chain, tokens[:end], shares[:end], self._ends)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the trees that were found are verified, as what rows, and what that teaches.
+
+A tree's values are learnt from what the target emits: at each node that it came by, which child
+was next, whether it was in the draft or not.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.tree_growth import Children, Explored, ValuedTree
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.lookahead.tree_prices import PricedTree, trim
+from vllm_hetero_spec.lookahead.tree_values import (
+    ChildChances,
+    TreeValues,
+    greedy_evidence,
+    race_evidence,
+)
+from vllm_hetero_spec.verify.tree_rows import lay_out
+from vllm_hetero_spec.verify.trees import NO_NODE, ROOT
+
+# Nodes that are priced of a tree, for each one that it may have: beyond these, none is worth a row.
+_PRICED = 2
+
+
+class _Verifying(NamedTuple):
+    """A tree on its way through the target.
+
+    Attributes:
+        tree: All that was found, as `children`, `evidence`.
+        raced: Whether its tokens are raced for.
+        nodes: How many of it are verified.
+        sides: In so many side sequences.
+    """
+
+    tree: ValuedTree
+    children: Children
+    evidence: np.ndarray
+    raced: bool
+    nodes: int
+    sides: int
+
+
+class TreeControl:
+    """The trees of one engine.
+
+    Args:
+        values: What is learnt of them.
+    """
+
+    def __init__(self, values: TreeValues) -> None:
+        self._values = values
+        self._room: TreeRoom | None = None  # in the present step
+        self._requests: dict[str, RequestView] = {}
+        self._verifying: dict[str, _Verifying] = {}
+
+    def race_chances(
+        self,
+        parent: np.ndarray,
+        rank: np.ndarray,
+        depth: np.ndarray,
+        leads: np.ndarray,
+        shares: np.ndarray,
+    ) -> np.ndarray:
+        """P[each is next] of children that are raced for; see `draft.race_tree`."""
+        return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
+
+    def observe(self, step: StepView) -> int:
+        """A step of the target has ended: learn of its trees.
+
+        Returns:
+            KV tokens that their side sequences have read again.
+        """
+        again = 0
+        tested: tuple[list[tuple[_Verifying, list[int], list[bool]]], ...] = [], []
+        for request in step.requests if self._verifying else ():
+            found = self._verifying.get(request.req_id)
+            if found is None or not request.new_tokens:
+                continue
+            del self._verifying[request.req_id]
+            if request.num_drafted == found.nodes:  # else it was cut, or void
+                again += found.sides * (request.num_tokens - len(request.new_tokens))
+                children, taken = found.tree.tested(request.new_tokens)
+                if children:
+                    tested[found.raced].append((found, children, taken))
+        for req_id in self._verifying.keys() - step.live:
+            del self._verifying[req_id]
+        for chances, of_kind in zip(self._values, tested, strict=True):
+            if of_kind:
+                _learn(chances, of_kind)
+        return again
+
+    def begin(self, step: StepView) -> None:
+        """Drafts are going to be made behind this step."""
+        self._room = step.trees
+        self._requests = {request.req_id: request for request in step.requests}
+
+    def trim(
+        self, drafts: Sequence[Draft], free: Sequence[bool], rows: int, prices: Controller
+    ) -> list[Draft]:
+        """The drafts as what is worth verifying of all that was found: trees, or chains.
+
+        Args:
+            drafts: Certain ones.
+            free: Whose rows cost nothing: requests that ask for a lookahead of their own.
+            rows: Of the target's next step, beside them.
+            prices: Says what rows cost.
+        """
+        assert self._room is not None
+        most, room = _PRICED * self._room.nodes, self._room
+        known = [self._known(draft.explored) for draft in drafts if draft.explored is not None]
+        best = [tree.tree.best(most) for tree in known]
+        kept: list[list[bool]] = [[True] * len(tree.tokens) for tree in best]
+        priced = [place for place, costs_nothing in enumerate(free) if not costs_nothing]
+        trees = [self._priced(drafts[place].req_id, best[place], prices) for place in priced]
+        fixed = rows + sum(min(room.nodes, len(k)) for k, f in zip(kept, free, strict=True) if f)
+        for place, keep in zip(
+            priced, trim(trees, lambda more: prices.row_price(fixed + more)), strict=True
+        ):
+            kept[place] = keep
+        made = []
+        for draft, tree, found, keep in zip(drafts, best, known, kept, strict=True):
+            own = tree.only([node for node, k in enumerate(keep) if k]).best(room.nodes)
+            made.append(self._laid_out(draft.req_id, own, room))
+            rest = made[-1].rows
+            sides = 0 if rest is None else len(rest.counts) - 1
+            nodes = len(made[-1].tokens)
+            self._verifying[draft.req_id] = found._replace(nodes=nodes, sides=sides)
+        return made
+
+    def _known(self, explored: Explored) -> _Verifying:
+        """What was found, at the values that were learnt."""
+        tree, raced = explored.tree, explored.leads is not None
+        children = tree.children()
+        if explored.leads is not None:
+            evidence = race_evidence(np.array(explored.leads), np.array(explored.shares))
+        else:
+            evidence = greedy_evidence(children.shares)
+        if tree.tokens:
+            shares = self._values[raced].shares(*children[:3], evidence)
+            tree = tree.revalued(shares.tolist())
+        return _Verifying(tree, children, evidence, raced, 0, 0)
+
+    def _priced(self, req_id: str, tree: ValuedTree, prices: Controller) -> PricedTree:
+        side = prices.side_price(self._requests[req_id].num_tokens)
+        again: list[int] = []
+        for parent in tree.parents:
+            again.append(again[parent] + 1 if parent >= 0 else 1)
+        return PricedTree(tree.parents, tree.values, [side] * len(again), again)
+
+    def _laid_out(self, req_id: str, tree: ValuedTree, room: TreeRoom) -> Draft:
+        root = int(self._requests[req_id].token_ids[-1])
+        rows = lay_out(root, *tree, sides=room.sides, rows=room.rows)
+        if len(rows.counts) == 1:
+            return Draft.chain(req_id, rows.tokens)
+        place, tokens, parents = {ROOT: ROOT}, list[int](), list[int]()
+        for row, (token, parent) in enumerate(zip(rows.tokens, rows.parents, strict=True)):
+            if parent != NO_NODE:
+                place[row] = len(tokens)
+                tokens.append(token)
+                parents.append(place[parent])
+        return Draft(req_id, tokens, parents, rows=rows)
+
+
+def _learn(
+    chances: ChildChances, tested: Sequence[tuple[_Verifying, list[int], list[bool]]]
+) -> None:
+    """From the trees of one kind of requests that a step has verified."""
+    parents, nodes = [], 0
+    for found, children, _ in tested:
+        parents.append(found.children.parent[children] + nodes)
+        nodes += len(found.tree.tokens) + 1
+    ranks, depths, evidence = (
+        np.concatenate(of)
+        for of in zip(
+            *((f.children.rank[c], f.children.depth[c], f.evidence[c]) for f, c, _ in tested),
+            strict=True,
+        )
+    )
+    taken = np.concatenate([np.array(of) for _, _, of in tested])
+    _, parent = np.unique(np.concatenate(parents), return_inverse=True)
+    chances.observe(parent, ranks, depths, evidence, taken)
