@@ -110,11 +110,11 @@ class Answers:
             name: {} for name in ("step", "step_replay", "read", "read_replay", "target")
         }
         for batch in wanted.batches:
-            times["step"][batch] = _timed(lambda: drafting.step(batch))  # noqa: B023
+            times["step"][batch] = _timed(lambda: drafting.source.step(batch))  # noqa: B023
             times["step_replay"][batch] = _timed(_gpu_graphs.bare_replay(drafting, batch))
             times["target"][batch] = _timed(lambda: seam.target_forward(batch))  # noqa: B023
         for width in wanted.widths:
-            times["read"][width] = _timed(lambda: drafting.read(width))  # noqa: B023
+            times["read"][width] = _timed(lambda: drafting.source.read(width))  # noqa: B023
             times["read_replay"][width] = _timed(_gpu_graphs.bare_replay(drafting, 1, width))
         return {**times, "transfer": _transfers(self._runner.device)}
 

@@ -11,7 +11,7 @@ NONE_HERE = "there are no CUDA graphs on this machine"
 
 def facts(drafting: Any) -> dict[str, Any]:
     """How many graphs a rank that drafts has, and rounds that began anew for a first token."""
-    return {"recorded": len(_recordings(drafting)), "overruled": drafting.drafter.overruled}
+    return {"recorded": len(_recordings(drafting)), "overruled": drafting.source.drafter.overruled}
 
 
 def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None] | None:
@@ -26,7 +26,7 @@ def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None]
     size = min((size for size, of in found if size >= batch and of == width), default=None)
     if size is None:
         return None
-    steps, replay = drafting.drafter._steps, found[size, width].replay
+    steps, replay = drafting.source.drafter._steps, found[size, width].replay
 
     def replayed() -> None:
         steps.again()  # else its counter would leave the plan
@@ -37,5 +37,5 @@ def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None]
 
 def _recordings(drafting: Any) -> dict[tuple[int, int], Any]:
     """By number of requests and tokens of each, which are 0 for a step."""
-    found: dict[tuple[int, int], Any] = getattr(drafting.drafter._steps, "_recordings", {})
+    found: dict[tuple[int, int], Any] = getattr(drafting.source.drafter._steps, "_recordings", {})
     return found

@@ -48,7 +48,7 @@ def test_drafter_that_raises(llm: Any, texts: list, alone: Outputs, caplog, monk
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch:
-        patch.setattr(proposer_of(llm).drafting.drafter.model, "forward", broken)
+        patch.setattr(proposer_of(llm).drafting.source.drafter.model, "forward", broken)
         assert generate(llm, texts, greedy()) == alone
     skipped = _skipped(llm)
     assert skipped["drafter_error"] >= 8
@@ -60,7 +60,7 @@ def test_drafter_that_raises(llm: Any, texts: list, alone: Outputs, caplog, monk
 
 
 def test_drafter_recovers(llm: Any, texts: list, alone: Outputs, monkeypatch) -> None:
-    model = proposer_of(llm).drafting.drafter.model
+    model = proposer_of(llm).drafting.source.drafter.model
     real = model.forward
     calls = 0
 
@@ -79,7 +79,7 @@ def test_drafter_recovers(llm: Any, texts: list, alone: Outputs, monkeypatch) ->
 
 
 def test_nan_logits(llm: Any, texts: list, alone: Outputs, caplog, monkeypatch) -> None:
-    model = proposer_of(llm).drafting.drafter.model
+    model = proposer_of(llm).drafting.source.drafter.model
     real = model.forward
 
     def first_request_is_nan(*args: Any) -> torch.Tensor:
@@ -181,5 +181,7 @@ def test_soak_leaks_neither_memory_nor_blocks(llm: Any, texts: list) -> None:
     assert rss - settled_rss < 128 << 20, f"{(rss - settled_rss) >> 20} MiB"
     generate(llm, texts[:1], greedy(max_tokens=4))
     assert len(proposer.drafting.requests) <= 1
-    assert proposer.drafting.pool.held <= -(-1024 // proposer.drafting.pool.block_size)
-    assert read_stats(llm)["kv_blocks"] == proposer.drafting.pool.capacity
+    assert proposer.drafting.source.pool.held <= -(
+        -1024 // proposer.drafting.source.pool.block_size
+    )
+    assert read_stats(llm)["kv_blocks"] == proposer.drafting.source.pool.capacity

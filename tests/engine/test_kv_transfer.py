@@ -60,7 +60,7 @@ def test_transferred_kv_is_the_targets(
     spec = slem(demo_pair / "drafter")
     with engine(demo_pair / "target", spec, **sharing(tmp_path)) as llm:
         # As on a GPU, where drafts begin while the connector still stores the step.
-        proposer_of(llm).drafting.drafter.waits = True
+        proposer_of(llm).drafting.source.drafter.waits = True
         assert one_by_one(llm, requests) == alone
         assert metrics_of(llm)["num_accepted_tokens"] > 0
     assert len(list(tmp_path.iterdir())) == len(requests)

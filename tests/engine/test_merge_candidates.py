@@ -63,7 +63,7 @@ def test_rows_of_side_branches_are_those_in_line(
     with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-        size = proposer_of(llm).drafting.pool.block_size
+        size = proposer_of(llm).drafting.source.pool.block_size
         lengths = [len(output.prompt_token_ids) for output in outputs]
     assert min(lengths) < size < max(lengths)
     assert sum(feed.side_branches for feed in seen) > 500
@@ -78,7 +78,7 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
     )
     with engine(demo_pair / "target", spec, max_num_seqs=4) as llm:
         drafting = proposer_of(llm).drafting
-        rounds, pool = drafting._rounds, drafting.pool
+        rounds, pool = drafting.source.rounds, drafting.source.pool
         lend, lent = rounds._lend_side_blocks, []
 
         def counted(rows: list) -> object:

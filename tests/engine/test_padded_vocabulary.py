@@ -46,7 +46,7 @@ class Watch:
     def __init__(self, llm: Any, patch: pytest.MonkeyPatch, size: int) -> None:
         self.ids: set[int] = set()
         self.steps = self.padding_won = 0
-        drafter = proposer_of(llm).drafting.drafter
+        drafter = proposer_of(llm).drafting.source.drafter
         forward, finish = drafter.model.forward, drafter.finish
 
         def watched_forward(*args: Any) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
         def forgets(step: Any) -> None:
             if step.requests[0].num_output_tokens >= 3 and not forgot:
                 drafting.reset()
-                forgot.append(drafting.pool.reused_tokens)
+                forgot.append(drafting.source.pool.reused_tokens)
             real(step)
 
         forgot: list[int] = []
@@ -59,7 +59,7 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
 
 def forks_draft_as_their_origin(drafting: Any) -> None:
     """Whether a fork begins between two blocks or inside one, whose KV is copied."""
-    pool, drafter = drafting.pool, drafting.drafter
+    pool, drafter = drafting.source.pool, drafting.source.drafter
 
     def drafted(table: Any, written: list[int], pending: list[int]) -> list[int]:
         assert pool.grow(table, len(written) + len(pending) + STEPS)

@@ -60,7 +60,7 @@ class Faults:
         self.rng, self.on, self.left = random.Random(seed), "", 0
         self.met: set[str] = set()
         drafting = proposer_of(llm).drafting
-        model, pool = drafting.drafter.model, drafting.pool
+        model, pool = drafting.source.drafter.model, drafting.source.pool
         forward, grow = model.forward, pool.grow
 
         def faulty_forward(*args: Any) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_no_request_fails_and_drafts_come_back(
 
     # A request that wants no drafts ends last: nothing is left of the others.
     generate(llm, ["x"], greedy(max_tokens=4, extra_args={LOOKAHEAD_ARG: 0}))
-    assert (len(drafting.requests), drafting.pool.held) == (0, 0)
-    assert drafting.pool.available == drafting.pool.capacity
+    assert (len(drafting.requests), drafting.source.pool.held) == (0, 0)
+    assert drafting.source.pool.available == drafting.source.pool.capacity
     assert named
     assert not remains(proposer_of(llm))

@@ -28,7 +28,7 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
 def record(llm: Any) -> TapeGraphs:
     """The attention's metadata is made on the host: the CPU's knows no other way."""
     graphs = TapeGraphs()
-    drafter = proposer_of(llm).drafting.drafter
+    drafter = proposer_of(llm).drafting.source.drafter
     drafter.record(graphs, SHAPES, GraphSupport(in_graph=False, several_tokens=True))
     return graphs
 
@@ -66,7 +66,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     """Begun where the step has sampled, finished where the scheduler asks; the first token is
     judged behind the steps, which begin anew where it is another."""
     proposer, graphs = proposer_of(llm), record(llm)
-    drafter = proposer.drafting.drafter
+    drafter = proposer.drafting.source.drafter
     order = []
     for name in ("begin", "finish"):
         real = getattr(drafter, name)

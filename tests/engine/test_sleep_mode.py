@@ -58,7 +58,7 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
     on_a_gpu = SimpleNamespace(is_cuda_alike=lambda: True)
     monkeypatch.setattr(sleep_mode, "current_platform", on_a_gpu)
     with engine(demo_pair / "target", slem(demo_pair / "drafter")) as llm:
-        model = proposer_of(llm).drafting.drafter.model
+        model = proposer_of(llm).drafting.source.drafter.model
         layers = model.config.compilation_config.static_forward_context.values()
         tensors = [*model.model.parameters(), *model.model.buffers()]
         tensors += [layer.kv_cache for layer in layers]

@@ -12,32 +12,20 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
-from vllm_hetero_spec.engine.drafter.method import sampling_of
-from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.request_state import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
-from vllm_hetero_spec.engine.seam.alone import Groups, alone
-from vllm_hetero_spec.engine.seam.drafter_config import (
-    drafter_vllm_config,
-    drafting_mode,
-    kv_budget,
-)
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.source.inline import InlineSource
+from vllm_hetero_spec.engine.source.protocol import DraftSource
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
@@ -49,9 +37,6 @@ logger = logging.getLogger("vllm.hetero_spec")
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
-# Tokens of each of the drafter's rows that may be in a tree: the rest of a row is hardly worth a
-# node, however many there may be.
-_BESIDE = 12
 
 
 class DraftingRank:
@@ -81,9 +66,7 @@ class DraftingRank:
         likeliest: int | None,
     ) -> None:
         split = group.world_size > 1 and options.tensor_parallel == "sharded"
-        solo = group.world_size > 1 and not split
         self._options, self._stats = options, stats
-        self._groups = Groups.of_drafter(solo=solo)
         self._planning = group if split else None  # the group of ranks that draft together
         self._device = device = seam.device
         self._races = options.verification == "race"
@@ -91,60 +74,26 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
-        length = drafter_config.max_model_len
-        # Ranks verify with the same random numbers: building the drafter on one must not draw any.
-        used = [device] if device.type != "cpu" else []
-        with alone(self._groups), torch.random.fork_rng(used, device_type=device.type):
-            model = DrafterModel(
-                drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
-                device,
-                lambda bytes_for: kv_budget(options, vllm_config, length, bytes_for),
-            )
-        target = vllm_config.model_config
-        pair = load_pair(target, drafter_config, options)
-        bridge, ranks = pair.bridge, 1 if solo else group.world_size
-        width = target.get_vocab_size()
-        self._sampling = sampling_of(options, pair, width, device, ranks, likeliest)
-        self.drafter = Drafter(
-            model,
-            bridge.banned,
-            pair.drafter.vocab_size,
-            options.num_speculative_tokens,
-            vllm_config.scheduler_config.max_num_seqs,
-            self._sampling,
-            bridge.drafter_eos,
-            confidences=options.controller != "fixed",
-            beside=_BESIDE if options.tree_nodes else 0,
+        pair = load_pair(vllm_config.model_config, drafter_config, options)
+        self.source: DraftSource = InlineSource(
+            vllm_config, drafter_config, options, pair, device, stats, group, likeliest
         )
-        measured = vllm_config.cache_config.kv_cache_memory_bytes is None
-        self._recording = Recording(
-            self.drafter, drafting_mode(options, vllm_config), measured=measured
-        )
-        self.pool = KVPool(model.num_blocks, model.block_size)
-        self.bridge = bridge
-        longest = length - min(self.drafter.most_steps, length // 2)  # room for drafts
-        self.requests = Requests(bridge, self.pool, stats, longest)
-        budget = vllm_config.scheduler_config.max_num_batched_tokens
-        self._rounds = DraftBatchRunner(bridge, self.drafter, self.pool, stats, budget)
+        self.bridge = bridge = pair.bridge
+        pool, length = self.source.pool, self.source.max_length
+        longest = length - min(self.source.most_steps, length // 2)  # room for drafts
+        self.requests = Requests(bridge, pool, stats, longest)
         nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
         self.control = self._controlled(nothing)
         self._file: PairFile | None = None  # where what is learnt is kept
-        stats.kv_blocks = self.pool.capacity
-        compiled = model.config.compilation_config.mode != CompilationMode.NONE
-        if device.type != "cpu" or compiled:
-            # The largest forward comes first: vLLM lets no work space grow once it is warm, has
-            # measured by then what memory is left, and a model is compiled for any number of tokens
-            # by a forward of several.
-            most = vllm_config.scheduler_config.max_num_seqs * self.drafter.max_length
-            self.read(min(budget, most))
+        stats.kv_blocks = pool.capacity
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
             options.model,
             "same tokenizer, ids taken as they are"
             if bridge.identity
             else "translating through text",
-            self.pool.capacity,
-            model.block_size,
+            pool.capacity,
+            pool.block_size,
         )
 
     def start_control(self, known: Estimates, file: PairFile) -> None:
@@ -154,13 +103,9 @@ class DraftingRank:
         file.follow(known, self)
 
     def begin(self, step: StepView) -> None:
-        """Begin to draft for a step, without waiting for the device; `finish` has to follow.
-
-        On a CPU nothing runs beside anything: there all is done in `finish`, when the step's tokens
-        have left.
-        """
+        """Begin to draft for a step, without waiting for anything; `finish` has to follow."""
         self._step, self._begun = step, False
-        if self.drafter.waits:
+        if self.source.early:
             with self._no_fault(step):
                 self._begin(step)
 
@@ -181,35 +126,16 @@ class DraftingRank:
         self._stats.off_steps += 1
         self._stats.skip("not_worth_it", times=num_requests)
 
-    def record(self) -> int:
-        """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
-        with alone(self._groups):
-            return self._recording.record()
-
-    def step(self, batch: int) -> None:
-        """One step of decoding for so many requests, to be timed."""
-        with alone(self._groups):
-            self.drafter.step(batch)
-
-    def read(self, tokens: int) -> None:
-        """One forward over so many context tokens, to be timed."""
-        with alone(self._groups):
-            self.drafter.read(tokens)
-
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         self._step = None
         self.requests.clear()
-        self.pool.reset()
+        self.source.reset()
 
     def show(self) -> None:
         """Bring the counters that are kept elsewhere up to date."""
-        self._stats.kv_blocks_held = self.pool.held
         self._stats.requests_held = len(self.requests)
-        self._stats.reused_tokens = self.pool.reused_tokens
-        self._stats.forward_seconds = self.drafter.forward_seconds
-        self._stats.forwards = self.drafter.forwards
-        self._stats.graph_forwards = self.drafter.replays
+        self.source.show(self._stats)
 
     @contextlib.contextmanager
     def _no_fault(self, step: StepView) -> Iterator[None]:
@@ -232,12 +158,10 @@ class DraftingRank:
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
         tasks = self._tasks(step, plan)
-        with alone(self._groups):
-            self._rounds.begin(tasks, self.requests.outside(step), self.control)
+        self.source.begin(tasks, self.requests.outside(step), self.control)
 
     def _finish(self, step: StepView) -> list[Draft]:
-        with alone(self._groups):
-            drafts = self._rounds.finish()
+        drafts = self.source.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:
             self._stats.drafted(len(draft.tokens))
@@ -286,7 +210,7 @@ class DraftingRank:
                 step.max_model_len,
             )
             draw = None
-            if self._sampling is not None and useful:
+            if self.source.draws and useful:
                 draw = state.draw_of(request, races=self._races)
             params = request.params
             alike = not params.random or (draw is not None and draw.races)

@@ -113,7 +113,7 @@ class HeteroProposer:
 
     def record(self) -> int:
         """Record the drafter's CUDA graphs, after the target's; the bytes that they take."""
-        return 0 if self._drafting is None else self._drafting.record()
+        return 0 if self._drafting is None else self._drafting.source.record()
 
     def calibrate(self) -> None:
         """Time target and drafter where the controller wants to know; every rank takes part."""

@@ -151,11 +151,11 @@ def known_of_pair(
     target = time_steps(seam.target_forward, _most_rows(seam, config, options), agree)
     if drafting is None:
         return None
-    alone = options.tensor_parallel == "rank0"
+    source, alone = drafting.source, options.tensor_parallel == "rank0"
     most = config.scheduler_config.max_num_seqs
-    steps = time_steps(drafting.step, most, bool if alone else agree)
-    context = min(_CONTEXT, drafting.drafter.max_length, seam.max_num_tokens)
-    costs = CostModel(target, steps, catch_up=time_catch_up(drafting.read, context, steps[0][1]))
+    steps = time_steps(source.step, most, bool if alone else agree)
+    context = min(_CONTEXT, source.max_length, seam.max_num_tokens)
+    costs = CostModel(target, steps, catch_up=time_catch_up(source.read, context, steps[0][1]))
     logger.info("Timed target and drafter in %.1f s.", time.perf_counter() - began)
     if not group.is_first_rank:
         return None

@@ -4,15 +4,39 @@
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import TokenCounts
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.text.bridge import Bridge, Context
+
+
+class Pool(Protocol):
+    """Where the drafter's KV of each request is accounted for: see `KVPool`.
+
+    Attributes:
+        block_size: Tokens per block.
+    """
+
+    block_size: int
+
+    @property
+    def capacity(self) -> int:
+        """Blocks in all."""
+
+    def open(self, ids: Sequence[int], salt: str | None) -> tuple[BlockTable, int]:
+        """A table for a text, and its leading tokens whose KV is there already."""
+
+    def rollback(self, table: BlockTable, num_tokens: int) -> int:
+        """Keep the KV of the first `num_tokens` tokens, or of fewer: how many are kept."""
+
+    def close(self, table: BlockTable) -> None:
+        """Give all blocks back."""
 
 
 @dataclass
@@ -75,19 +99,19 @@ class RequestState:
             return False
         return known > request.num_tokens or request.token_ids[known - 1] != self.last_target
 
-    def close(self, pool: KVPool) -> None:
+    def close(self, pool: Pool) -> None:
         """Give the KV back."""
         if self.sequence is not None:
             pool.close(self.sequence.table)
         self.sequence = None
         self.num_kv_valid = 0
 
-    def retire(self, reason: str, pool: KVPool) -> None:
+    def retire(self, reason: str, pool: Pool) -> None:
         """Draft no more for this request."""
         self.retired = reason
         self.close(pool)
 
-    def align(self, pool: KVPool, unchanged: int) -> None:
+    def align(self, pool: Pool, unchanged: int) -> None:
         """Keep of the written KV what the text so far agrees with; at least one id stays uncached.
 
         Args:
@@ -153,7 +177,7 @@ class Requests:
         longest: Drafter ids kept of a request's text at most.
     """
 
-    def __init__(self, bridge: Bridge, pool: KVPool, stats: DraftStats, longest: int) -> None:
+    def __init__(self, bridge: Bridge, pool: Pool, stats: DraftStats, longest: int) -> None:
         self._bridge = bridge
         self._pool = pool
         self._stats = stats

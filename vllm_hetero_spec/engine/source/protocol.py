@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank that drafts asks of whoever makes its drafts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.request_state import Pool, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+
+
+class DraftSource(Protocol):
+    """Makes the drafts of one rank.
+
+    Attributes:
+        pool: Where the drafter's KV of each request is accounted for.
+        max_length: Most drafter tokens of a text.
+        most_steps: Most drafter tokens of a round.
+        draws: Whether drafts of requests that sample are drawn; all are greedy otherwise.
+        early: Whether a round is begun before the step's own tokens leave: it waits for nothing.
+    """
+
+    max_length: int
+    most_steps: int
+    draws: bool
+
+    @property
+    def pool(self) -> Pool:
+        """See above."""
+
+    @property
+    def early(self) -> bool:
+        """See above."""
+
+    def begin(
+        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
+    ) -> None:
+        """Begin a round; `finish` has to follow.
+
+        Args:
+            tasks: Requests whose text has been read and whose KV is aligned.
+            outside: Requests outside the batch, whose KV may be taken.
+            control: Told what the round took; asked how far to go on where it wants to be.
+        """
+
+    def finish(self) -> list[Draft]:
+        """A draft for each request of the round that is drafted for, in target tokens."""
+
+    def record(self) -> int:
+        """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
+
+    def step(self, batch: int) -> None:
+        """What a step of drafting for so many requests makes the target wait for, to be timed."""
+
+    def read(self, tokens: int) -> None:
+        """The same of reading so many context tokens."""
+
+    def reset(self) -> None:
+        """Forget every request; their states are void already."""
+
+    def show(self, stats: DraftStats) -> None:
+        """Bring the counters that are kept elsewhere up to date."""
