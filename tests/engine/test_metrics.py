@@ -57,6 +57,14 @@ def test_growth_is_what_came_since_the_last_time() -> None:
     }
 
 
+def test_trees_count_their_nodes_and_their_depth() -> None:
+    stats = DraftStats()
+    stats.drafted(3, 8)
+    stats.drafted(2)
+    assert (stats.drafts, stats.draft_tokens, stats.lengths) == (2, 10, {3: 1, 2: 1})
+    assert (stats.trees, stats.tree_tokens) == (1, 8)
+
+
 def test_off_is_a_share_of_recent_steps() -> None:
     stats, gauges = DraftStats(), Gauges(0)
     shares = []
@@ -249,6 +257,12 @@ def test_a_line_beside_vllms_own(registered: Any, demo_pair: Path, caplog: Any) 
     for figure in ("Drafts: 4", "2.50 tokens", "target token: 2.50", "2.00 ms/step", "25.0%"):
         assert figure in lines[0]
     assert lines[0].endswith("Undrafted: no_blocks 3")
+    assert "trees" not in lines[0]
+    stats.hetero_spec |= {"trees": 2, "tree_tokens": 8, "side_tokens_accepted": 3}
+    sink.num_prompt_tokens = 1
+    sink.record(stats, None)
+    sink.log()
+    assert "Drafts: 4 (trees: 2, 1.50 accepted tokens beside the chain)" in caplog.messages[-1]
 
 
 def test_a_fault_ends_the_metrics_and_nothing_else(

@@ -370,3 +370,21 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     control.observe(StepView([request], {}, {"a"}, LOOKAHEAD, 100, rows, 0.1, 0.1, trees=ROOM))
     again = (len(tree.rows.counts) - 1) * len(TEXTS["a"])
     assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]
+    assert control.side_tokens_accepted == 1
+    assert tree.depth == LOOKAHEAD
+
+
+def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
+    """Few side sequences, or few rows: other nodes take the place of those that have none."""
+    world, control = World(), planned(step_of(TEXTS))
+    drafts = list(world.draft(TEXTS, control).values())
+    values = {}
+    for room in (ROOM, TreeRoom(8, 40, 2), TreeRoom(8, 12, 6), TreeRoom(8, 5, 1)):
+        control.plan(step_of(TEXTS, room=room), [0] * 3)
+        for draft in control.trim(drafts):
+            rows = len(draft.fed)
+            assert rows <= room.rows
+            assert len(draft.rows.counts if draft.rows else [0]) <= room.sides + 1
+            assert len(draft.tokens) >= min(8, room.rows) - 3
+            values.setdefault(room, []).append(len(draft.tokens))
+    assert set(values[ROOM]) == {8}

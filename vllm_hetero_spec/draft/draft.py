@@ -51,6 +51,14 @@ class Draft(NamedTuple):
         """Target ids that its target is fed, as the scheduler has them."""
         return self.tokens if self.rows is None else self.rows.tokens
 
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return max(depths, default=0)
+
     @classmethod
     def chain(
         cls,

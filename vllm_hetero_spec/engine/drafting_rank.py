@@ -135,6 +135,7 @@ class DraftingRank:
     def show(self) -> None:
         """Bring the counters that are kept elsewhere up to date."""
         self._stats.requests_held = len(self.requests)
+        self._stats.side_tokens_accepted = self.control.side_tokens_accepted
         self.source.show(self._stats)
 
     @contextlib.contextmanager
@@ -164,7 +165,8 @@ class DraftingRank:
         drafts = self.source.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:
-            self._stats.drafted(len(draft.tokens))
+            tree = draft.rows is not None
+            self._stats.drafted(draft.depth, len(draft.tokens) if tree else 0)
         if drafts:
             self._failures = 0
         return drafts

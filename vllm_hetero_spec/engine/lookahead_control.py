@@ -231,6 +231,11 @@ class LookaheadControl:
             )
 
     @property
+    def side_tokens_accepted(self) -> int:
+        """Accepted tokens of trees that were not of the drafter's own chain."""
+        return self._trees.side_tokens_accepted
+
+    @property
     def race_chances(self) -> Chances:
         """See `Control`."""
         return self._trees.race_chances

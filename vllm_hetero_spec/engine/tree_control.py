@@ -6,6 +6,8 @@ was next, whether it was in the draft or not.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from vllm_hetero_spec.lookahead.tree_values import (
     greedy_evidence,
     race_evidence,
 )
-from vllm_hetero_spec.verify.tree_rows import lay_out
+from vllm_hetero_spec.verify.tree_rows import TreeRows, lay_out
 from vllm_hetero_spec.verify.trees import NO_NODE, ROOT
 
 # Nodes that are priced of a tree, for each one that it may have: beyond these, none is worth a row.
@@ -36,14 +38,16 @@ class _Verifying(NamedTuple):
         raced: Whether its tokens are raced for.
         nodes: How many of it are verified.
         sides: In so many side sequences.
+        chain: The drafter's own.
     """
 
     tree: ValuedTree
     children: Children
     evidence: np.ndarray
     raced: bool
-    nodes: int
-    sides: int
+    nodes: int = 0
+    sides: int = 0
+    chain: Sequence[int] = ()
 
 
 class TreeControl:
@@ -51,10 +55,13 @@ class TreeControl:
 
     Args:
         values: What is learnt of them.
+
+    Attributes:
+        side_tokens_accepted: Of trees, those that were not of the drafter's own chain.
     """
 
     def __init__(self, values: TreeValues) -> None:
-        self._values = values
+        self._values, self.side_tokens_accepted = values, 0
         self._room: TreeRoom | None = None  # in the present step
         self._requests: dict[str, RequestView] = {}
         self._verifying: dict[str, _Verifying] = {}
@@ -85,6 +92,9 @@ class TreeControl:
             del self._verifying[request.req_id]
             if request.num_drafted == found.nodes:  # else it was cut, or void
                 again += found.sides * (request.num_tokens - len(request.new_tokens))
+                kept = request.new_tokens[: request.num_accepted]
+                along = takewhile(lambda pair: pair[0] == pair[1], zip(kept, found.chain))  # noqa: B905
+                self.side_tokens_accepted += len(kept) - sum(1 for _ in along)
                 children, taken = found.tree.tested(request.new_tokens)
                 if children:
                     tested[found.raced].append((found, children, taken))
@@ -125,12 +135,12 @@ class TreeControl:
             kept[place] = keep
         made = []
         for draft, tree, found, keep in zip(drafts, best, known, kept, strict=True):
-            own = tree.only([node for node, k in enumerate(keep) if k]).best(room.nodes)
-            made.append(self._laid_out(draft.req_id, own, room))
-            rest = made[-1].rows
-            sides = 0 if rest is None else len(rest.counts) - 1
-            nodes = len(made[-1].tokens)
-            self._verifying[draft.req_id] = found._replace(nodes=nodes, sides=sides)
+            rows_of = self._laid_out(draft.req_id, tree.only(np.flatnonzero(keep).tolist()), room)
+            made.append(_draft(draft.req_id, rows_of))
+            nodes, sides = len(made[-1].tokens), len(rows_of.counts) - 1
+            self._verifying[draft.req_id] = found._replace(
+                nodes=nodes, sides=sides, chain=draft.tokens
+            )
         return made
 
     def _known(self, explored: Explored) -> _Verifying:
@@ -144,7 +154,7 @@ class TreeControl:
         if tree.tokens:
             shares = self._values[raced].shares(*children[:3], evidence)
             tree = tree.revalued(shares.tolist())
-        return _Verifying(tree, children, evidence, raced, 0, 0)
+        return _Verifying(tree, children, evidence, raced)
 
     def _priced(self, req_id: str, tree: ValuedTree, prices: Controller) -> PricedTree:
         side = prices.side_price(self._requests[req_id].num_tokens)
@@ -153,18 +163,30 @@ class TreeControl:
             again.append(again[parent] + 1 if parent >= 0 else 1)
         return PricedTree(tree.parents, tree.values, [side] * len(again), again)
 
-    def _laid_out(self, req_id: str, tree: ValuedTree, room: TreeRoom) -> Draft:
+    def _laid_out(self, req_id: str, tree: ValuedTree, room: TreeRoom) -> TreeRows:
+        """The best of a tree that there is room for; of more of it where sides have none."""
+        own = tree.best(room.nodes)
         root = int(self._requests[req_id].token_ids[-1])
-        rows = lay_out(root, *tree, sides=room.sides, rows=room.rows)
-        if len(rows.counts) == 1:
-            return Draft.chain(req_id, rows.tokens)
-        place, tokens, parents = {ROOT: ROOT}, list[int](), list[int]()
-        for row, (token, parent) in enumerate(zip(rows.tokens, rows.parents, strict=True)):
-            if parent != NO_NODE:
-                place[row] = len(tokens)
-                tokens.append(token)
-                parents.append(place[parent])
-        return Draft(req_id, tokens, parents, rows=rows)
+        laid_out = partial(lay_out, sides=room.sides, rows=room.rows)
+        rows = laid_out(root, *own)
+        if len(rows.parents) - rows.parents.count(NO_NODE) == len(own.tokens):
+            return rows
+        numbers = range(len(tree.tokens))
+        more = laid_out(ROOT, numbers, tree.parents, tree.values)
+        placed = [n for n, p in zip(more.tokens, more.parents, strict=True) if p != NO_NODE]
+        return laid_out(root, *tree.only(sorted(placed)).best(room.nodes))
+
+
+def _draft(req_id: str, rows: TreeRows) -> Draft:
+    if len(rows.counts) == 1:
+        return Draft.chain(req_id, rows.tokens)
+    place, tokens, parents = {ROOT: ROOT}, list[int](), list[int]()
+    for row, (token, parent) in enumerate(zip(rows.tokens, rows.parents, strict=True)):
+        if parent != NO_NODE:
+            place[row] = len(tokens)
+            tokens.append(token)
+            parents.append(place[parent])
+    return Draft(req_id, tokens, parents, rows=rows)
 
 
 def _learn(

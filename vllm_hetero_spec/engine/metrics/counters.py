@@ -62,6 +62,11 @@ class DraftStats:
     off_steps: Annotated[int, _count("Steps in which the controller left all undrafted.")] = 0
     drafts: Annotated[int, _count("Drafts proposed to the target.")] = 0
     draft_tokens: Annotated[int, _count("Target tokens in proposed drafts.")] = 0
+    trees: Annotated[int, _count("Those drafts that were trees, not chains.")] = 0
+    tree_tokens: Annotated[int, _count("Target tokens in those trees.")] = 0
+    side_tokens_accepted: Annotated[
+        int, _count("Accepted tokens of trees that were not of the drafter's own chain.")
+    ] = 0
     drafter_tokens: Annotated[int, _count("Tokens the drafter generated for those drafts.")] = 0
     catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
     forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
@@ -73,7 +78,7 @@ class DraftStats:
     ] = field(default_factory=Counter)
     lengths: Annotated[
         Counter[int],
-        _count("Proposed drafts by length in target tokens.", "length", "drafts_by_length"),
+        _count("Proposed drafts by their longest path.", "length", "drafts_by_length"),
     ] = field(default_factory=Counter)
     translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
     forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
@@ -112,12 +117,19 @@ class DraftStats:
             )
         self.skipped[reason] += times
 
-    def drafted(self, length: int) -> None:
-        """Count one draft of `length` target tokens; nothing where it is empty."""
-        if length:
+    def drafted(self, depth: int, nodes: int = 0) -> None:
+        """Count one draft; nothing where it is empty.
+
+        Args:
+            depth: Target tokens of its longest path.
+            nodes: All that it has, if it is a tree.
+        """
+        if depth:
             self.drafts += 1
-            self.draft_tokens += length
-            self.lengths[length] += 1
+            self.draft_tokens += nodes or depth
+            self.lengths[depth] += 1
+            self.trees += nodes > 0
+            self.tree_tokens += nodes
 
     def show(self, gauges: Gauges) -> None:
         """Take over what the controller thinks at present."""

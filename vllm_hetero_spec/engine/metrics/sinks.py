@@ -92,13 +92,18 @@ class Log:
             return
         held, blocks = map(sum, zip(*self._pools.values(), strict=True))
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._skipped.most_common())
+        trees = ""
+        if total["trees"]:
+            beside = total["side_tokens_accepted"] / total["trees"]
+            trees = f" (trees: {total['trees']}, {beside:.2f} accepted tokens beside the chain)"
         logger.log(
             level,
-            "Drafter metrics: Drafts: %d, Mean draft length: %.2f tokens, "
+            "Drafter metrics: Drafts: %d%s, Mean draft length: %.2f tokens, "
             "Drafter tokens per target token: %.2f, Translation: %.2f ms/step, "
             "Drafter forwards: %.2f ms/step, Verification: %.2f ms/step, "
             "Drafter KV usage: %.1f%%, Undrafted: %s",
             total["drafts"],
+            trees,
             total["draft_tokens"] / max(total["drafts"], 1),
             total["drafter_tokens"] / max(total["draft_tokens"], 1),
             1e3 * total["translate_seconds"] / steps,
