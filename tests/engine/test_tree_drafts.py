@@ -306,6 +306,7 @@ class Priced(Fixed):
         super().__init__(LOOKAHEAD)
         self.price, self.rise, self.side = price, rise, side
         self.told: list[tuple[Any, ...]] = []
+        self.sides: list[tuple[Any, ...]] = []
 
     def row_price(self, rows: int) -> float:
         return self.price + self.rise * rows
@@ -318,6 +319,9 @@ class Priced(Fixed):
 
     def observe_acceptance(self, *figures: Any) -> None:
         self.told.append(figures[:2])
+
+    def observe_sides(self, *figures: Any) -> None:
+        self.sides.append(figures)
 
 
 def test_dear_rows_are_not_verified() -> None:
@@ -388,3 +392,34 @@ def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
             assert len(draft.tokens) >= min(8, room.rows) - 3
             values.setdefault(room, []).append(len(draft.tokens))
     assert set(values[ROOM]) == {8}
+
+
+def test_the_controller_is_told_what_is_beside_the_chain() -> None:
+    """Its nodes are those of the tree that are not the chain's, each at its depth."""
+    world, controller = World(), Priced(0.0)
+    control = planned(step_of(TEXTS), controller)
+    drafts = world.draft(TEXTS, control)
+    trees = {draft.req_id: draft for draft in control.trim(list(drafts.values()))}
+    assert len(controller.sides) == 3
+    for (name, tree), (depths, values, again, random) in zip(
+        trees.items(), controller.sides, strict=True
+    ):
+        on_chain = len(tree.common(drafts[name].tokens))
+        assert len(depths) == len(values) == len(again) == len(tree.tokens) - on_chain
+        assert all(1 <= depth <= LOOKAHEAD for depth in depths)
+        assert sum(again) == sum(parent == -2 for parent in tree.rows.parents if tree.rows)
+        assert random is False
+
+
+def test_probes_explore_trees_and_verify_chains() -> None:
+    class Probing(Priced):
+        def plan(self, *of: Any) -> Any:
+            return super().plan(*of)._replace(probe=True)
+
+    world, controller = World(), Probing(0.0)
+    control = planned(step_of(TEXTS), controller)
+    drafts = world.draft(TEXTS, control)
+    for draft in control.trim(list(drafts.values())):
+        assert draft.rows is None
+        assert draft.tokens == drafts[draft.req_id].tokens
+    assert len(controller.sides) == 3

@@ -174,7 +174,7 @@ class LookaheadControl:
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
         room = step.trees is not None and step.trees.sides > 0
-        trees = room and not self._plan.probe and self.controller.trees_pay
+        trees = room and (self._plan.probe or self.controller.trees_pay)
         self._trees.begin(step)
         return StepPlan(lookahead, reads, num_waiting, trees)
 
@@ -242,8 +242,15 @@ class LookaheadControl:
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts without what is not worth verifying, and trees laid out."""
-        chains = self._trimmed([draft for draft in drafts if draft.explored is None])
         growing = [draft for draft in drafts if draft.explored is not None]
+        for draft in growing:
+            if draft.req_id not in self._own:
+                random = self._random[self._index_of[draft.req_id]]
+                self.controller.observe_sides(*self._trees.sides(draft), random)
+        if self._plan.probe:  # of what chains and trees would give; chains cost less
+            growing = [draft for draft in growing if draft.req_id in self._own]
+        grown = {draft.req_id for draft in growing}
+        chains = self._trimmed([draft for draft in drafts if draft.req_id not in grown])
         if not growing:
             return chains
         rows = len(self._index_of) + sum(len(draft.tokens) for draft in chains)

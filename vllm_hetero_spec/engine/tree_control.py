@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.tree_growth import Children, Explored, ValuedTree
+from vllm_hetero_spec.draft.tree_growth import Children, ValuedTree
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller
 from vllm_hetero_spec.lookahead.tree_prices import PricedTree, trim
@@ -64,6 +64,7 @@ class TreeControl:
         self._values, self.side_tokens_accepted = values, 0
         self._room: TreeRoom | None = None  # in the present step
         self._requests: dict[str, RequestView] = {}
+        self._valued: dict[str, _Verifying] = {}  # in the present step
         self._verifying: dict[str, _Verifying] = {}
 
     def race_chances(
@@ -107,7 +108,7 @@ class TreeControl:
 
     def begin(self, step: StepView) -> None:
         """Drafts are going to be made behind this step."""
-        self._room = step.trees
+        self._room, self._valued = step.trees, {}
         self._requests = {request.req_id: request for request in step.requests}
 
     def trim(
@@ -123,7 +124,7 @@ class TreeControl:
         """
         assert self._room is not None
         most, room = _PRICED * self._room.nodes, self._room
-        known = [self._known(draft.explored) for draft in drafts if draft.explored is not None]
+        known = [self._known(draft) for draft in drafts]
         best = [tree.tree.best(most) for tree in known]
         kept: list[list[bool]] = [[True] * len(tree.tokens) for tree in best]
         priced = [place for place, costs_nothing in enumerate(free) if not costs_nothing]
@@ -143,18 +144,40 @@ class TreeControl:
             )
         return made
 
-    def _known(self, explored: Explored) -> _Verifying:
+    def sides(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
+        """Depths, values and rows fed again of the best nodes beside a draft's chain."""
+        assert self._room is not None
+        tree = self._known(draft).tree.best(self._room.nodes)
+        on_chain = {ROOT}
+        depths: list[int] = []
+        beside: list[int] = []
+        again: list[int] = []
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            depth = depths[parent] + 1 if parent >= 0 else 1
+            depths.append(depth)
+            if parent in on_chain and draft.tokens[depth - 1 : depth] == [token]:
+                on_chain.add(node)
+            else:
+                beside.append(node)
+                again.append(depth if parent in on_chain else 0)
+        return [depths[node] for node in beside], [tree.values[node] for node in beside], again
+
+    def _known(self, draft: Draft) -> _Verifying:
         """What was found, at the values that were learnt."""
-        tree, raced = explored.tree, explored.leads is not None
-        children = tree.children()
-        if explored.leads is not None:
-            evidence = race_evidence(np.array(explored.leads), np.array(explored.shares))
-        else:
-            evidence = greedy_evidence(children.shares)
+        if draft.req_id in self._valued:
+            return self._valued[draft.req_id]
+        assert draft.explored is not None
+        tree, leads, shares = draft.explored
+        children, raced = tree.children(), leads is not None
+        evidence = greedy_evidence(children.shares)
+        if leads is not None:
+            evidence = race_evidence(np.array(leads), np.array(shares))
         if tree.tokens:
-            shares = self._values[raced].shares(*children[:3], evidence)
-            tree = tree.revalued(shares.tolist())
-        return _Verifying(tree, children, evidence, raced)
+            chances = self._values[raced].shares(*children[:3], evidence)
+            tree = tree.revalued(chances.tolist())
+        known = _Verifying(tree, children, evidence, raced, chain=draft.tokens)
+        self._valued[draft.req_id] = known
+        return known
 
     def _priced(self, req_id: str, tree: ValuedTree, prices: Controller) -> PricedTree:
         side = prices.side_price(self._requests[req_id].num_tokens)

@@ -164,6 +164,11 @@ class Controller(ABC):
             random: The request is random, not greedy.
         """
 
+    def observe_sides(  # noqa: B027
+        self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
+    ) -> None:
+        """A tree was found; see `SideBranches.add`."""
+
     def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
         """The step as a whole, drafting included, gave so many tokens over all requests."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.side_branches import SideBranches
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
@@ -77,6 +78,7 @@ def forecast(
     random: Sequence[bool],
     tokens_per_second: float,
     can_stop_early: bool,
+    sides: SideBranches | None = None,
 ) -> Forecast:
     """Rates of all lookaheads that are worth a look.
 
@@ -87,6 +89,7 @@ def forecast(
         random: Which of the requests to be drafted for are random, in turn.
         tokens_per_second: Lambda.
         can_stop_early: Drafting can end between drafter steps.
+        sides: Of trees; None where drafts are chains.
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
@@ -111,8 +114,12 @@ def forecast(
         depth_drafted += float(_groups(still_drafted, drafting).any(1).mean())
         weight = asking[depth + 1] / len(survival)
         accepted = weight * float(survival[:, depth] @ still_verified)
-        tokens += accepted
         rows += weight * int(np.count_nonzero(still_verified))
+        if sides is not None:
+            beside = asking[depth + 1] * sides.worth(depth + 1, row_price, 0.0, random)
+            accepted += float(beside[0])
+            rows += float(beside[1])
+        tokens += accepted
         seconds = costs.drafting(drafting, known.steps.expected(depth_drafted))
         verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
         hoped = seconds * _optimism(drafter_stddev) + verifying * _optimism(stddev)

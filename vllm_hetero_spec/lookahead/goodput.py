@@ -16,6 +16,7 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, Lookahead
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
+from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
@@ -69,7 +70,7 @@ class Goodput(Controller):
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
         self._costs, self._acceptance = known.costs, known.acceptance
         self._positions = known.acceptance.positions
-        self._throughput = Throughput()
+        self._throughput, self._sides = Throughput(), SideBranches()
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
@@ -180,6 +181,12 @@ class Goodput(Controller):
             self._budget.charge(-accepted * self._target_seconds_per_token())
         self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
+    def observe_sides(
+        self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
+    ) -> None:
+        """A tree was found; see `Controller`."""
+        self._sides.add(depths, values, again, random)
+
     def emitted(self, tokens: int, seconds: float) -> None:
         """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
@@ -221,9 +228,11 @@ class Goodput(Controller):
         for _ in range(1 + begins):
             achieved = self._throughput.rate(self._load, foreseen)
             self._tokens_per_second = max(target_rate, achieved)
+            row = self._costs.row(2 * self._batch, self._batch, 2 * self._batch)
+            sides = self._sides if self._tokens_per_second * row < _DEAR else None
             found = forecast(
                 self.known, self._batch, limits, random, self._tokens_per_second,
-                self._can_stop_early,
+                self._can_stop_early, sides,
             )  # fmt: skip
             foreseen = max(target_rate, *found.rates)
         self._forecast = found

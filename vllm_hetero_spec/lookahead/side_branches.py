@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trees would add to chains: recent trees replayed at any price of a row."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+_KEPT = 32  # trees of each kind: each has several nodes beside its chain
+
+
+class SideBranches:
+    """What recent trees had beside the drafter's chain, of greedy and of random requests."""
+
+    def __init__(self) -> None:
+        self._kinds = deque[np.ndarray](maxlen=_KEPT), deque[np.ndarray](maxlen=_KEPT)
+
+    def add(
+        self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
+    ) -> None:
+        """Note a tree.
+
+        Args:
+            depths: Of each node beside the chain, 1 for one that continues the text itself.
+            values: P[accepted] of each.
+            again: Rows that are fed again for each.
+            random: Of a random request, not a greedy one.
+        """
+        self._kinds[random].append(np.array([depths, values, again], float).reshape(3, -1))
+
+    def worth(self, depth: int, row: float, side: float, random: Sequence[bool]) -> np.ndarray:
+        """Tokens and rows, float [2], that a draft has at a depth beside its chain.
+
+        Args:
+            depth: From 1.
+            row: Tokens that a row has to bring;
+            side: and a side sequence besides.
+            random: Of each request that is to be drafted for, at least one.
+        """
+        share = sum(random) / len(random)
+        found = np.zeros(2)
+        for trees, weight in zip(self._kinds, (1.0 - share, share), strict=True):
+            if not trees or not weight:
+                continue
+            depths, values, again = np.concatenate(trees, axis=1)
+            price = row * (1.0 + again) + side * (again > 0)
+            kept = (depths == depth) & (values >= price)
+            rows = (1.0 + again[kept]).sum()
+            found += weight / len(trees) * np.array([values[kept].sum(), rows])
+        return found
