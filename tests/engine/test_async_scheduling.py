@@ -62,10 +62,13 @@ def test_padding_alone_is_no_draft(scheduler: Any) -> None:
     assert stats.num_drafts == 1
 
 
+HETERO = SimpleNamespace(num_speculative_tokens=4, tree_nodes=0)
+
+
 def config_of(asked: bool | None = None, **changes: Any) -> Any:
     plain = {
         "speculative_config": SimpleNamespace(
-            hetero="options", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
+            hetero=HETERO, num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
         ),
         "scheduler_config": SimpleNamespace(async_scheduling=asked),
         "parallel_config": SimpleNamespace(data_parallel_size=1, distributed_executor_backend="mp"),

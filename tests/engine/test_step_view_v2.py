@@ -14,6 +14,10 @@ from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
 
 DRAFTED = 4
+SPEC = SimpleNamespace(
+    hetero=SimpleNamespace(num_speculative_tokens=DRAFTED, tree_nodes=0),
+    num_speculative_tokens=DRAFTED,
+)
 
 
 def new(req_id: str, **params: Any) -> SimpleNamespace:
@@ -62,8 +66,9 @@ def runner() -> SimpleNamespace:
         lora_state=SimpleNamespace(make_lora_inputs=lambda ids, *_: ((4, 5), "tokens", "active")),
         model_memory_usage=0,
         use_pp=False,
+        speculative_config=SPEC,
         vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(hetero="options", num_speculative_tokens=DRAFTED),
+            speculative_config=SPEC,
             scheduler_config=SimpleNamespace(async_scheduling=False),
         ),
         get_model=lambda: "the target",

@@ -38,6 +38,7 @@ from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
 from vllm_hetero_spec.engine.verifier.verdict import Rule
+from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.verify.drafts import FILLER
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
@@ -159,6 +160,7 @@ def made(
         Races(sampler.sampling_states, places) if races else None,  # type: ignore[arg-type]
         lambda batch: view,
         places,
+        on_host,
         DraftStats(),
         sampler,
         spec,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.seam import tree_scratch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,6 +116,7 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         spec, scheduler = self.speculative_config, self.scheduler_config
         if not hasattr(spec, "hetero"):
             return original(self, *args, **kwargs)
+        tree_scratch.settle(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
         reason = "async_scheduling=False" if asked is False else _why_not(self)
         if not reason:  # named before graphs are planned; the batch sizes mean nothing

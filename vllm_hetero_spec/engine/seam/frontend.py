@@ -122,6 +122,7 @@ def _build(
         params_check,
         pipeline,
         runner_choice,
+        tree_scratch,
     )
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
     from vllm_hetero_spec.engine.seam.spec_config import PROPOSER, HeteroSpeculativeConfig
@@ -143,6 +144,7 @@ def _build(
     runner_choice.install()
     async_scheduling.install()
     pipeline.install()
+    tree_scratch.install()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",

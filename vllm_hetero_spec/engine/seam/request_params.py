@@ -40,6 +40,7 @@ class RequestParams:
         stop_ids: Those stop tokens.
         allowed_ids: The only target ids it may generate; None for all.
         bad_words: Target ids that must not stand in a row.
+        processed: Its rows are worked on in a way that takes drafts for chains: a thinking budget.
         lookahead: Target tokens that it asks to be drafted; None leaves it to the controller.
     """
 
@@ -54,7 +55,19 @@ class RequestParams:
     stop_ids: frozenset[int] = frozenset()
     allowed_ids: frozenset[int] | None = None
     bad_words: Sequence[Sequence[int]] = ()
+    processed: bool = False
     lookahead: int | None = None
+
+    @property
+    def chains(self) -> str:
+        """Why its drafts have to be chains, not trees; empty where they need not."""
+        reasons = {
+            "a grammar": self.structured,
+            "penalties": self.penalty is not None,
+            "bad words": bool(self.bad_words),
+            "a thinking budget": self.processed,
+        }
+        return next((reason for reason, found in reasons.items() if found), "")
 
     @property
     def restricted(self) -> bool:
@@ -138,6 +151,7 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         stop_ids=frozenset(params.all_stop_token_ids),
         allowed_ids=None if allowed is None else frozenset(allowed),
         bad_words=params.bad_words_token_ids or (),
+        processed=params.thinking_token_budget is not None,
         lookahead=_requested_lookahead(params),
     )
 

@@ -19,6 +19,7 @@ from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
 from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
@@ -57,6 +60,14 @@ class RunnerV2:
         self._verified: dict[str, int] = {}  # tokens of drafts that the present step verifies
         self.tiers = tiers_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
+        self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
+        self._sides: SideSequences | None = None  # where drafts may be trees
+        if nodes_of(runner.vllm_config):
+            from vllm_hetero_spec.engine.seam import tree_rows_v2
+
+            self._sides = tree_rows_v2.sides_of(runner)
+        self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
+        self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
         self._send = Sender(runner.device).send
@@ -103,6 +114,45 @@ class RunnerV2:
             self._preempted.discard(new.req_id)
             self._new[new.req_id] = new
             self._params.pop(new.req_id, None)
+        if self._sides is not None:
+            self._sides.begins(scheduler_output)
+
+    def plan_trees(self, req_ids: Sequence[str]) -> bool:
+        """Plan what attention sees of the present step; whether that is more than its requests.
+
+        Args:
+            req_ids: Of its batch, in order.
+        """
+        if self._sides is None:
+            return False
+        assert self._output is not None, "no step has begun"
+        self._sides.plan(req_ids, self._output)
+        self._verified |= self._sides.nodes
+        return self._sides.uneven
+
+    def bring_home(self, batch: "InputBatch", num_sampled: torch.Tensor) -> None:
+        """Copy the KV of what was sampled to where the requests have theirs: first of all.
+
+        Args:
+            batch: The step's.
+            num_sampled: See `view`.
+        """
+        if self._sides is None or not self._sides.uneven:
+            return
+        sampled, texts = self._texts(batch, num_sampled)
+        emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
+        self._sides.bring_home(dict(zip(batch.req_ids, emitted, strict=True)))
+
+    def _texts(
+        self, batch: "InputBatch", num_sampled: torch.Tensor
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """How many tokens each request has sampled, and its text; waits for the device."""
+        states = self._runner.req_states
+        counts = torch.stack((num_sampled.int(), states.total_len.gpu[batch.idx_mapping]))
+        sampled, lengths = self._counts.fetch(counts).wait()
+        texts = states.all_token_ids._uva_buf.np
+        slots = zip(batch.idx_mapping_np, lengths, strict=True)
+        return sampled, [texts[slot, :length] for slot, length in slots]
 
     def view(self, batch: "InputBatch", num_sampled: torch.Tensor) -> StepView:
         """The step that has just sampled, once the device has.
@@ -113,22 +163,20 @@ class RunnerV2:
         """
         output = self._output
         assert output is not None, "no step has begun"
-        states = self._runner.req_states
-        counts = torch.stack((num_sampled.int(), states.total_len.gpu[batch.idx_mapping]))
-        sampled, lengths = self._counts.fetch(counts).wait()
+        sampled, texts = self._texts(batch, num_sampled)
         now = time.perf_counter()
-        texts, drafted = states.all_token_ids._uva_buf.np, output.scheduled_spec_decode_tokens
+        prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np]
+        drafted = output.scheduled_spec_decode_tokens
+        self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
         requests = []
-        for index, (slot, req_id) in enumerate(
-            zip(batch.idx_mapping_np, batch.req_ids, strict=True)
-        ):
-            new, text = self._new[req_id], texts[slot, : lengths[index]]
+        for index, (req_id, text) in enumerate(zip(batch.req_ids, texts, strict=True)):
+            new = self._new[req_id]
             requests.append(
                 RequestView(
                     req_id=req_id,
                     params=self._params_of(req_id),
                     token_ids=text,
-                    num_prompt_tokens=int(states.prompt_len.np[slot]),
+                    num_prompt_tokens=int(prompts[index]),
                     new_tokens=text[len(text) - sampled[index] :].tolist(),
                     num_drafted=self._verified.get(req_id, 0),
                     num_padding=len(drafted.get(req_id, ())) - self._verified.get(req_id, 0),
@@ -142,12 +190,13 @@ class RunnerV2:
             requests=requests,
             started=started,
             live=self._new.keys(),
-            lookahead=output.num_spec_tokens_to_schedule,
+            lookahead=min(output.num_spec_tokens_to_schedule, self._longest),
             max_model_len=self._runner.max_model_len,
             num_rows=output.total_num_scheduled_tokens,
             target_seconds=times.target,
             step_seconds=times.step,
             tiers=self.tiers,
+            trees=None if self._sides is None else self._sides.room(len(requests)),
         )
 
     @property
@@ -162,8 +211,8 @@ class RunnerV2:
         self._clock = StepClock()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """See Runner: here drafts are chains."""
-        assert not trees
+        """See Runner."""
+        self._trees = trees
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""
@@ -193,6 +242,13 @@ class RunnerV2:
         from vllm.v1.outputs import DraftTokenIds
 
         self._drafted |= zip(batch.req_ids, map(list, drafts), strict=True)
+        if self._sides is not None:
+            for req_id, tokens in zip(batch.req_ids, drafts, strict=True):
+                tree = self._trees.get(req_id)
+                if tree is not None and (tree.tokens != tokens or self._params_of(req_id).chains):
+                    tree = None
+                self._sides.handed_out(req_id, tree, self._lengths.get(req_id, 0) - 1)
+            self._trees = {}
         if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
             rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
             for row, tokens in zip(rows, drafts, strict=True):
@@ -212,9 +268,11 @@ class RunnerV2:
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
-        if self.tiers and all(req_id in self._new for req_id in batch.req_ids):
+        told = self.tiers or self._sides is not None
+        if told and all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
-            return BatchView(batch.req_ids, lengths=lengths)
+            trees = None if self._sides is None else self._sides.view()
+            return BatchView(batch.req_ids, lengths=lengths, trees=trees)
         rows = np.diff(batch.cu_num_logits_np)
         return BatchView(batch.req_ids, lengths=(rows - 1).tolist())  # but for the bonus token's
 

@@ -51,6 +51,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
             cache_salt,
             pipeline,
             runner_choice,
+            tree_scratch,
         )
 
         self.__dict__.update(state)
@@ -65,6 +66,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         runner_choice.install()
         async_scheduling.install()
         pipeline.install()
+        tree_scratch.install()
 
     def __repr__(self) -> str:
         return (

@@ -89,6 +89,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._batch = None
         if dummy_run or not self.proposer.warm:
             return self.seam.no_drafts(input_batch)
+        self.seam.bring_home(input_batch, num_sampled)
         if self._passes_by():
             self.seam.passed_by()
             self.proposer.pass_by(input_batch.num_reqs)

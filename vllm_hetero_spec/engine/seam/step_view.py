@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -155,6 +156,21 @@ class StepView:
         return tokens
 
 
+class TreesView(NamedTuple):
+    """A batch of which some requests have draft trees.
+
+    Attributes:
+        parents: Of each row behind each request's root, see `verify.trees.TreeBatch.of`; those of a
+            chain are no nodes.
+        planned: Which requests have a tree, [B].
+        is_tree: bool [B] on the device: which requests have one that can be verified.
+    """
+
+    parents: Sequence[Sequence[int]]
+    planned: Sequence[bool]
+    is_tree: torch.Tensor
+
+
 @dataclass(frozen=True)
 class BatchView:
     """The batch that tokens are being chosen for; empty while vLLM profiles with made-up ones.
@@ -164,12 +180,14 @@ class BatchView:
         noise_seeds: See `RequestParams`; as the next, where the device does not know them.
         num_output_tokens: Target tokens that each has generated before this step.
         lengths: Tokens of each request's draft, where the runner tells them here.
+        trees: Among the drafts; None where all are chains.
     """
 
     req_ids: Sequence[str]
     noise_seeds: Sequence[int] = ()
     num_output_tokens: Sequence[int] = ()
     lengths: Sequence[int] = ()
+    trees: TreesView | None = None
 
 
 def trees_of(drafts: Sequence[Draft]) -> dict[str, TreeRows]:

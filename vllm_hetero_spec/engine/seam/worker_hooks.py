@@ -94,8 +94,12 @@ def _hook_v1(proposer: type[Proposer]) -> type:
 def _hook_v2(proposer: type[Proposer]) -> type:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    from vllm_hetero_spec.engine.seam import tree_rows_v2
+
     patching.replace(GPUModelRunner, "load_model", "load drafter", wrap_load_v2(proposer))
     patching.replace(GPUModelRunner, "execute_model", "step", wrap_execute_v2(proposer))
+    patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", wrap_gather_v2(proposer))
+    tree_rows_v2.install()
     return GPUModelRunner
 
 
@@ -230,5 +234,27 @@ def wrap_execute_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original
             return original(runner, scheduler_output, *args, **kwargs)
 
         return execute_model
+
+    return wrap
+
+
+def wrap_gather_v2(proposer: type[Proposer]) -> Callable[[patching.Function], patching.Function]:
+    """`gather_batch_req_state` of V2 that then has the step's trees planned.
+
+    With side sequences a batch is none of so many requests with equally many tokens.
+    """
+
+    def wrap(original: patching.Function) -> patching.Function:
+        def gather_batch_req_state(
+            runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool
+        ) -> object:
+            state, uniform = original(runner, scheduler_output, dummy_run)
+            drafter = getattr(runner, "drafter", None)
+            if isinstance(drafter, proposer) and not dummy_run:
+                assert state is not None
+                uniform = None if runner.speculator.seam.plan_trees(state.req_ids) else uniform
+            return state, uniform
+
+        return gather_batch_req_state
 
     return wrap

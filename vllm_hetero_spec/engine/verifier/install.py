@@ -73,11 +73,12 @@ class Verifier:
             )
 
             races: Races | None = None
+            send_trees = Sender(seam.device).send  # beside `send`, whose buffers are in use then
             if options.verification == "race":
                 races = seam.replace_randomness(lambda states: Races(states, seam.places))
             seam.replace_rejection_sampler(
                 lambda *args: HeteroRejectionSamplerV2(
-                    rule, self._pending, races, seam.batch, seam.places, stats, *args
+                    rule, self._pending, races, seam.batch, seam.places, send_trees, stats, *args
                 )
             )
 

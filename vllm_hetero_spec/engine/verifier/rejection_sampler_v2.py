@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -26,8 +28,10 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
-from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
+from vllm_hetero_spec.staging import Send
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.trees import TreeBatch, TreeVerdict, greedy_walk
 
 
 class HeteroRejectionSamplerV2(RejectionSampler):
@@ -39,6 +43,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         races: What draws tokens where they are raced for; else None.
         batch: Gives the requests of a batch of vLLM's, and the true lengths of their drafts.
         places: See `Races`.
+        send: Brings arrays to the device, once for each part of a batch that has trees.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
     """
@@ -50,14 +55,21 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         races: Races | None,
         batch: Callable[[InputBatch], BatchView],
         places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        send: Send,
         stats: DraftStats,
         *args: Any,
     ) -> None:
         super().__init__(*args)
         self._rule, self._pending, self._races = rule, pending, races
         self._batch, self._places, self._stats = batch, places, stats
+        self._send = send
         self._view = BatchView([])
         self._verified = 0  # requests of the batch so far
+        self._fed = torch.zeros(
+            0, dtype=torch.int64
+        )  # of trees: the token of each row that is left
+        # The rows of a part in the order of its tokens, where walks have left that of the rows.
+        self._order: torch.Tensor | None = None
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
@@ -65,6 +77,8 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         """See RejectionSampler, which calls `_verify` for a part of the batch at a time."""
         began = time.perf_counter()
         self._view, self._verified = self._batch(input_batch), 0
+        if self._view.trees is not None:
+            self._fed = input_batch.input_ids[input_batch.logits_indices].long()
         output = super().__call__(logits, input_batch, *args, **kwargs)
         self._stats.verify_seconds += time.perf_counter() - began
         return output
@@ -95,20 +109,24 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        part = slice(self._verified, self._verified + len(idx_mapping_np))
+        self._verified = part.stop
         starts = cu_num_logits[:-1].long()
         seeds, places = states.seeds.gpu[idx_mapping], self._places(idx_mapping, pos[starts])
-        drafts, rows = self._drafts(seeds, places, starts, verify_draft_sampled)
+        drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
         ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
         bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
         temperature = states.temperature.np[idx_mapping_np]
         cold: torch.Tensor | bool = not temperature.any()
         if not (cold or temperature.all()):
             cold = states.temperature.gpu[idx_mapping] == 0
-        kept = (
-            processed is logits
-            or sampler.logprobs_mode.startswith("processed")
-            or sampler.return_sampling_mask
-        )
+        kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
+        trees = self._trees(part, seeds, places)
+        if trees is not None:  # before the rule puts probabilities over the logits
+            best = processed.argmax(-1)
+            if self._races is not None:
+                best = self._races.winners(processed, expanded_idx_mapping, pos)
+            walk = greedy_walk(trees, best)
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -117,12 +135,61 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             lambda: processed.argmax(-1)[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )
-        sampled = bonus.new_full((drafts.size, self.num_speculative_steps + 1), FILLER)
-        sampled[:, : drafts.width + 1] = verdict.tokens
-        return processed, sampled, (verdict.accepted + 1).to(torch.int32)
+        sampled = self._padded(verdict)
+        accepted = verdict.accepted
+        self._order = None
+        if trees is not None:
+            assert self._view.trees is not None
+            walks = self._view.trees.is_tree[part]
+            if self._races is None:
+                walks = walks & cold  # a walk takes the likeliest tokens
+            sampled = torch.where(walks[:, None], self._padded(walk), sampled)
+            accepted = torch.where(walks, walk.accepted, accepted)
+            self._order = _visited_first(walk, trees, walks, expanded_local_pos.long())
+            if self.sampler.return_sampling_mask or self._processed_logprobs:
+                processed = processed[self._order]
+        return processed, sampled, (accepted + 1).to(torch.int32)
+
+    @property
+    def _processed_logprobs(self) -> bool:
+        return self.sampler.logprobs_mode.startswith("processed")
+
+    def _padded(self, verdict: Verdict) -> torch.Tensor:
+        """int64 [B, most draft tokens + 1], what is emitted."""
+        tokens = verdict.tokens
+        sampled = tokens.new_full((len(tokens), self.num_speculative_steps + 1), FILLER)
+        sampled[:, : tokens.shape[1]] = tokens
+        return sampled
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> LogprobsTensors | None:
+        """See RejectionSampler, to which a request's token i comes from its row i."""
+        wanted = max_num_logprobs != NO_LOGPROBS and not self._processed_logprobs
+        if self._order is not None and wanted:
+            logits = logits[self._order]
+        return super()._get_logprobs_tensors(
+            sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+        )
+
+    def _trees(self, part: slice, seeds: torch.Tensor, places: torch.Tensor) -> TreeBatch | None:
+        """The trees of the next requests, all rows of all of them; None without any."""
+        if self._view.trees is None:
+            return None
+        parents = self._view.trees.parents[part]
+        count = len(parents) + sum(map(len, parents))
+        fed, self._fed = self._fed[:count], self._fed[count:]
+        return TreeBatch.of(fed, parents, seeds, places, self._send)
 
     def _drafts(
         self,
+        part: slice,
         seeds: torch.Tensor,
         places: torch.Tensor,
         starts: torch.Tensor,
@@ -130,17 +197,22 @@ class HeteroRejectionSamplerV2(RejectionSampler):
     ) -> tuple[DraftBatch, torch.Tensor]:
         """The drafts of the next requests, and which row of logits int64 [N] is for each token.
 
+        Those of trees have no draft here: only the row behind their text counts.
+
         Args:
+            part: Of the batch.
             seeds: int64 [B].
             places: int64 [B].
             starts: int64 [B], each request's first row.
             draft_sampled: int, for each row of logits the token before it: each request's last
                 token, its draft, and what may fill that up; -1 for a place that holds none.
         """
-        part = slice(self._verified, self._verified + len(seeds))
-        self._verified = part.stop
+        lengths = self._view.lengths[part]
+        if self._view.trees is not None:
+            planned = self._view.trees.planned[part]
+            lengths = [0 if tree else length for tree, length in zip(planned, lengths, strict=True)]
         drafts = self._pending.batch(
-            self._view.req_ids[part], self._view.lengths[part], draft_sampled, seeds, places
+            self._view.req_ids[part], lengths, draft_sampled, seeds, places
         )
         rows = starts[drafts.request_of] + drafts.place_of
         return replace(drafts, tokens=draft_sampled[rows + 1].long()), rows
@@ -162,6 +234,22 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
+
+
+def _visited_first(
+    walk: TreeVerdict, trees: TreeBatch, walks: torch.Tensor, place_of: torch.Tensor
+) -> torch.Tensor:
+    """int64 [R], rows in the order of what was emitted at them, where `walks` bool [B].
+
+    Args:
+        walk: Of the trees.
+        trees: With R rows.
+        walks: Requests whose walk counts.
+        place_of: int64 [R], place of each row among its request's.
+    """
+    visited = walk.rows[trees.request_of, place_of]
+    counts = walks[trees.request_of] & (visited >= 0)
+    return torch.where(counts, visited, torch.arange(len(visited), device=visited.device))
 
 
 def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> torch.Tensor:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the place of a drafter: trees of what a target is known to go on with, and of wrong branches.
+
+Where the known path lies is left to chance: on the main path, on a side, partly on one and partly
+on another.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness import proposer_of
+from vllm import LLM
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.verify.tree_rows import lay_out
+from vllm_hetero_spec.verify.trees import ROOT
+
+Known = Mapping[tuple[int, ...], list[int]]  # prompt -> what the target says alone
+
+
+@contextlib.contextmanager
+def overheard(llm: LLM) -> Iterator[dict[tuple[int, ...], list[int]]]:
+    """What an engine answers meanwhile, by prompt."""
+    known: dict[tuple[int, ...], list[int]] = {}
+    engine = llm.llm_engine
+    step = engine.step
+
+    def listening() -> Any:
+        outputs = step()
+        for output in outputs:
+            ids = output.prompt_token_ids
+            known[tuple(ids or ())] = list(output.outputs[0].token_ids)
+        return outputs
+
+    engine.step = listening  # type: ignore[method-assign]
+    yield known
+    engine.step = step  # type: ignore[method-assign]
+
+
+class KnownTrees:
+    """Drafts trees for an engine.
+
+    Args:
+        llm: The engine; its drafter drafts no more.
+
+    Attributes:
+        known: What is drafted.
+        drafts: How many trees with sides were drafted.
+        past_the_end: Drafts go on where their request ends.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.known: Known = {}
+        self.drafts = 0
+        self.past_the_end = False
+        self._proposer = proposer_of(llm)
+        self._drafting = self._proposer.drafting
+        self._drafting.finish = self.finish
+
+    @property
+    def verification(self) -> str:
+        """The engine's."""
+        return str(self._proposer.options.verification)
+
+    @property
+    def taken(self) -> int:
+        """Walks that have ended on a side."""
+        return int(self._proposer.seam._sides.taken)
+
+    def finish(self) -> list[Draft]:
+        step = self._drafting._step
+        found = [self.draft(step, request) for request in step.requests if request.new_tokens]
+        return [draft for draft in found if draft is not None]
+
+    def draft(self, step: StepView, request: RequestView) -> Draft | None:
+        """A tree, or a chain where there is no room for sides."""
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens].tolist())
+        rest = self.known.get(prompt, [])[request.num_output_tokens :]
+        longest = step.lookahead
+        if not self.past_the_end:
+            longest = request.params.useful_lookahead(
+                longest, request.num_tokens, request.num_output_tokens, step.max_model_len
+            )
+        if not rest or not longest:
+            return None
+        room = step.trees
+        if room is None or not room.sides:
+            return Draft.chain(request.req_id, rest[:longest])
+        rest = rest + [rest[-1]] * longest if self.past_the_end else rest
+        chance = random.Random(f"{prompt} {request.num_tokens}")
+        tokens, parents, values = grown(chance, rest, longest, room.nodes)
+        root = int(request.token_ids[-1])
+        rows = lay_out(root, tokens, parents, values, sides=room.sides, rows=room.rows)
+        self.drafts += len(rows.counts) > 1
+        return Draft(request.req_id, tokens, parents, rows=rows)
+
+
+def grown(
+    chance: random.Random, rest: list[int], longest: int, nodes: int
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and values of a tree that follows `rest`, and does not."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    values: list[float] = []
+    depths: list[int] = []
+    true = [ROOT]  # the known path so far
+
+    def add(parent: int, token: int) -> bool:
+        depth = 1 + (depths[parent] if parent >= 0 else 0)
+        siblings = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+        if token in siblings or depth > longest or len(tokens) == nodes:
+            return False
+        tokens.append(token)
+        parents.append(parent)
+        values.append((values[parent] if parent >= 0 else 1.0) * chance.uniform(0.2, 1.0))
+        depths.append(depth)
+        return True
+
+    for _ in range(4 * nodes):
+        if chance.random() < 0.5 and len(true) <= len(rest):
+            if add(true[-1], rest[len(true) - 1]):
+                true.append(len(tokens) - 1)
+        else:
+            parent = chance.randrange(-1, len(tokens))
+            wrong = rest[chance.randrange(len(rest))] ^ chance.randrange(2)
+            expected = rest[len(true) - 1] if len(true) <= len(rest) else None
+            if not (parent == true[-1] and wrong == expected):
+                add(parent, wrong)
+    return tokens, parents, values

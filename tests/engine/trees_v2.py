@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees in engines on Model Runner V2: tests of a process that `test_trees_v2.py` runs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from harness import engine, metrics_of, slem
+from known_trees import KnownTrees, overheard
+from scenarios import TIGHT, TIGHT_LIMITS, Outputs, generate, greedy
+from v2_runs import SOME
+from vllm import LLM, SamplingParams
+
+from vllm_hetero_spec.engine.seam import tree_rows_v2, tree_scratch
+from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
+from vllm_hetero_spec.verify.tree_rows import SidePlan, TreeRows
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "large blocks": {},
+    "small blocks": {"block_size": 32},
+    "tight": TIGHT_LIMITS,
+}
+VERIFICATION = {"large blocks": "token", "small blocks": "race", "tight": "block"}
+
+
+def taken_up(llm: LLM, prompts: list[str]) -> Outputs:
+    """What was generated is read again, from blocks that it filled."""
+    first = generate(llm, prompts, greedy(max_tokens=70, ignore_eos=True))
+    tokenizer = llm.get_tokenizer()
+    again = [
+        {"prompt_token_ids": [*tokenizer.encode(prompt), *ids]}
+        for prompt, ids in zip(prompts, first.values(), strict=True)
+    ]
+    hits = prefix_hits(llm)
+    found = generate(llm, again, greedy())
+    assert prefix_hits(llm) - hits >= 64 * len(prompts)
+    return first | {f"again {name}": ids for name, ids in found.items()}
+
+
+def prefix_hits(llm: LLM) -> int:
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
+
+
+def ending(llm: LLM, prompts: list[str]) -> Outputs:
+    """Requests end by their length, a token or a word, wherever in a draft."""
+    ends = [{"max_tokens": n} for n in (5, 6, 7, 8)] + [{"stop": [w]} for w in ("(", "self", "\n")]
+    params = [greedy(**end) for end in ends for _ in prompts]
+    return generate(llm, prompts * len(ends), params)
+
+
+MORE = {"taken up": taken_up, "ending": ending}
+ALL = SOME | MORE
+ONLY_CHAINS = ("penalties", "bad_words")
+
+
+class Compared(NamedTuple):
+    """An engine that has drafted trees, and what the target says alone, by scenario."""
+
+    llm: LLM
+    trees: KnownTrees
+    known: dict[str, dict[tuple[int, ...], list[int]]]
+    alone: dict[str, Outputs]
+
+
+@pytest.fixture(scope="module")
+def few(code_prompts: list[str]) -> list[str]:
+    return code_prompts[:8]
+
+
+@pytest.fixture(scope="module", params=LIMITS)
+def compared(request: pytest.FixtureRequest, demo_pair: Any, few: list[str]) -> Iterator[Compared]:
+    limits = LIMITS[request.param]
+    names = [name for name in ALL if (name in TIGHT) == (limits is TIGHT_LIMITS)]
+    alone, known = {}, {}
+    with engine(demo_pair / "target", **limits) as llm:
+        for name in names:
+            with overheard(llm) as known[name]:
+                alone[name] = ALL[name](llm, few)
+    spec = slem(demo_pair / "drafter", tree_nodes=8, verification=VERIFICATION[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_scratch, "_SHARE", 3)  # so that small caches have scratch
+        with engine(demo_pair / "target", spec, **limits) as llm:
+            yield Compared(llm, KnownTrees(llm), known, alone)
+
+
+def test_same_tokens_as_the_target_alone(compared: Compared, few: list[str]) -> None:
+    trees = compared.trees
+    for name, alone in compared.alone.items():
+        trees.known, trees.past_the_end = compared.known[name], name == "ending"
+        drafts, taken = trees.drafts, trees.taken
+        assert ALL[name](compared.llm, few) == alone, name
+        print(f"\n{name}: {trees.drafts - drafts} trees, {trees.taken - taken} sides taken")
+        assert (trees.taken - taken > 4) is (name not in ONLY_CHAINS), name
+    trees.past_the_end = False
+    if "preemption" in compared.alone:
+        assert metrics_of(compared.llm)["num_preemptions"] > 0
+
+
+def test_log_probabilities_are_those_of_the_rows_on_the_way(
+    compared: Compared, few: list[str]
+) -> None:
+    """Of greedy requests with trees; without drafts first."""
+    params, told = greedy(logprobs=2, max_tokens=16), []
+    for prompts in (few, few):
+        with overheard(compared.llm) as known:
+            outputs = compared.llm.generate(prompts, params, use_tqdm=False)
+        told.append([o.outputs[0].logprobs for o in outputs])
+        compared.trees.known = known
+    for alone, trees in zip(*told, strict=True):
+        for at_alone, at_trees in zip(alone, trees, strict=True):
+            assert at_alone.keys() == at_trees.keys()
+            for token, probability in at_alone.items():
+                assert at_trees[token].logprob == pytest.approx(probability.logprob, abs=1e-3)
+
+
+def test_races_are_those_without_drafts(compared: Compared, few: list[str]) -> None:
+    """Under other rules random requests have no trees, whatever is drafted for them."""
+    raced = compared.trees.verification == "race"
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=20) for seed in range(8)
+    ]
+    with overheard(compared.llm) as known:
+        alone = generate(compared.llm, few, params)
+    compared.trees.known = known
+    drafts, taken = compared.trees.drafts, compared.trees.taken
+    found = generate(compared.llm, few, params)
+    assert compared.trees.drafts > drafts
+    if raced:
+        assert found == alone
+        assert compared.trees.taken > taken + 4
+    else:
+        assert compared.trees.taken == taken
+
+
+def no_tails(patch: pytest.MonkeyPatch) -> None:
+    def plan(*args: Any) -> SidePlan:
+        made = original(*args)
+        return replace(made, tails=made.tails[:0])
+
+    original = tree_rows_v2.plan_sides
+    patch.setattr(tree_rows_v2, "plan_sides", plan)
+
+
+def chain_positions(patch: pytest.MonkeyPatch) -> None:
+    def plan(starts: Any, scheduled: Any, *args: Any) -> SidePlan:
+        made = original(starts, scheduled, *args)
+        ends = np.cumsum(scheduled)
+        of = np.searchsorted(ends, made.rows, "right")
+        return replace(made, depths=made.rows - (ends - scheduled)[of])
+
+    original = tree_rows_v2.plan_sides
+    patch.setattr(tree_rows_v2, "plan_sides", plan)
+
+
+def no_copies_home(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SidePlan, "home", lambda *_: np.zeros((0, 2), np.int64))
+
+
+def no_clones(patch: pytest.MonkeyPatch) -> None:
+    def expand(self: SideSequences, batch: Any, *args: Any) -> Any:
+        own = batch.query_start_loc, batch.seq_lens
+        shown = original(self, batch, *args)
+        batch.query_start_loc, batch.seq_lens = own
+        return shown
+
+    original = SideSequences.expand
+    patch.setattr(SideSequences, "expand", expand)
+
+
+def anothers_tree(patch: pytest.MonkeyPatch) -> None:
+    def handed_out(self: SideSequences, req_id: str, rows: TreeRows | None, start: int) -> None:
+        original(self, req_id, last[0] if rows and last else rows, start)
+        last[:] = [rows] if rows else []
+
+    last: list[TreeRows] = []
+    original = SideSequences.handed_out
+    patch.setattr(SideSequences, "handed_out", handed_out)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    no_tails,
+    chain_positions,
+    no_copies_home,
+    no_clones,
+    anothers_tree,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> None:
+    """Each by other tokens than the target's, or by steps that lead nowhere."""
+    trees, engine = compared.trees, compared.llm.llm_engine
+    found: dict[str, list[int]] = {}
+    with overheard(compared.llm) as known, pytest.MonkeyPatch.context() as patch:
+        trees.known = {}
+        alone = generate(compared.llm, few, greedy())
+        trees.known = dict(known)
+        fault(patch)
+        for index, prompt in enumerate(few):
+            engine.add_request(f"{fault.__name__} {index}", prompt, greedy())
+        try:
+            for _ in range(40):  # more than the target alone needs
+                for output in engine.step():
+                    found[output.request_id.split()[1]] = list(output.outputs[0].token_ids)
+        except StopIteration:  # the walk is none of the tree; the engine has ended
+            assert fault is FAULTS[-1]
+            return
+    assert found != alone
+    engine.abort_request([f"{fault.__name__} {index}" for index in range(len(few))])
+    engine.step()
+    compared.llm.reset_prefix_cache()  # what was written wrongly
