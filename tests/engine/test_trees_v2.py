@@ -15,7 +15,5 @@ def test_trees_keep_the_targets_tokens(way: str, request: pytest.FixtureRequest)
     pytest.importorskip("triton")
     folders = [request.getfixturevalue("runs_033")] if way == "0.33" else []
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "trees_v2.py")]
-    done = subprocess.run(
-        command, env=v2_environment(*folders), capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=v2_environment(*folders), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

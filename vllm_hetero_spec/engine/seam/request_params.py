@@ -40,7 +40,7 @@ class RequestParams:
         stop_ids: Those stop tokens.
         allowed_ids: The only target ids it may generate; None for all.
         bad_words: Target ids that must not stand in a row.
-        processed: Its rows are worked on in a way that takes drafts for chains: a thinking budget.
+        thinks_within: It has a budget of tokens for thinking.
         lookahead: Target tokens that it asks to be drafted; None leaves it to the controller.
     """
 
@@ -55,19 +55,8 @@ class RequestParams:
     stop_ids: frozenset[int] = frozenset()
     allowed_ids: frozenset[int] | None = None
     bad_words: Sequence[Sequence[int]] = ()
-    processed: bool = False
+    thinks_within: bool = False
     lookahead: int | None = None
-
-    @property
-    def chains(self) -> str:
-        """Why its drafts have to be chains, not trees; empty where they need not."""
-        reasons = {
-            "a grammar": self.structured,
-            "penalties": self.penalty is not None,
-            "bad words": bool(self.bad_words),
-            "a thinking budget": self.processed,
-        }
-        return next((reason for reason, found in reasons.items() if found), "")
 
     @property
     def restricted(self) -> bool:
@@ -80,7 +69,8 @@ class RequestParams:
 
         Else what was generated before a row is read from the rows in front, as of a chain.
         """
-        return self.penalty is None and not self.structured and not self.restricted
+        chains = self.structured or self.restricted or self.thinks_within
+        return self.penalty is None and not chains
 
     @property
     def random(self) -> bool:
@@ -151,7 +141,7 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         stop_ids=frozenset(params.all_stop_token_ids),
         allowed_ids=None if allowed is None else frozenset(allowed),
         bad_words=params.bad_words_token_ids or (),
-        processed=params.thinking_token_budget is not None,
+        thinks_within=params.thinking_token_budget is not None,
         lookahead=_requested_lookahead(params),
     )
 

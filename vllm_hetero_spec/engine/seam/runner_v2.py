@@ -245,9 +245,10 @@ class RunnerV2:
         if self._sides is not None:
             for req_id, tokens in zip(batch.req_ids, drafts, strict=True):
                 tree = self._trees.get(req_id)
-                if tree is not None and (tree.tokens != tokens or self._params_of(req_id).chains):
-                    tree = None
-                self._sides.handed_out(req_id, tree, self._lengths.get(req_id, 0) - 1)
+                fits = tree is not None and tree.tokens == tokens
+                fits = fits and self._params_of(req_id).takes_trees
+                start = self._lengths.get(req_id, 0) - 1
+                self._sides.handed_out(req_id, tree if fits else None, start)
             self._trees = {}
         if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
             rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
