@@ -15,11 +15,12 @@ from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter import tree_drafts
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -49,13 +50,13 @@ class World:
             {0},
             VOCAB,
             LOOKAHEAD,
-            8,
+            16,
             plain,
             confidences=True,
             beside=beside,
         )
         if graphs:
-            shapes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
+            shapes = [(size, width) for size in (1, 4, 16) for width in (1, 4, 8)]
             self.drafter.record(TapeGraphs(), shapes, GraphSupport(True, several_tokens=True))
         self.pool, self.raced = KVPool(BLOCKS, SIZE), raced
         special: Any = SimpleNamespace(drafter_eos=frozenset(), banned=frozenset(), proposed={})
@@ -63,7 +64,7 @@ class World:
         self.rounds = DraftBatchRunner(IdentityBridge(special), self.drafter, self.pool, stats, 999)
         self.states: dict[str, RequestState] = {}
 
-    def tasks(self, texts: dict[str, list[int]], *, tree: bool = True) -> list[DraftTask]:
+    def tasks(self, texts: dict[str, list[int]], *, paths: int = 1) -> list[DraftTask]:
         tasks = []
         for number, (name, text) in enumerate(texts.items()):
             context = IdentityContext()
@@ -74,14 +75,14 @@ class World:
                 state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
             state.align(self.pool, 0)
             draw = Draw(1.0, seed=number, place=len(text), races=True) if self.raced else None
-            tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, tree=tree))
+            tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, paths=paths))
         return tasks
 
     def draft(
-        self, texts: dict[str, list[int]], control: LookaheadControl, *, tree: bool = True
+        self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
     ) -> dict[str, Draft]:
         """What is drafted behind the texts, before it is trimmed."""
-        self.rounds.begin(self.tasks(texts, tree=tree), iter(()), control)
+        self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
         return {draft.req_id: draft for draft in self.rounds.finish()}
 
     def rows(self, text: Sequence[int], tree: Draft) -> torch.Tensor:
@@ -92,9 +93,6 @@ class World:
         return torch.stack([self.row([*text, *path]) for path in [[], *paths]])
 
     def row(self, text: Sequence[int]) -> torch.Tensor:
-        from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-        from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
-
         sequence = DraftSequence(BlockTable())
         assert self.pool.grow(sequence.table, len(text))
         feed = self.drafter._planner.ragged(
@@ -133,7 +131,7 @@ def step_of(
 def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
     control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
     control.observe(step)
-    assert control.plan(step, [0] * len(step.requests)).trees is (step.trees is not None)
+    assert control.plan(step, [0] * len(step.requests)).paths == 2 * (step.trees is not None)
     return control
 
 
@@ -190,17 +188,53 @@ def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
         assert max(tree.children().depth) == LOOKAHEAD - 1
 
 
-def test_values_are_the_rows_own() -> None:
-    """Of greedy trees, before anything is learnt: the product of probabilities."""
-    world, control = World(), planned(step_of(TEXTS))
-    draft = world.draft(TEXTS, control)["a"]
-    assert draft.explored is not None
-    rows = world.rows(TEXTS["a"], Draft("a", *draft.explored.tree[:2])).clone()
-    rows[:, 0] = -torch.inf  # banned
-    laws = rows.softmax(-1)
-    for token, parent, value in zip(*draft.explored.tree, strict=True):
-        above = draft.explored.tree.values[parent] if parent >= 0 else 1.0
-        assert value == pytest.approx(above * float(laws[parent + 1, token]), rel=1e-4)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("paths", [1, 2, 4])
+def test_values_are_the_rows_own(paths: int, graphs: bool, monkeypatch: Any) -> None:
+    """Of greedy trees, before anything is learnt: the product of probabilities, on every path; for
+    texts that end with a block or inside one, over what the round before has left."""
+    monkeypatch.setattr(tree_drafts, "_LEAVES", 999)  # else what is unlikely is not told apart
+    world, texts = World(graphs=graphs), {name: list(text) for name, text in TEXTS.items()}
+    control = planned(step_of(texts))
+    for number in range(3):
+        drafts = world.draft(texts, control, paths=paths)
+        for name, draft in drafts.items():
+            assert draft.explored is not None
+            tree = draft.explored.tree
+            rows = world.rows(texts[name], Draft(name, *tree[:2])).clone()
+            rows[:, 0] = -torch.inf  # banned
+            laws = rows.softmax(-1)
+            for token, parent, value in zip(*tree, strict=True):
+                above = tree.values[parent] if parent >= 0 else 1.0
+                assert value == pytest.approx(above * float(laws[parent + 1, token]), rel=1e-4)
+            inner = [node for node in set(tree.parents) if node >= 0]
+            first = [node for node in inner if tree.parents[node] == -1]
+            assert len(first) == paths  # each of them goes on
+            assert len(inner) > (LOOKAHEAD - 2) * paths
+            texts[name] += [*draft.tokens[: number + 1], 5]
+
+
+def test_forks_give_their_blocks_back(monkeypatch: Any) -> None:
+    """And where there are none left, there are fewer of them, or none."""
+    monkeypatch.setattr(tree_drafts, "_LEAVES", 999)
+    held = []
+    for paths in (1, 3):
+        world = World()
+        world.draft(TEXTS, planned(step_of(TEXTS)), paths=paths)
+        held.append(world.pool.held)
+    assert held[0] == held[1]
+    world = World()
+    while world.pool.available > held[0] + 3:
+        assert world.pool.grow(BlockTable(), SIZE)
+    drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
+    assert {name: draft.tokens for name, draft in drafts.items()} == {
+        name: draft.tokens for name, draft in World().draft(TEXTS, planned(step_of(TEXTS))).items()
+    }
+    inner = [
+        len({p for p in d.explored.tree.parents if p >= 0}) for d in drafts.values() if d.explored
+    ]
+    assert max(inner) > LOOKAHEAD - 1
+    assert min(inner) == LOOKAHEAD - 1
 
 
 @pytest.mark.parametrize("raced", [False, True])
@@ -211,7 +245,7 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
     for beside in (0, 1, KNOWN):
         world = World(beside, raced=raced, graphs=graphs)
         control = planned(step_of(TEXTS, raced=raced))
-        drafts = world.draft(TEXTS, control, tree=beside > 0)
+        drafts = world.draft(TEXTS, control, paths=min(beside, 2))
         chains[beside] = {name: (d.tokens, d.confidences) for name, d in drafts.items()}
         for draft in control.trim(list(drafts.values())) if beside < 2 else ():
             assert draft.rows is None
@@ -252,7 +286,12 @@ def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> N
     drafts = world.draft(TEXTS, control)
     assert all(draft.explored is not None for draft in drafts.values())
     assert len(sent) == 1 + raced  # how tokens are drawn
-    assert fetched == [(LOOKAHEAD, 3 + 4 * KNOWN, 8)]
+    assert fetched == [(LOOKAHEAD, 3 + 4 * KNOWN, 16)]
+    sent.clear()
+    fetched.clear()
+    world.draft(TEXTS, control, paths=2)
+    assert len(sent) == 1 + raced
+    assert len(fetched) == 1
 
 
 def test_what_the_target_emits_is_learnt() -> None:

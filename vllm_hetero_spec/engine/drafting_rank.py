@@ -216,8 +216,8 @@ class DraftingRank:
                 draw = state.draw_of(request, races=self._races)
             params = request.params
             alike = not params.random or (draw is not None and draw.races)
-            tree = plan.trees and useful > 0 and alike and params.takes_trees
-            tasks.append(DraftTask(state, useful, params.penalty, draw, tree))
+            paths = plan.paths if useful > 0 and alike and params.takes_trees else 0
+            tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
         return tasks
 
     @staticmethod

@@ -60,13 +60,13 @@ class StepPlan(NamedTuple):
         reads: Whether the drafter reads what it has not read of each; it drafts for no other.
         num_waiting: Requests that sampled, and are neither read nor drafted for so that first
             tokens go first.
-        trees: Whether drafts may be trees.
+        paths: How many the drafter follows for drafts that may be trees; 0 where all are chains.
     """
 
     lookahead: list[int]
     reads: list[bool]
     num_waiting: int = 0
-    trees: bool = False
+    paths: int = 0
 
 
 class _Verifying(NamedTuple):
@@ -174,9 +174,9 @@ class LookaheadControl:
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
         room = step.trees is not None and step.trees.sides > 0
-        trees = room and (self._plan.probe or self.controller.trees_pay)
+        paths = self.controller.paths if room else 0
         self._trees.begin(step)
-        return StepPlan(lookahead, reads, num_waiting, trees)
+        return StepPlan(lookahead, reads, num_waiting, paths)
 
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]

@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Of the drafter's own for a tree: a third one has hardly been worth anything yet.
+MOST_PATHS = 2
+
 
 class LookaheadPlan(NamedTuple):
     """What to draft in this step.
@@ -99,9 +102,9 @@ class Controller(ABC):
         return [len(request) for request in confidences]
 
     @property
-    def trees_pay(self) -> bool:
-        """Whether rows are cheap enough in this step for drafts to be trees."""
-        return True
+    def paths(self) -> int:
+        """How many paths the drafter follows in this step where drafts may be trees, 0 for none."""
+        return MOST_PATHS
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring in a step of so many."""

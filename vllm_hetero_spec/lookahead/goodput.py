@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
-from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
+from vllm_hetero_spec.lookahead.controllers import MOST_PATHS, Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
@@ -30,6 +30,7 @@ _SETTLED = 0.06  # in each step while a cost in use is less certain than this, a
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
 _FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later ones less and less
 _DEAR = 0.3  # tokens for a row: the best trees are chains then, or hardly better
+_OF_A_PATH = 0.05  # tokens for each request that another path of the drafter's brings, or more
 # Probes.
 _PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
 _FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
@@ -134,9 +135,17 @@ class Goodput(Controller):
         return self._policy.trim(confidences) if self._policy else super().trim(confidences)
 
     @property
-    def trees_pay(self) -> bool:
-        """Not where a row for each request costs much; nor in probes; see `Controller`."""
-        return self._policy is not None and self.row_price(2 * self._batch) < _DEAR
+    def paths(self) -> int:
+        """None where rows are dear, several where they cost the drafter little."""
+        if self._policy is None:  # a probe explores
+            return 1
+        if self.row_price(2 * self._batch) >= _DEAR:
+            return 0
+        wide, costs = MOST_PATHS * self._batch, self._costs
+        more = self.known.steps.expected(self._lookahead)
+        more *= costs.drafter(wide) - costs.drafter(self._batch)
+        pays = self._tokens_per_second * more < _OF_A_PATH * self._batch
+        return MOST_PATHS if pays and costs.drafter_stddev(wide) < _UNCERTAIN else 1
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring; see `Controller`."""
@@ -229,11 +238,9 @@ class Goodput(Controller):
             achieved = self._throughput.rate(self._load, foreseen)
             self._tokens_per_second = max(target_rate, achieved)
             row = self._costs.row(2 * self._batch, self._batch, 2 * self._batch)
-            sides = self._sides if self._tokens_per_second * row < _DEAR else None
-            found = forecast(
-                self.known, self._batch, limits, random, self._tokens_per_second,
-                self._can_stop_early, sides,
-            )  # fmt: skip
+            sides = None if self._tokens_per_second * row >= _DEAR else self._sides
+            load = self._batch, limits, random, self._tokens_per_second, self._can_stop_early
+            found = forecast(self.known, *load, sides)
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:

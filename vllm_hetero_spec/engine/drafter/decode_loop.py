@@ -9,7 +9,6 @@ begin anew where the judge wants another.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
-from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner, RoundPlan
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
@@ -32,7 +32,7 @@ from vllm_hetero_spec.engine.drafter.token_choice import (
     PickedTokens,
     PickRules,
 )
-from vllm_hetero_spec.staging import Fetched, Receiver, Sender, Stopwatch
+from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
@@ -40,33 +40,6 @@ _CANDIDATES = 8
 _OWN_PACKETS = 6
 # Drafter tokens that a round may take for each target token of the longest lookahead.
 _STEPS_PER_TOKEN = 8
-
-
-@dataclass
-class _Round:
-    """A round on its way.
-
-    Attributes:
-        rows: Its requests, those with more steps first, those drafted by SLRS-n last.
-        order: Where each came from.
-        plan: Where everything goes.
-        own: What is not the drafter's best.
-        taken: Steps that were queued, catching up included; 0 where nothing is drafted.
-        candidates: int32 [n, 8], the drafter's best first ids, on their way, best first.
-        fetched: What was picked, on its way.
-        stand_ins: See `DrawBatch`, on their way.
-        spans: What SLRS-n drafted, already there.
-    """
-
-    rows: list[DraftRow]
-    order: list[int]
-    plan: RoundPlan
-    own: OwnPicks
-    taken: int = 0
-    candidates: Fetched | None = None
-    fetched: Fetched | None = None
-    stand_ins: Fetched | None = None
-    spans: list[DrafterTokens] = field(default_factory=list)
 
 
 class Drafter:
@@ -135,7 +108,7 @@ class Drafter:
         # Not of the packets of rounds: it feeds in the middle of one.
         self._forwards = Forwards(model, self._rules, Sender(device).send)
         self._steps: Steps = EagerSteps(model, self._rules, self._send, picked)
-        self._round: _Round | None = None
+        self._round: Round | None = None
 
     def record(
         self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
@@ -181,6 +154,8 @@ class Drafter:
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
             logits = self._steps.begin(current.plan)
+            if copies := [copy for row in rows for copy in row.copies]:
+                self.model.copy_blocks(copies)
             if current.own:
                 current.own.pick(logits, self._steps.picked, 0)
         self.forwards += 1
@@ -209,6 +184,12 @@ class Drafter:
         """A whole round."""
         self.begin(rows, control)
         return self.finish()
+
+    def has_room(self, places: int) -> bool:
+        """Whether a round may have so many requests and forks, at the speed of any other."""
+        size = self._steps.picked.packet.shape[2]
+        recorded = self._steps.shape(1, 1, 1).size > 0
+        return places <= size and (not recorded or self._steps.shape(places, 1, 1).size > 0)
 
     @property
     def merges(self) -> bool:
@@ -245,17 +226,19 @@ class Drafter:
         texts, steps = [[0] * length for length in lengths], [1] * len(lengths)
         self._steps.begin(self._planner.plan(nowhere, texts, steps))
 
-    def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> _Round:
+    def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences = [row.sequence for row in rows]
         pending = [row.pending for row in rows]
         longest = max(map(len, pending))
         context = min(len(row.sequence.kv_ids) + len(row.pending) for row in rows)
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
-        shape = self._steps.shape(len(rows), longest, context)
-        plan = self._planner.plan(sequences, pending, steps, *shape)
-        return _Round(rows, order, plan, OwnPicks(rows[:singles], self._rules, self._send_own))
+        places = len(rows) + sum(len(row.forks) for row in rows)
+        shape = self._steps.shape(places, longest, context)
+        forks = [row.forks for row in rows[:singles]]
+        plan = self._planner.plan(sequences, pending, steps, *shape, forks)
+        return Round(rows, order, plan, OwnPicks(rows[:singles], self._rules, self._send_own))
 
-    def _queue_steps(self, current: _Round, logits: torch.Tensor, control: Control | None) -> None:
+    def _queue_steps(self, current: Round, logits: torch.Tensor, control: Control | None) -> None:
         """Everything behind catching up, to the way of what was picked to the host."""
         judged = any(row.choose for row in current.rows)
         if judged:
@@ -266,16 +249,17 @@ class Drafter:
         self._take_steps(current, control)
         self._fetch(current)
 
-    def _take_steps(self, current: _Round, control: Control | None) -> None:
+    def _take_steps(self, current: Round, control: Control | None) -> None:
         asks = control is not None and control.can_stop_early
         picked, current.taken = self._steps.picked, 1
         confidences: dict[str, list[float]] = {row.task.req_id: [] for row in current.rows}
         for number in range(1, current.plan.steps):
             if asks and control is not None:
                 count = current.plan.active[number - 1]
-                for row, peak in zip(current.rows, picked.read(number - 1, count), strict=False):
+                rows = [row for row in current.rows[:count] if row.steps >= number]
+                for row, peak in zip(rows, picked.read(number - 1, count), strict=False):
                     confidences[row.task.req_id].append(peak)
-                drafting = {row.task.req_id for row in current.rows[:count]}
+                drafting = {row.task.req_id for row in rows}
                 so_far = {key: of for key, of in confidences.items() if key in drafting}
                 if not control.continue_drafting(so_far):
                     break
@@ -288,12 +272,12 @@ class Drafter:
             current.taken += 1
             self.forwards += 1
 
-    def _fetch(self, current: _Round) -> None:
+    def _fetch(self, current: Round) -> None:
         current.fetched = self._receiver.fetch(self._steps.picked.packet[: current.taken])
         if current.own.draws is not None and current.own.draws.stand_ins is not None:
             current.stand_ins = self._receiver_own.fetch(current.own.draws.stand_ins)
 
-    def _judge(self, current: _Round) -> bool:
+    def _judge(self, current: Round) -> bool:
         """Put other first tokens in place where a row's text asks for them; whether any was."""
         assert current.candidates is not None
         candidates = current.candidates.wait().tolist()
@@ -308,7 +292,7 @@ class Drafter:
             self._steps.picked.put(0, *self._send_own(rows, ids))
         return bool(forced)
 
-    def _collect(self, current: _Round) -> list[DrafterTokens]:
+    def _collect(self, current: Round) -> list[DrafterTokens]:
         if current.candidates is not None and self._judge(current):
             self.overruled += 1
             self._steps.again()
@@ -316,19 +300,23 @@ class Drafter:
             self._fetch(current)
         assert current.fetched is not None
         active = current.plan.active[: current.taken]
-        packet = current.fetched.wait()[:, :, : active[0]]
+        packet = current.fetched.wait()[:, :, : max(active)]
         picked = PickedTokens(packet, confidences=self._rules.confidences)
         drafted = []
+        place = current.plan.count  # of the next fork
         for index, (row, ids, peaks, sound) in enumerate(
-            zip(current.rows, picked.ids, picked.peaks, picked.sound, strict=False)
+            zip(current.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
         ):
             wanted = min(row.steps, current.taken)
             count = min(wanted, sound)
             del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids += ids[:-1]
-            beside = picked.beside(index, count) if row.task.tree else None
-            drafted.append(DrafterTokens(ids, count == wanted, peaks[:count], beside=beside))
+            beside = picked.beside(index, count) if row.task.paths else None
+            places = range(place, place := place + len(row.forks))
+            forks = [(picked.ids[at][:wanted], picked.beside(at, wanted)) for at in places]
+            tokens = DrafterTokens(ids, count == wanted, peaks[:count], beside=beside, forks=forks)
+            drafted.append(tokens)
         if (draws := current.own.draws) is not None:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all

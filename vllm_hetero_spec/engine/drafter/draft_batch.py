@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.forks import Forks
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
@@ -23,8 +24,9 @@ from vllm_hetero_spec.engine.drafter.tasks import (
     DraftRow,
     DraftTask,
     DraftTiming,
+    Fork,
 )
-from vllm_hetero_spec.engine.drafter.tree_drafts import TreeDrafts
+from vllm_hetero_spec.engine.drafter.tree_drafts import Followed, TreeDrafts
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
 
@@ -39,7 +41,8 @@ _STEPS_BETWEEN_TRIES = 8
 class _Greedy:
     """A greedy draft in the making: what is drafted, and what of it the target may read.
 
-    `beside` is what is known of the rows of `drafted`, in parts; empty for a chain.
+    `beside` is what is known of the rows of `drafted`, in parts, and `forks` are other paths; empty
+    for a chain.
     """
 
     task: DraftTask
@@ -48,6 +51,7 @@ class _Greedy:
     peaks: list[float]
     proposal: list[int]
     beside: list[Beside]
+    forks: list[Fork]
 
     @property
     def missing(self) -> int:
@@ -92,6 +96,7 @@ class DraftBatchRunner:
         self._pool = pool
         self._stats = stats
         self._budget = budget
+        self._forks = Forks(pool)
         self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
 
@@ -110,6 +115,7 @@ class DraftBatchRunner:
         """
         before, began = self._counts(), time.perf_counter()
         rows, lent = self._lend_side_blocks(self._admit(tasks, outside))
+        rows = self._forks.lend(rows, self._drafter.has_room)
         if rows:
             self._drafter.begin(rows, control)
         self._round = _Round(rows, lent, control, before, time.perf_counter() - began)
@@ -143,6 +149,7 @@ class DraftBatchRunner:
         rows, control = current.rows, current.control
         drafted = self._drafter.finish()
         self._pool.close(current.lent)
+        self._forks.close()
         self._publish(rows, drafted)
         drafts: list[Draft] = []
         greedy: list[tuple[_Greedy, DraftRow, DrafterTokens]] = []
@@ -150,7 +157,7 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                made = _Greedy(row.task, row.steps, [], [], [], [])
+                made = _Greedy(row.task, row.steps, [], [], [], [], [])
                 greedy.append((made, row, tokens))
                 continue
             self._stats.drafter_tokens += len(tokens.tokens)
@@ -262,7 +269,9 @@ class DraftBatchRunner:
                 made.drafted += tokens.tokens
                 made.peaks += tokens.confidences[: len(tokens.tokens)]
                 made.beside += [tokens.beside] if tokens.beside is not None else []
+                made.forks += tokens.forks
                 self._stats.drafter_tokens += len(tokens.tokens)
+                self._stats.drafter_tokens += sum(len(ids) for ids, _ in tokens.forks)
             self._translate([made for made, _, _ in round_])
             short = []
             for made, row, tokens in round_:
@@ -275,12 +284,8 @@ class DraftBatchRunner:
         drafts = [
             Draft.chain(made.task.req_id, made.proposal, self._confidences(made)) for made in every
         ]
-        return self._trees.greedy(
-            [made.task for made in every],
-            [made.drafted for made in every],
-            [made.beside for made in every],
-            drafts,
-        )
+        followed = [Followed(m.task, m.drafted, m.beside, m.forks) for m in every]
+        return self._trees.greedy(followed, drafts)
 
     def _translate(self, drafts: Sequence[_Greedy]) -> None:
         began = time.perf_counter()

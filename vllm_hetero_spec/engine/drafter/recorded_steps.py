@@ -90,7 +90,8 @@ class RecordedSteps:
         if not self._replays_round:
             return self._eager.begin(plan)
         feed, wide = plan.feed, plan.feed.tokens.shape[1]
-        tokens, starts, lengths, table, last, places = sent_plan(plan, self._rules, self._send)
+        sent_all = sent_plan(plan, self._rules, self._send)
+        tokens, starts, lengths, table, last, places, forks = sent_all
         on = self._on
         on.table[:size, : table.shape[1]].copy_(table)
         on.plan_lengths[: plan.steps, :size].copy_(lengths)
@@ -105,6 +106,7 @@ class RecordedSteps:
             sent = (tokens, starts, lengths[0, :count], table[:count], last)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._rules.only_real(self._model.forward(batch)), first=True)
+        self.picked.fork(count, forks)
         return on.logits[:count]
 
     def step(self, number: int) -> torch.Tensor:

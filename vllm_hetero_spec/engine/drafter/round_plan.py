@@ -49,7 +49,10 @@ class RoundPlan:
         lengths: int32 [S, B], tokens of each sequence after catching up and after each step.
         places: int64 [S, 2, B], position and slot of the token that each step feeds; row 0, which
             catches up, is not read.
-        active: Requests that still draft in each of the S steps; the first is n where all do.
+        active: Places that are still drafted for in each of the S steps: those behind the last of
+            them need not be computed. The first is n where all requests draft.
+        forks: int64 [2, F], of each place behind the n: the request that it goes on from, and the
+            rank of its first token among that request's likeliest.
         uniform: Whether every place is fed as many tokens, idle ones too.
     """
 
@@ -59,6 +62,7 @@ class RoundPlan:
     lengths: np.ndarray
     places: np.ndarray
     active: Sequence[int]
+    forks: np.ndarray
     uniform: bool = False
 
     @property
@@ -85,6 +89,7 @@ class Planner:
         steps: Sequence[int],
         size: int = 0,
         width: int = 0,
+        forks: Sequence[Sequence[DraftSequence]] = (),
     ) -> RoundPlan:
         """A round.
 
@@ -96,31 +101,38 @@ class Planner:
             width: Feed every place so many tokens, the last of its text, in the place of `pending`,
                 of which none may have more: those whose KV is written already are read again and
                 written nowhere. 0 feeds what is pending.
+            forks: Of each request; they are drafted for as far as it is.
         """
         count, rounds = len(sequences), max(1, steps[0])
         cached = np.array([len(sequence.kv_ids) for sequence in sequences], np.int64)
-        table = self.table(sequences, size)
+        pairs = [(line, rank) for line, own in enumerate(forks) for rank in range(1, len(own) + 1)]
+        of = np.array([*range(count), *(line for line, _ in pairs)], np.int64)
+        table = self.table([*sequences, *chain.from_iterable(forks)], size)
         size = len(table)
         feed = self.ragged(table, cached, pending)
         after = cached + np.diff(feed.starts)
         if width:
             feed = self._uniform(feed, sequences, after, size, width)
         lengths = np.ones((rounds, size), np.int32)
-        np.minimum(after + np.arange(rounds)[:, None], self._max_length, out=lengths[:, :count])
+        used = len(of)
+        np.minimum(after[of] + np.arange(rounds)[:, None], self._max_length, out=lengths[:, :used])
         places = np.zeros((rounds, 2, size), np.int64)
-        places[:, 1, count:] = NOWHERE
-        positions, slots = places[:, 0, :count], places[:, 1, :count]
-        np.subtract(lengths[:, :count], 1, out=positions)
+        places[:, 1, used:] = NOWHERE
+        positions, slots = places[:, 0, :used], places[:, 1, :used]
+        np.subtract(lengths[:, :used], 1, out=positions)
         blocks = np.minimum(positions // self.block_size, table.shape[1] - 1)  # that ended
-        slots[:] = table[np.arange(count), blocks]
+        slots[:] = table[np.arange(used), blocks]
         slots *= self.block_size
         slots += positions % self.block_size
-        active = [count] * rounds
-        for line, wanted in enumerate(steps):
-            if wanted < rounds:
-                slots[wanted:, line] = NOWHERE
-                active[wanted:] = [min(line, of) for of in active[wanted:]]
-        return RoundPlan(count, feed, table, lengths, places, active, width > 0)
+        lengths[0, count:] = 1  # they begin behind the request that is caught up
+        drafting = np.array(steps)[of] > np.arange(rounds)[:, None]
+        slots[~drafting] = NOWHERE
+        last = np.where(drafting, np.arange(1, used + 1), 0)
+        active = [int(last[0, :count].max()), *last[1:].max(1).tolist()]
+        return RoundPlan(
+            count, feed, table, lengths, places, active,
+            np.array(pairs, np.int64).reshape(-1, 2).T, width > 0,
+        )  # fmt: skip
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
         """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""

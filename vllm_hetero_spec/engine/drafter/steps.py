@@ -83,10 +83,10 @@ def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
 
 
 def sent_plan(plan: RoundPlan, rules: PickRules, send: Send) -> list[torch.Tensor]:
-    """On the device: the tokens that catch up, their starts, lengths, table, last, places."""
+    """On the device: tokens that catch up, their starts, lengths, table, last, places, forks."""
     feed = plan.feed
     tokens = real_tokens(feed.tokens, rules)
-    return send(tokens, feed.starts, plan.lengths, plan.table, feed.last, plan.places)
+    return send(tokens, feed.starts, plan.lengths, plan.table, feed.last, plan.places, plan.forks)
 
 
 def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
@@ -152,21 +152,23 @@ class EagerSteps:
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
-        tokens, starts, lengths, table, last, places = sent_plan(plan, self._rules, self._send)
+        sent_all = sent_plan(plan, self._rules, self._send)
+        tokens, starts, lengths, table, last, places, forks = sent_all
         self._sent = _Sent(
             plan=plan,
             lengths=lengths,
             lengths_cpu=torch.from_numpy(plan.lengths),
             places=places,
             table=table,
-            starts=self._starts[: count + 1],
-            starts_cpu=self._starts_cpu[: count + 1],
+            starts=self._starts[: len(table) + 1],
+            starts_cpu=self._starts_cpu[: len(table) + 1],
             longest=plan.lengths.max(1).tolist(),
         )
-        sent = (tokens, starts, lengths[0], table, last)
-        logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0]))
+        sent = (tokens, starts, lengths[0, :count], table[:count], last)
+        logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits, 0)
+        self.picked.fork(count, forks)
         return logits
 
     def step(self, number: int) -> torch.Tensor:

@@ -21,14 +21,14 @@ class DraftTask(NamedTuple):
         lookahead: Target tokens that are useful to propose; 0 only catches up.
         penalty: Its penalties; None where there are none.
         draw: How its tokens are drawn; None for a greedy draft.
-        tree: Whether its draft may be a tree.
+        paths: How many paths the drafter follows for a tree; 0 for a chain.
     """
 
     state: RequestState
     lookahead: int
     penalty: Penalty | None = None
     draw: Draw | None = None
-    tree: bool = False
+    paths: int = 0
 
     @property
     def req_id(self) -> str:
@@ -46,6 +46,9 @@ class DraftRow(NamedTuple):
         steps: Drafter tokens to draft; 0 only writes the KV of `pending`.
         choose: Picks the first token among the drafter's best candidates; its best where None.
         side_blocks: KV blocks in which SLRS-n may feed side branches, one for each.
+        forks: Its text once more for each path of a tree beside the chain, from the second
+            likeliest first token on; with as much room.
+        copies: Blocks of their KV, (from, to), once `pending` is written.
     """
 
     task: DraftTask
@@ -54,6 +57,8 @@ class DraftRow(NamedTuple):
     steps: int
     choose: Callable[[list[int]], int] | None = None
     side_blocks: Sequence[int] = ()
+    forks: Sequence[DraftSequence] = ()
+    copies: Sequence[tuple[int, int]] = ()
 
 
 class Beside(NamedTuple):
@@ -78,6 +83,10 @@ class Beside(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
+# Tokens of a path beside the chain, and what is known of their rows; of the first token's, nothing.
+Fork = tuple[list[int], Beside]
+
+
 class DrafterTokens(NamedTuple):
     """What the decode loop made of one row.
 
@@ -89,6 +98,7 @@ class DrafterTokens(NamedTuple):
         proposal: The draft in target tokens, of a row whose tokens were drawn; greedy ones are
             still to be translated.
         beside: What else is known of the rows behind them, where the draft may be a tree.
+        forks: Other paths.
     """
 
     tokens: list[int]
@@ -96,6 +106,7 @@ class DrafterTokens(NamedTuple):
     confidences: list[float] | tuple[()] = ()
     proposal: Draft | None = None
     beside: Beside | None = None
+    forks: Sequence[Fork] = ()
 
 
 class DraftTiming(NamedTuple):

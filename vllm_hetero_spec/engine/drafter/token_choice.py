@@ -140,6 +140,20 @@ class Picked:
         columns = torch.cat([arrivals.tokens.int(), shares, arrivals.fed.int(), speeds], 1)
         self.packet[step, _FIRST_BESIDE:].index_copy_(1, index, columns.T)
 
+    def fork(self, first: int, forks: torch.Tensor) -> None:
+        """Begin other paths of some requests, each with another of its likeliest tokens.
+
+        Args:
+            first: Place of the first path; the others are behind it.
+            forks: See `RoundPlan`.
+        """
+        if not forks.shape[1]:
+            return
+        request, rank = forks
+        places = slice(first, first + forks.shape[1])
+        self.packet[0, :_FIRST_BESIDE, places] = self.packet[0, :_FIRST_BESIDE, request]
+        self._ids[0, places] = self.packet[0, _FIRST_BESIDE + rank, request]
+
     def overrule(self, step: int, index: torch.Tensor, other: "Picked", count: int) -> None:
         """In place of what was picked for some requests, what `other` has in its first step.
 

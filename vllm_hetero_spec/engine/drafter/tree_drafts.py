@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.race_tree import Chances, RaceGrowth
 from vllm_hetero_spec.draft.text_tree import beside_a_chain, text_trees
 from vllm_hetero_spec.draft.tree_growth import Explored, Growth
-from vllm_hetero_spec.engine.drafter.tasks import Beside, DrafterTokens, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import Beside, DrafterTokens, DraftTask, Fork
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
 from vllm_hetero_spec.verify.trees import ROOT
@@ -19,6 +20,23 @@ from vllm_hetero_spec.verify.trees import ROOT
 # Leaves of a request that are translated, beside what its fed nodes leave: with more, the best
 # trees of up to 32 tokens are hardly better.
 _LEAVES = 24
+
+
+class Followed(NamedTuple):
+    """What was drafted for a greedy request.
+
+    Attributes:
+        task: The request.
+        chain: Drafter ids.
+        beside: What is known of the rows that they were picked from, in parts; nothing of one that
+            stays a chain.
+        forks: Other paths.
+    """
+
+    task: DraftTask
+    chain: Sequence[int]
+    beside: Sequence[Beside]
+    forks: Sequence[Fork] = ()
 
 
 class TreeDrafts:
@@ -36,31 +54,22 @@ class TreeDrafts:
         self._ends = ends
         self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
 
-    def greedy(
-        self,
-        tasks: Sequence[DraftTask],
-        chains: Sequence[Sequence[int]],
-        beside: Sequence[Sequence[Beside]],
-        drafts: Sequence[Draft],
-    ) -> list[Draft]:
+    def greedy(self, followed: Sequence[Followed], drafts: Sequence[Draft]) -> list[Draft]:
         """Drafts with all that was found beside them; one translation for all.
 
         Args:
-            tasks: The requests.
-            chains: Drafter ids of each.
-            beside: What is known of the rows that they were picked from, in parts; nothing of one
-                that stays a chain.
-            drafts: The chains in target tokens.
+            followed: What was drafted.
+            drafts: Its chains in target tokens.
         """
         drafts = list(drafts)
-        growing = [place for place, parts in enumerate(beside) if parts]
+        growing = [place for place, of in enumerate(followed) if of.beside]
         if not growing:
             return drafts
         began = time.perf_counter()
         trees = text_trees(
-            [self._grown(tasks[at], chains[at], Beside.joined(beside[at])) for at in growing],
-            [tasks[at].state.context for at in growing],
-            [tasks[at].lookahead for at in growing],
+            [self._grown(followed[at]) for at in growing],
+            [followed[at].task.state.context for at in growing],
+            [followed[at].task.lookahead for at in growing],
             self._bridge.to_target,
             _LEAVES,
         )
@@ -88,17 +97,32 @@ class TreeDrafts:
         leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
         return tokens.proposal._replace(explored=Explored(growth.tree.only(near), leads, shares))
 
-    def _grown(self, task: DraftTask, chain: Sequence[int], beside: Beside) -> Growth:
+    def _grown(self, followed: Followed) -> Growth:
+        beside = Beside.joined(followed.beside)
         tokens, shares = beside.tokens.tolist(), beside.shares.tolist()
-        end = next((place for place, d in enumerate(chain, 1) if d in self._ends), len(chain))
-        chain = chain[:end]
-        for place, drafted in enumerate(chain):
-            if drafted not in tokens[place]:  # as likely as the last of them, or preferred to all
-                tokens[place][-1] = drafted
+        chain = self._ended(followed.chain, tokens)
         if chain:
-            fitting = set(self._bridge.first_choices(task.state.context, tokens[0])) | {chain[0]}
+            context = followed.task.state.context
+            fitting = set(self._bridge.first_choices(context, tokens[0])) | {chain[0]}
             known = list(zip(tokens[0], shares[0], strict=True))
             left = 1.0 - sum(share for token, share in known if token not in fitting)
             tokens[0] = [token for token, _ in known if token in fitting]
             shares[0] = [share / max(left, share) for token, share in known if token in fitting]
-        return beside_a_chain(chain, tokens[:end], shares[:end], self._ends)
+        growth = beside_a_chain(chain, tokens[: len(chain)], shares[: len(chain)], self._ends)
+        first = tokens[0] if chain else []
+        for path, rows in followed.forks:
+            if path[0] in first and path[0] != chain[0] and path[0] not in self._ends:
+                node = first.index(path[0])
+                behind = rows.tokens[1:].tolist()
+                rest = self._ended(path[1:], behind)
+                for drafted, offered, odds in zip(rest, behind, rows.shares[1:], strict=False):
+                    node = growth.offer(node, offered, odds.tolist())[offered.index(drafted)]
+        return growth
+
+    def _ended(self, path: Sequence[int], tokens: list[list[int]]) -> Sequence[int]:
+        """A path up to its end; each token is put among those that are known of its row."""
+        end = next((place for place, d in enumerate(path, 1) if d in self._ends), len(path))
+        for drafted, known in zip(path[:end], tokens, strict=False):
+            if drafted not in known:  # as likely as the last of them, or preferred to all
+                known[-1] = drafted
+        return path[:end]

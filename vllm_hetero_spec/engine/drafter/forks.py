@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second paths of a round's requests: each has KV of its own behind the text that they share.
+
+They begin with the next likeliest first tokens. That is where a drafter is wrong most often, and
+known before anything is drafted: so they are planned, sent and recorded as the chains are. Measured
+on a pair of code models, with one or two of them trees accept nearly as much as where every step
+feeds the best nodes wherever they are.
+"""
+
+from collections.abc import Callable, Sequence
+
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+
+
+class Forks:
+    """Lends and takes back the KV of second paths.
+
+    Args:
+        pool: Whose blocks they have.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._lent: list[DraftSequence] = []
+
+    def lend(self, rows: Sequence[DraftRow], has_room: Callable[[int], bool]) -> list[DraftRow]:
+        """The rows of a round with as many forks as they are to have, while blocks last.
+
+        Args:
+            rows: Of the round.
+            has_room: Whether a round may have so many rows and forks; with fewer there are none.
+        """
+        self._lent, rows = [], list(rows)
+        wanted = [max(0, row.task.paths - 1) if row.steps > 1 else 0 for row in rows]
+        if not any(wanted) or not has_room(len(rows) + sum(wanted)):
+            return rows
+        for place, (row, count) in enumerate(zip(rows, wanted, strict=True)):
+            forks, copies = list[DraftSequence](), list[tuple[int, int]]()
+            length = len(row.sequence.kv_ids) + len(row.pending)
+            for _ in range(count):
+                fork = self._pool.fork(row.sequence.table, length)
+                if fork is None:
+                    break
+                if not self._pool.grow(fork.table, length + row.steps):
+                    self._pool.close(fork.table)
+                    break
+                forks.append(DraftSequence(fork.table))
+                copies += [fork.copy] if fork.copy else []
+            self._lent += forks
+            rows[place] = row._replace(forks=forks, copies=copies)
+        return rows
+
+    def close(self) -> None:
+        """The round has ended."""
+        for sequence in self._lent:
+            self._pool.close(sequence.table)
+        self._lent = []
