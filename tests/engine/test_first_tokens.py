@@ -65,7 +65,8 @@ def test_the_drafter_waits_for_all_first_tokens(
         # Short prompts are read, and drafted for, right behind the first token.
         before, skipped = drafter.forwards, stats["skipped"]["catching_up"]
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, SHORT)]
-        assert steps[0][1] == 0
-        assert steps[1][1] > 0
+        first = [all(map(len, out.values())) for out, _ in steps].index(True)
+        assert steps[first][1] == 0
+        assert steps[first + 1][1] > 0
         assert steps[-1][0] == alone[SHORT]
         assert read_stats(llm)["skipped"]["catching_up"] == skipped + REQUESTS

@@ -109,6 +109,7 @@ class LookaheadControl:
         self._trees = TreeControl(values or TreeValues.unknown())
         self._waiting: tuple[dict[str, int], bool] | None = None  # a plan by request; a probe?
         self._waited = 0  # steps
+        self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller = controller
         self.can_stop_early = can_stop_early
         self._verifying: dict[str, _Verifying] = {}
@@ -166,7 +167,8 @@ class LookaheadControl:
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
         if step.tiers:
-            lookahead = self._within(step, lookahead)
+            soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
+            lookahead = self._within(step, lookahead, soon=soon)
         # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
         beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
         reads = [
@@ -192,16 +194,27 @@ class LookaheadControl:
             if same and step.lookahead:
                 lookahead = [wanted.get(req_id, 0) for req_id in step.index_of]
                 return LookaheadPlan(tuple(map(min, lookahead, limits)), probe)
-        return self.controller.plan(len(limits), limits, unread, self._random)
+        plan = self.controller.plan(len(limits), limits, unread, self._random)
+        if any(limits) and not plan.probe:
+            self._usual = max(plan.lookahead)
+        return plan
 
-    def _within(self, step: StepView, lookahead: list[int]) -> list[int]:
-        """What of a plan can be had in this step; the rest is asked for."""
+    def _within(self, step: StepView, lookahead: list[int], *, soon: bool) -> list[int]:
+        """What of a plan can be had in this step; the rest is asked for.
+
+        What is asked for takes some steps to come: requests that will be drafted for `soon`, behind
+        their first token, have what is usual asked for already.
+        """
         if not step.lookahead and any(self._plan.lookahead):
             wanted = dict(zip(step.index_of, self._plan.lookahead, strict=True))
             self._waiting, self._waited = (wanted, self._plan.probe), 0
         waiting = self._waiting[0].values() if self._waiting else ()
         longest = max([0, *lookahead, *waiting])
-        self.asks = next(tier for tier in step.tiers if tier >= longest)
+        if soon and not self.controller.off:
+            usual = step.tiers[-1] if self._usual is None else self._usual
+            longest = max(longest, usual)
+        if longest or step.num_sampled:  # else nobody is there who could want anything
+            self.asks = next(tier for tier in step.tiers if tier >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
         self._plan = self._plan._replace(lookahead=planned)
         return [min(wanted, step.lookahead) for wanted in lookahead]
