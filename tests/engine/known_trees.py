@@ -72,6 +72,8 @@ class KnownTrees:
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step
+        if step.tiers:  # trees are cut, or padded
+            self._drafting.control.asks = step.tiers[-1 - len(step.requests) % 2]
         found = [self.draft(step, request) for request in step.requests if request.new_tokens]
         return [draft for draft in found if draft is not None]
 

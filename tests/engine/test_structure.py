@@ -74,8 +74,8 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The last shows attention another batch than the scheduler's.
-    files = ("runner_v1", "runner_v2", "tree_rows_v2")
+    # The last two show attention another batch than the scheduler's, and make up a request.
+    files = ("runner_v1", "runner_v2", "tree_rows_v2", "tree_check_v2")
     assert readers == {f"engine/seam/{file}.py" for file in files}
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, proposer_of, slem
 from known_trees import KnownTrees, overheard
 from scenarios import TIGHT, TIGHT_LIMITS, Outputs, generate, greedy
 from v2_runs import SOME
@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_hetero_spec.engine.seam import tree_rows_v2, tree_scratch
 from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
-from vllm_hetero_spec.verify.tree_rows import SidePlan, TreeRows
+from vllm_hetero_spec.verify.tree_rows import SidePlan
 
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
@@ -170,13 +170,14 @@ def no_clones(patch: pytest.MonkeyPatch) -> None:
 
 
 def anothers_tree(patch: pytest.MonkeyPatch) -> None:
-    def handed_out(self: SideSequences, req_id: str, rows: TreeRows | None, start: int) -> None:
-        original(self, req_id, last[0] if rows and last else rows, start)
-        last[:] = [rows] if rows else []
+    def fitted(tree: Any, *args: Any) -> Any:
+        given = tree._replace(rows=(last or [tree])[0].rows)
+        last[:] = [tree]
+        return original(given, *args)
 
-    last: list[TreeRows] = []
-    original = SideSequences.handed_out
-    patch.setattr(SideSequences, "handed_out", handed_out)
+    last: list[Any] = []
+    original = tree_rows_v2._fitted
+    patch.setattr(tree_rows_v2, "_fitted", fitted)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -213,3 +214,18 @@ def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> No
     engine.abort_request([f"{fault.__name__} {index}" for index in range(len(few))])
     engine.step()
     compared.llm.reset_prefix_cache()  # what was written wrongly
+
+
+@pytest.mark.parametrize("fault", [no_tails, chain_positions], ids=lambda fault: fault.__name__)
+def test_a_target_that_computes_trees_wrong_gets_chains(
+    demo_pair: Any, few: list[str], fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried at start-up; see `tree_check_v2`."""
+    spec = slem(demo_pair / "drafter", tree_nodes=8)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
+            assert "Drafts are chains, not trees: rows of a tree differ" in caplog.text
+            generate(llm, few[:2], greedy())
+            assert proposer_of(llm).seam._sides is None
+            assert metrics_of(llm)["num_accepted_tokens"] > 0

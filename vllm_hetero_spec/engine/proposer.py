@@ -117,7 +117,10 @@ class HeteroProposer:
 
     def calibrate(self) -> None:
         """Time target and drafter where the controller wants to know; every rank takes part."""
-        before, self.warm = self.warm, True
+        before = self.warm
+        if not before:
+            self.seam.check_trees()
+        self.warm = True
         if before or self.options.controller != "goodput" or not self.options.calibrate:
             return
         file = pair_file(self.seam, self.vllm_config, self.options)

@@ -31,6 +31,9 @@ class Runner(Protocol):
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """These drafts of the step, by request, are trees; all others of it are chains."""
 
+    def check_trees(self) -> None:
+        """Try a tree on the warm engine, on every rank; drafts are chains where it is not right."""
+
     def tell(self, output: object, lookahead: int) -> None:
         """Put on a step's output what a scheduler that is ahead has to know.
 

@@ -107,6 +107,9 @@ class RunnerV1:
         """See Runner: here drafts are chains."""
         assert not trees
 
+    def check_trees(self) -> None:
+        """See Runner: there are none."""
+
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""
 

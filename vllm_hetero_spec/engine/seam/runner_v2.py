@@ -63,21 +63,17 @@ class RunnerV2:
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
         self._sides: SideSequences | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.seam import tree_rows_v2
+            from vllm_hetero_spec.engine.seam import tree_state_v2
 
-            self._sides = tree_rows_v2.sides_of(runner)
+            self._sides = tree_state_v2.sides_of(runner)
         self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
         self._send = Sender(runner.device).send
         # In place of the drafts that vLLM wants at once; nothing of it is ever scheduled.
-        self._nothing = torch.zeros(
-            runner.max_num_reqs,
-            runner.num_speculative_steps,
-            dtype=torch.int64,
-            device=runner.device,
-        )
+        shape = runner.max_num_reqs, runner.num_speculative_steps
+        self._nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +192,9 @@ class RunnerV2:
             target_seconds=times.target,
             step_seconds=times.step,
             tiers=self.tiers,
-            trees=None if self._sides is None else self._sides.room(len(requests)),
+            trees=None
+            if self._sides is None
+            else self._sides.room(len(requests), output.num_spec_tokens_to_schedule),
         )
 
     @property
@@ -212,7 +210,9 @@ class RunnerV2:
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """See Runner."""
-        self._trees = trees
+        self._trees = {
+            req_id: rows for req_id, rows in trees.items() if self._params_of(req_id).takes_trees
+        }
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""
@@ -243,12 +243,8 @@ class RunnerV2:
 
         self._drafted |= zip(batch.req_ids, map(list, drafts), strict=True)
         if self._sides is not None:
-            for req_id, tokens in zip(batch.req_ids, drafts, strict=True):
-                tree = self._trees.get(req_id)
-                fits = tree is not None and tree.tokens == tokens
-                fits = fits and self._params_of(req_id).takes_trees
-                start = self._lengths.get(req_id, 0) - 1
-                self._sides.handed_out(req_id, tree if fits else None, start)
+            handed_out = dict(zip(batch.req_ids, drafts, strict=True))
+            self._sides.handed_out(handed_out, self._trees, self._lengths)
             self._trees = {}
         if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
             rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
@@ -320,6 +316,13 @@ class RunnerV2:
             return (tuple(np.repeat(adapters, rows)), *rest)
 
         state.make_lora_inputs = make_lora_inputs
+
+    def check_trees(self) -> None:
+        """See Runner."""
+        if self._sides is not None:
+            from vllm_hetero_spec.engine.seam import tree_check_v2
+
+            self._sides = tree_check_v2.checked(self._runner, self._sides)
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:

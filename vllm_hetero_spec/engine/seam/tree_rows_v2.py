@@ -10,14 +10,12 @@ along a side has computed is copied home once the step's tokens are known.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam.step_view import TreeRoom, TreesView
 from vllm_hetero_spec.engine.seam.tree_scratch import (
     block_sizes_of,
@@ -30,36 +28,11 @@ from vllm_hetero_spec.verify.tree_rows import SidePlan, TreeRows, plan_sides, sc
 from vllm_hetero_spec.verify.trees import NO_NODE
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 logger = logging.getLogger("vllm.hetero_spec")
-
-
-class TreeModelState(DefaultModelState):
-    """The state of a target whose drafts may be trees."""
-
-    sides: "SideSequences | None" = None  # from `sides_of` on
-
-    def prepare_attn(
-        self,
-        input_batch: "InputBatch",
-        cudagraph_mode: "CUDAGraphMode",
-        block_tables: Sequence[torch.Tensor],
-        slot_mappings: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """See ModelState."""
-        if self.sides is not None:
-            input_batch, block_tables = self.sides.expand(input_batch, block_tables, slot_mappings)
-        metadata: dict[str, Any] = super().prepare_attn(
-            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
-        )
-        return metadata
 
 
 class _Drafted(NamedTuple):
@@ -112,14 +85,19 @@ class SideSequences:
         """Whether attention sees other sequences in the present step than there are requests."""
         return self._step is not None
 
-    def room(self, requests: int) -> TreeRoom | None:
-        """What the next drafts of so many requests may be; None without scratch blocks."""
+    def room(self, requests: int, rows: int) -> TreeRoom | None:
+        """What the next drafts of so many requests may be; None without scratch blocks.
+
+        Args:
+            requests: That may be drafted for.
+            rows: Of a draft at most.
+        """
         config, cache = self._runner.vllm_config, self._runner.kv_cache_config
         scratch = len(scratch_of(config, cache))
         if not scratch:
             return None
         sides = sides_of_request(config, block_sizes_of(cache), scratch, requests)
-        return TreeRoom(nodes_of(config), self._runner.num_speculative_steps, sides)
+        return TreeRoom(nodes_of(config), rows, sides)
 
     def begins(self, output: "SchedulerOutput") -> None:
         """A step begins: requests come and go, and are given blocks."""
@@ -135,17 +113,24 @@ class SideSequences:
             for own, more in zip(self._blocks[req_id], blocks or (), strict=False):
                 own.extend(more)
 
-    def handed_out(self, req_id: str, rows: TreeRows | None, start: int) -> None:
-        """A request's newest draft.
+    def handed_out(
+        self,
+        drafts: Mapping[str, Sequence[int]],
+        trees: Mapping[str, TreeRows],
+        lengths: Mapping[str, int],
+    ) -> None:
+        """A step's drafts leave.
 
         Args:
-            req_id: The request.
-            rows: Its tree; None for a chain.
-            start: Tokens of it that have KV when that is verified.
+            drafts: Of each request, what its target is fed.
+            trees: Those among them that are trees; of another step they do not count.
+            lengths: Of the requests' texts.
         """
-        self._drafted.pop(req_id, None)
-        if rows is not None:
-            self._drafted[req_id] = _Drafted(rows, start)
+        for req_id, tokens in drafts.items():
+            self._drafted.pop(req_id, None)
+            rows = trees.get(req_id)
+            if rows is not None and rows.tokens == tokens:
+                self._drafted[req_id] = _Drafted(rows, lengths[req_id] - 1)
 
     def plan(self, req_ids: Sequence[str], output: "SchedulerOutput") -> None:
         """Plan the step.
@@ -291,31 +276,6 @@ class SideSequences:
         runner = self._runner
         blocks = [(int(source), int(target)) for source, target in pairs]
         copy_kv_cache_blocks_inplace(runner.kv_caches, runner.kv_cache_config.num_blocks, blocks)
-
-
-def sides_of(runner: "GPUModelRunner") -> SideSequences | None:
-    """The draft trees of a runner; None, which is said, where its target does not take any."""
-    state = runner.model_state
-    if not isinstance(state, TreeModelState):
-        logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
-        return None
-    state.sides = SideSequences(runner)
-    return state.sides
-
-
-def install() -> None:
-    """Install what targets need in a process that runs them. Idempotent; inert without trees."""
-    import vllm.v1.worker.gpu.model_states as states
-
-    patching.replace(states, "resolve_model_state_cls", "trees", _wrap_resolve)
-
-
-def _wrap_resolve(original: patching.Function) -> patching.Function:
-    def resolve_model_state_cls(config: "VllmConfig", model: torch.nn.Module) -> type:
-        found: type = original(config, model)
-        return TreeModelState if found is DefaultModelState and nodes_of(config) else found
-
-    return resolve_model_state_cls
 
 
 def _fitted(

@@ -94,12 +94,12 @@ def _hook_v1(proposer: type[Proposer]) -> type:
 def _hook_v2(proposer: type[Proposer]) -> type:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam import tree_rows_v2
+    from vllm_hetero_spec.engine.seam import tree_state_v2
 
     patching.replace(GPUModelRunner, "load_model", "load drafter", wrap_load_v2(proposer))
     patching.replace(GPUModelRunner, "execute_model", "step", wrap_execute_v2(proposer))
     patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", wrap_gather_v2(proposer))
-    tree_rows_v2.install()
+    tree_state_v2.install()
     return GPUModelRunner
 
 

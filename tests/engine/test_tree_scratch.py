@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines take draft trees, and what they keep for them, with plain values."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+
+from vllm_hetero_spec.engine.seam import tree_scratch
+from vllm_hetero_spec.engine.seam.tree_scratch import (
+    nodes_of,
+    scratch_of,
+    settle,
+    sides_of_request,
+)
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+RECURRENT = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+
+
+def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
+    plain = {
+        "speculative_config": SimpleNamespace(
+            hetero=SimpleNamespace(num_speculative_tokens=lookahead, tree_nodes=nodes),
+            num_speculative_tokens=lookahead,
+        ),
+        "use_v2_model_runner": True,
+        "model_config": SimpleNamespace(
+            max_model_len=160, uses_mrope=False, is_mm_prefix_lm=False, rswa_window=None
+        ),
+        "parallel_config": SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, use_ubatching=False
+        ),
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+        "scheduler_config": SimpleNamespace(max_num_seqs=40),
+        "kv_transfer_config": None,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+def cache_of(num_blocks: int, *specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs or (FULL,))]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "specs", "kept"),
+    [
+        (10_000, (), 64),  # two blocks for each of 32 sides
+        (400, (), 20),  # a twentieth
+        (11, (), 0),  # nothing beside a request of full length
+        (10_000, (FULL, FULL), 128),
+        (10_000, (FULL, RECURRENT), 0),
+    ],
+)
+def test_the_last_blocks_are_kept(num_blocks: int, specs: Any, kept: int) -> None:
+    cache = cache_of(num_blocks, *specs)
+    assert scratch_of(config_of(), cache) == range(num_blocks - kept, num_blocks)
+    assert not scratch_of(config_of(nodes=0), cache)
+
+
+def test_the_scheduler_does_not_know_them() -> None:
+    told: list[Any] = []
+    wrapped = tree_scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
+    cache = cache_of(400)
+    wrapped(object(), vllm_config=config_of(), kv_cache_config=cache, block_size=16)
+    wrapped(object(), vllm_config=config_of(nodes=0), kv_cache_config=cache, block_size=16)
+    assert [config.num_blocks for _, config in told] == [380, 400]
+    assert cache.num_blocks == 400
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lookahead", "rows"), [(0, 5, 5), (2, 5, 5), (8, 5, 16), (64, 4, 128)]
+)
+def test_rows_of_drafts(nodes: int, lookahead: int, rows: int) -> None:
+    config = config_of(nodes, lookahead)
+    settle(config)
+    settle(config)
+    assert config.speculative_config.num_speculative_tokens == rows
+
+
+REFUSED = [
+    ("Model Runner V1", {"use_v2_model_runner": False}),
+    ("a KV connector", {"kv_transfer_config": "some"}),
+    ("pipeline", {"parallel_config": "pipeline_parallel_size"}),
+    ("data parallelism", {"parallel_config": "data_parallel_size"}),
+    ("microbatches", {"parallel_config": "use_ubatching"}),
+    ("M-RoPE", {"model_config": "uses_mrope"}),
+    ("image", {"model_config": "is_mm_prefix_lm"}),
+    ("window grows", {"model_config": "rswa_window"}),
+    ("kv_sharing_fast_prefill", {"cache_config": "kv_sharing_fast_prefill"}),
+]
+
+
+@pytest.mark.parametrize(("reason", "change"), REFUSED, ids=[reason for reason, _ in REFUSED])
+def test_chains_elsewhere(
+    reason: str, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of()
+    for name, value in change.items():
+        held = getattr(config, name)
+        if isinstance(held, SimpleNamespace):
+            setattr(held, value, 2)
+        else:
+            setattr(config, name, value)
+    with caplog.at_level(logging.WARNING, "vllm.hetero_spec"):
+        settle(config)
+    assert nodes_of(config) == 0
+    assert config.speculative_config.num_speculative_tokens == 5
+    (said,) = caplog.messages
+    assert said.startswith("Drafts are chains, not trees: ")
+    assert reason in said
+
+
+def test_other_drafters_have_no_trees() -> None:
+    assert nodes_of(config_of(speculative_config=SimpleNamespace(method="eagle"))) == 0
+    assert nodes_of(config_of(speculative_config=None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "scratch", "sides"), [(1, 64, 32), (4, 64, 8), (4, 15, 1), (8, 15, 0), (40, 64, 0)]
+)
+def test_sides_are_shared_out(requests: int, scratch: int, sides: int) -> None:
+    """Of two blocks each, and of 40 sequences in all."""
+    assert sides_of_request(config_of(), [16], scratch, requests) == sides

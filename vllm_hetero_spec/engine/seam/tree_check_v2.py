@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a target computes the rows of draft trees, tried once on a warm engine.
+
+A request that nobody has made verifies a tree, and each of its paths as a chain: the rows must be
+the same but for rounding. A kernel that reads of a batch what we do not lay out would show here.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.seam.tree_scratch import block_sizes_of
+from vllm_hetero_spec.staging import Receiver, Sender
+from vllm_hetero_spec.verify.tree_rows import TreeRows, lay_out
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+_NAME = "_hetero_spec_trees_"
+_ROUNDING = 0.1  # of a row's length; what a wrong key or position does is some times as much
+# A tree of three paths of two or three tokens; two of them share the first.
+_TOKENS, _PARENTS, _VALUES = (1, 2, 3, 4, 5, 6), (-1, 0, 1, -1, 3, 0), (6, 5, 4, 3, 2, 1)
+_PATHS = ((1, 2, 3), (4, 5), (1, 6))
+
+
+def checked(runner: "GPUModelRunner", sides: "SideSequences") -> "SideSequences | None":
+    """`sides`, or None where drafts have to be chains, which is said.
+
+    Args:
+        runner: vLLM's, warm, without requests.
+        sides: Its trees.
+    """
+    room = sides.room(1, runner.num_speculative_steps)
+    if room is None or room.sides < len(_PATHS) - 1 or room.rows < 9:
+        return sides  # such trees are never asked for
+    try:
+        difference = _difference(runner, sides)
+    except Exception as error:
+        reason = f"a first one ended with {type(error).__name__}: {error}"
+        logger.warning("Drafts are chains, not trees: %s.", reason)
+        return None
+    if difference > _ROUNDING:
+        logger.warning(
+            "Drafts are chains, not trees: rows of a tree differ from those of its paths by %.2g "
+            "of their length, more than rounding explains.",
+            difference,
+        )
+        return None
+    return sides
+
+
+def _difference(runner: "GPUModelRunner", sides: "SideSequences") -> float:
+    """How far rows of the tree are from those of its paths at most, relative to their length."""
+    size = block_sizes_of(runner.kv_cache_config)[0]
+    most = min(runner.max_num_tokens, runner.max_model_len - runner.num_speculative_steps - 2)
+    start = max(1, min(size - 2, most))  # the paths go on in a second block, if there is room
+    trial = _Trial(runner, sides, start)
+    at: dict[tuple[int, ...], torch.Tensor] = {}
+    for path in _PATHS:
+        rows = trial.rows(path, None)
+        at |= {path[:depth]: row for depth, row in enumerate(rows)}
+    tree = lay_out(trial.root, _TOKENS, _PARENTS, _VALUES, sides=len(_PATHS) - 1, rows=9)
+    found = trial.rows(tree.tokens, tree)
+    paths: list[tuple[int, ...]] = []
+    pairs = []
+    for place, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        if parent >= -1:
+            pairs.append((found[1 + place], at[paths[-1]]))
+    ours, expected = (torch.stack(rows).float() for rows in zip(*pairs, strict=True))
+    apart = ((ours - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+    return float(Receiver(runner.device, 4).fetch(apart).wait())
+
+
+class _Trial:
+    """Steps of a request that nobody has made, over the first blocks of an empty KV cache.
+
+    Args:
+        runner: vLLM's.
+        sides: Its trees.
+        start: Tokens of its prompt.
+
+    Attributes:
+        root: The token behind its prompt; from the first step on.
+    """
+
+    def __init__(self, runner: "GPUModelRunner", sides: "SideSequences", start: int) -> None:
+        self.root = 0
+        self._runner, self._sides, self._start = runner, sides, start
+        self._send = Sender(runner.device).send
+        words = runner.model_config.get_vocab_size()
+        self._prompt = [7 + place % (words - 8) for place in range(start)]
+
+    def rows(self, draft: Sequence[int], tree: TreeRows | None) -> torch.Tensor:
+        """[1 + draft tokens, hidden size], of the request's next step."""
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        runner, start = self._runner, self._start
+        self._prefill(start + 1 + len(draft))
+        slot = runner.req_states.req_id_to_index[_NAME]
+        torch.accelerator.synchronize()
+        self.root = int(runner.req_states.all_token_ids._uva_buf.np[slot, start])
+        tokens = self._send(np.array(draft, np.int64))[0]
+        runner.req_states.draft_tokens[slot, : len(draft)] = tokens
+        trees = {} if tree is None else {_NAME: tree}
+        self._sides.handed_out({_NAME: list(draft)}, trees, {_NAME: start + 1})
+        output = SchedulerOutput.make_empty()
+        cached = output.scheduled_cached_reqs
+        cached.req_ids, cached.new_block_ids = [_NAME], [None]
+        cached.num_computed_tokens, cached.num_output_tokens = [start], [1]
+        output.scheduled_spec_decode_tokens = {_NAME: list(draft)}
+        found = self._step(output, 1 + len(draft))
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = {_NAME}
+        runner.execute_model(output)
+        return found
+
+    def _prefill(self, length: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+        blocks, first = [], 1
+        for size in block_sizes_of(self._runner.kv_cache_config):
+            blocks.append(list(range(first, first - (-length // size))))
+            first += len(blocks[-1])
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=_NAME,
+                prompt_token_ids=self._prompt,
+                prefill_token_ids=self._prompt,
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=length),
+                pooling_params=None,
+                block_ids=tuple(blocks),
+                num_computed_tokens=0,
+                lora_request=None,
+            )
+        ]
+        self._step(output, self._start)
+
+    def _step(self, output: "SchedulerOutput", count: int) -> torch.Tensor:
+        """Run a step of so many tokens; [n, hidden size], the rows that are sampled from."""
+        runner = self._runner
+        output.num_scheduled_tokens = {_NAME: count}
+        output.total_num_scheduled_tokens = count
+        output.num_spec_tokens_to_schedule = runner.num_speculative_steps
+        runner.execute_model(output)
+        state = runner.execute_model_state
+        rows: torch.Tensor = state.hidden_states[state.input_batch.logits_indices].clone()
+        runner.sample_tokens(None)
+        return rows
