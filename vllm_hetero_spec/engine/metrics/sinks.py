@@ -5,6 +5,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Gauge
+
 from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS, Counted
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class Exporter:
         keys = {"reason": REASONS, "length": range(1, lookahead + 1), "position": range(lookahead)}
         # Per field and engine what takes the number, or by label value the numbers.
         self._takers: dict[str, dict[int, Any]] = {}
+        # Ray lets go of a gauge that nobody sets for some time: it is told all of them again.
+        self._gauges: dict[int, Counted] | None = None if gauge is Gauge else {}
         for field, metric in METRICS.items():
             labels = (*LABELS, metric.label) if metric.label else LABELS
             name = PREFIX + (metric.shown or field)
@@ -55,6 +59,10 @@ class Exporter:
 
     def observe(self, growth: Counted, engine: int) -> None:
         """Add what one step of one engine counted."""
+        if self._gauges is not None:
+            known = self._gauges.setdefault(engine, {})
+            known |= {n: value for n, value in growth.items() if METRICS[n].kind == "gauge"}
+            growth = growth | known
         for name, value in growth.items():
             take = self._takers[name][engine]
             if isinstance(value, dict):
