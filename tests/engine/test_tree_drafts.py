@@ -214,6 +214,24 @@ def test_values_are_the_rows_own(paths: int, graphs: bool, monkeypatch: Any) -> 
             texts[name] += [*draft.tokens[: number + 1], 5]
 
 
+def test_races_beside_forks(monkeypatch: Any) -> None:
+    """A batch of greedy requests with forks, and drawn ones that draft less far: each as alone."""
+    drafts = []
+    for paths in (0, 3):
+        world = World()
+        raced, tasks = World(raced=True).tasks(TEXTS), world.tasks(TEXTS, paths=paths)
+        tasks[1] = tasks[1]._replace(draw=raced[1].draw, lookahead=2)
+        world.rounds.begin(tasks, iter(()), planned(step_of(TEXTS)))
+        drafts.append({draft.req_id: draft for draft in world.rounds.finish()})
+    for name, draft in drafts[0].items():
+        assert drafts[1][name].tokens == draft.tokens
+        assert (drafts[1][name].explored is None) is (draft.explored is not None)
+    assert len(drafts[1]["b"].tokens) == 2
+    probs = [found["b"].draft_probs for found in drafts]
+    assert probs[0].row_of == probs[1].row_of == [0, 1]
+    torch.testing.assert_close(probs[0].rows, probs[1].rows)
+
+
 def test_forks_give_their_blocks_back(monkeypatch: Any) -> None:
     """And where there are none left, there are fewer of them, or none."""
     monkeypatch.setattr(tree_drafts, "_LEAVES", 999)
@@ -294,8 +312,9 @@ def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> N
     assert len(fetched) == 1
 
 
-def test_what_the_target_emits_is_learnt() -> None:
+def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     """A target that always goes on with the second child: its value rises above the first's."""
+    monkeypatch.setattr(tree_drafts, "_LEAVES", 24)
     values = TreeValues.unknown()
     control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
     world, texts = World(), {name: list(text) for name, text in TEXTS.items()}
@@ -343,24 +362,29 @@ class Priced(Fixed):
 
     def __init__(self, price: float, rise: float = 0.0, side: float = 0.0) -> None:
         super().__init__(LOOKAHEAD)
-        self.price, self.rise, self.side = price, rise, side
+        self.price, self.rise, self.dear = price, rise, side
         self.told: list[tuple[Any, ...]] = []
-        self.sides: list[tuple[Any, ...]] = []
+        self.found: list[tuple[Any, ...]] = []
+        self.trees = 0
+        self.sides: Any = SimpleNamespace(
+            add=lambda *figures: self.found.append(figures), took=self._took
+        )
+
+    def _took(self, trees: int, seconds: float) -> None:
+        assert seconds > 0
+        self.trees += trees
 
     def row_price(self, rows: int) -> float:
         return self.price + self.rise * rows
 
     def side_price(self, context: int) -> float:
-        return self.side * context
+        return self.dear * context
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         self.told.append((batch, rows, again))
 
     def observe_acceptance(self, *figures: Any) -> None:
         self.told.append(figures[:2])
-
-    def observe_sides(self, *figures: Any) -> None:
-        self.sides.append(figures)
 
 
 def test_dear_rows_are_not_verified() -> None:
@@ -439,9 +463,9 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
     control = planned(step_of(TEXTS), controller)
     drafts = world.draft(TEXTS, control)
     trees = {draft.req_id: draft for draft in control.trim(list(drafts.values()))}
-    assert len(controller.sides) == 3
+    assert len(controller.found) == controller.trees == 3
     for (name, tree), (depths, values, again, random) in zip(
-        trees.items(), controller.sides, strict=True
+        trees.items(), controller.found, strict=True
     ):
         on_chain = len(tree.common(drafts[name].tokens))
         assert len(depths) == len(values) == len(again) == len(tree.tokens) - on_chain
@@ -461,4 +485,4 @@ def test_probes_explore_trees_and_verify_chains() -> None:
     for draft in control.trim(list(drafts.values())):
         assert draft.rows is None
         assert draft.tokens == drafts[draft.req_id].tokens
-    assert len(controller.sides) == 3
+    assert len(controller.found) == controller.trees == 3

@@ -64,8 +64,24 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
                 controller.observe_draft(1, length, 0.02 * length)
                 controller.observe_acceptance(length, 0, [0.3] * length, length)
                 if beside:
-                    controller.observe_sides([1, 2], [0.7, 0.6], [1, 0], False)
+                    controller.sides.add([1, 2], [0.7, 0.6], [1, 0], False)
             controller.observe_step(1, 1 + length, 0.03)
             controller.emitted(1, 0.03 + 0.02 * length)
         regimes.append(controller.off)
     assert regimes == [True, False]
+
+
+def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
+    """Unknown ones are tried, dear ones again after a while."""
+    sides = SideBranches()
+    assert sides.pay(1e9, 0.1, GREEDY)
+    sides = one_tree()
+    assert sides.pay(100.0, 0.1, GREEDY)
+    for _ in range(9):
+        sides.took(4, 0.004)
+        sides.took(0, 0.004)
+    assert sides.seconds == pytest.approx(0.002)
+    assert sides.pay(90.0, 0.1, GREEDY)
+    assert not sides.pay(1000.0, 0.1, GREEDY)
+    assert sum(sides.pay(1000.0, 0.1, GREEDY) for _ in range(640)) == 10
+    assert not sides.pay(100.0, 0.1, RANDOM)

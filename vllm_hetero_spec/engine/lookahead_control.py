@@ -13,6 +13,7 @@ one that may (`asks`), and shorter ones are padded until the scheduler has heard
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -176,7 +177,7 @@ class LookaheadControl:
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
         room = step.trees is not None and step.trees.sides > 0
-        paths = self.controller.paths if room else 0
+        paths = self.controller.paths() if room else 0
         self._trees.begin(step)
         return StepPlan(lookahead, reads, num_waiting, paths)
 
@@ -233,6 +234,8 @@ class LookaheadControl:
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
         """A round of drafting has ended."""
+        if timing.trees and self.controller.sides is not None:
+            self.controller.sides.took(timing.trees, timing.tree_seconds)
         if timing.forwards:
             self.controller.observe_draft(
                 timing.picked / timing.forwards,
@@ -256,10 +259,11 @@ class LookaheadControl:
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts without what is not worth verifying, and trees laid out."""
         growing = [draft for draft in drafts if draft.explored is not None]
+        sides = self.controller.sides
         for draft in growing:
-            if draft.req_id not in self._own:
+            if sides is not None and draft.req_id not in self._own:
                 random = self._random[self._index_of[draft.req_id]]
-                self.controller.observe_sides(*self._trees.sides(draft), random)
+                sides.add(*self._trees.sides(draft), random)
         if self._plan.probe:  # of what chains and trees would give; chains cost less
             growing = [draft for draft in growing if draft.req_id in self._own]
         grown = {draft.req_id for draft in growing}
@@ -268,7 +272,10 @@ class LookaheadControl:
             return chains
         rows = len(self._index_of) + sum(len(draft.tokens) for draft in chains)
         free = [draft.req_id in self._own for draft in growing]
+        began = time.perf_counter()
         trees = self._trees.trim(growing, free, rows, self.controller)
+        if sides is not None:
+            sides.took(0, time.perf_counter() - began)
         for chain, tree in zip(growing, trees, strict=True):
             if chain.confidences and chain.req_id not in self._own:
                 along = self._noted(chain)._replace(chain=tree.common(chain.tokens))

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_hetero_spec.lookahead.side_branches import SideBranches
+
 # Of the drafter's own for a tree: a third one has hardly been worth anything yet.
 MOST_PATHS = 2
 
@@ -58,10 +60,12 @@ class Controller(ABC):
     Attributes:
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
+        sides: To be told of trees; None where that is of no interest.
     """
 
     regime = "drafting"
     off = False
+    sides: SideBranches | None = None
 
     @abstractmethod
     def plan(
@@ -101,7 +105,6 @@ class Controller(ABC):
         """
         return [len(request) for request in confidences]
 
-    @property
     def paths(self) -> int:
         """How many paths the drafter follows in this step where drafts may be trees, 0 for none."""
         return MOST_PATHS
@@ -166,11 +169,6 @@ class Controller(ABC):
             wanted: Tokens that were asked for; left out where `continue_drafting` ended the draft.
             random: The request is random, not greedy.
         """
-
-    def observe_sides(  # noqa: B027
-        self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
-    ) -> None:
-        """A tree was found; see `SideBranches.add`."""
 
     def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
         """The step as a whole, drafting included, gave so many tokens over all requests."""

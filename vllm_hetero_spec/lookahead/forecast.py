@@ -121,6 +121,7 @@ def forecast(
             rows += float(beside[1])
         tokens += accepted
         seconds = costs.drafting(drafting, known.steps.expected(depth_drafted))
+        seconds += drafting * sides.seconds if sides is not None else 0.0
         verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
         hoped = seconds * _optimism(drafter_stddev) + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))

@@ -59,7 +59,10 @@ class Goodput(Controller):
 
     Attributes:
         known: As given.
+        sides: See `Controller`.
     """
+
+    sides: SideBranches
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Goodput(Controller):
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
         self._costs, self._acceptance = known.costs, known.acceptance
         self._positions = known.acceptance.positions
-        self._throughput, self._sides = Throughput(), SideBranches()
+        self._throughput, self.sides = Throughput(), SideBranches()
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
@@ -134,12 +137,11 @@ class Goodput(Controller):
         """How many proposed tokens to verify; see `Controller`."""
         return self._policy.trim(confidences) if self._policy else super().trim(confidences)
 
-    @property
     def paths(self) -> int:
-        """None where rows are dear, several where they cost the drafter little."""
+        """None where trees do not pay, several where they cost the drafter little."""
         if self._policy is None:  # a probe explores
             return 1
-        if self.row_price(2 * self._batch) >= _DEAR:
+        if self._trees() is None:
             return 0
         wide, costs = MOST_PATHS * self._batch, self._costs
         more = self.known.steps.expected(self._lookahead)
@@ -190,12 +192,6 @@ class Goodput(Controller):
             self._budget.charge(-accepted * self._target_seconds_per_token())
         self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
-    def observe_sides(
-        self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
-    ) -> None:
-        """A tree was found; see `Controller`."""
-        self._sides.add(depths, values, again, random)
-
     def emitted(self, tokens: int, seconds: float) -> None:
         """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
@@ -237,16 +233,20 @@ class Goodput(Controller):
         for _ in range(1 + begins):
             achieved = self._throughput.rate(self._load, foreseen)
             self._tokens_per_second = max(target_rate, achieved)
-            row = self._costs.row(2 * self._batch, self._batch, 2 * self._batch)
-            sides = None if self._tokens_per_second * row >= _DEAR else self._sides
             load = self._batch, limits, random, self._tokens_per_second, self._can_stop_early
-            found = forecast(self.known, *load, sides)
+            found = forecast(self.known, *load, self._trees())
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:
             news = found.gain > min(gain_before + _NEWS, _NEAR)
             self._budget.settle(now, news=news)
         return found
+
+    def _trees(self) -> SideBranches | None:
+        """What trees bring, where they pay."""
+        rate = self._tokens_per_second
+        row = rate * self._costs.row(2 * self._batch, self._batch, 2 * self._batch)
+        return self.sides if row < _DEAR and self.sides.pay(rate, row, self._random) else None
 
     def _forecast_lasts(self, found: Forecast) -> float:
         """Steps to the next forecast."""

@@ -6,14 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_KEEP = 0.9  # weight of a step's trees against the next
+_DEEP = 9  # nodes beside the chain are shallow: beyond this depth they add nothing
+_LOOK_EVERY = 64  # steps without trees, before one that looks whether they pay now
 _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
 
 class SideBranches:
-    """What recent trees had beside the drafter's chain, of greedy and of random requests."""
+    """What recent trees had beside the drafter's chain, of greedy and of random requests.
+
+    Attributes:
+        seconds: That a tree takes on the host, beside the drafter's steps.
+    """
 
     def __init__(self) -> None:
         self._kinds = deque[np.ndarray](maxlen=_KEPT), deque[np.ndarray](maxlen=_KEPT)
+        self._took = 0.0, 0.0  # trees and their seconds, discounted
+        self._refused = 0
+        self.seconds = 0.0
 
     def add(
         self, depths: Sequence[int], values: Sequence[float], again: Sequence[int], random: bool
@@ -27,6 +37,25 @@ class SideBranches:
             random: Of a random request, not a greedy one.
         """
         self._kinds[random].append(np.array([depths, values, again], float).reshape(3, -1))
+
+    def took(self, count: int, seconds: float) -> None:
+        """Note what so many trees took."""
+        keep = _KEEP if count else 1.0
+        self._took = self._took[0] * keep + count, self._took[1] * keep + seconds
+        self.seconds = self._took[1] / max(self._took[0], 1.0)
+
+    def pay(self, tokens_per_second: float, row: float, random: Sequence[bool]) -> bool:
+        """Whether trees bring more than their rows and their time; also now and then, to see.
+
+        Args:
+            tokens_per_second: What a second is worth.
+            row: Tokens that a row has to bring.
+            random: As of `worth`.
+        """
+        brought = sum((self.worth(d, row, 0.0, random) for d in range(1, _DEEP)), np.zeros(2))
+        pays = bool(brought[0] - row * brought[1] >= tokens_per_second * self.seconds)
+        self._refused = 0 if pays else self._refused + 1
+        return pays or self._refused % _LOOK_EVERY == 0
 
     def worth(self, depth: int, row: float, side: float, random: Sequence[bool]) -> np.ndarray:
         """Tokens and rows, float [2], that a draft has at a depth beside its chain.

@@ -320,7 +320,7 @@ class Drafter:
         if (draws := current.own.draws) is not None:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all
-            for index, lines in current.own.row_of(active).items():
+            for index, lines in current.own.row_of(current.taken).items():
                 tokens, task = drafted[index], current.rows[index].task
                 drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
                 draft = drawn.draft(task, self._rules, probs, stand_ins)

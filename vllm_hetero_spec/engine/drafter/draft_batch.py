@@ -73,7 +73,7 @@ class _Round(NamedTuple):
     rows: list[DraftRow]
     lent: BlockTable
     control: Control | None
-    before: tuple[float, int, int, int]
+    before: tuple[float, ...]
     seconds: float
 
 
@@ -128,22 +128,21 @@ class DraftBatchRunner:
         drafts = self._drafts(current) if current.rows else []
         if current.control is not None:
             took = current.seconds + time.perf_counter() - began
-            seconds, forwards, picked, caught_up = (
+            seconds, tree_seconds, *counts = (
                 now - then for now, then in zip(self._counts(), current.before, strict=True)
             )
-            overhead = max(0.0, took - seconds)
-            timing = DraftTiming(seconds, overhead, int(forwards), int(picked), int(caught_up))
+            forwards, picked, caught_up, trees = map(int, counts)
+            overhead = max(0.0, took - seconds - tree_seconds)
+            timing = DraftTiming(
+                seconds, overhead, forwards, picked, caught_up, trees, tree_seconds
+            )
             current.control.drafted(timing, drafts)
         return drafts
 
-    def _counts(self) -> tuple[float, int, int, int]:
-        drafter, stats = self._drafter, self._stats
-        return (
-            drafter.forward_seconds,
-            drafter.forwards,
-            stats.drafter_tokens,
-            stats.catch_up_tokens,
-        )
+    def _counts(self) -> tuple[float, ...]:
+        drafter, stats, trees = self._drafter, self._stats, self._trees
+        seconds = drafter.forward_seconds, trees.seconds
+        return *seconds, drafter.forwards, stats.drafter_tokens, stats.catch_up_tokens, trees.count
 
     def _drafts(self, current: "_Round") -> list[Draft]:
         rows, control = current.rows, current.control

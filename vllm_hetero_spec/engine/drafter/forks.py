@@ -33,7 +33,9 @@ class Forks:
             has_room: Whether a round may have so many rows and forks; with fewer there are none.
         """
         self._lent, rows = [], list(rows)
-        wanted = [max(0, row.task.paths - 1) if row.steps > 1 else 0 for row in rows]
+        # Not yet where tokens are raced for: a fork would have to be raced for too.
+        able = (row.steps > 1 and row.task.draw is None for row in rows)
+        wanted = [max(0, row.task.paths - 1) * can for row, can in zip(rows, able, strict=True)]
         if not any(wanted) or not has_room(len(rows) + sum(wanted)):
             return rows
         for place, (row, count) in enumerate(zip(rows, wanted, strict=True)):

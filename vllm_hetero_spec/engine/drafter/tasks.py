@@ -118,6 +118,8 @@ class DraftTiming(NamedTuple):
         forwards: How many there were, the one that caught up included.
         picked: Drafter tokens, over all requests.
         caught_up: Context tokens that were read.
+        trees: Trees that were found,
+        tree_seconds: and the seconds that they took besides.
     """
 
     seconds: float
@@ -125,6 +127,8 @@ class DraftTiming(NamedTuple):
     forwards: int
     picked: int
     caught_up: int
+    trees: int = 0
+    tree_seconds: float = 0.0
 
 
 class Control(Protocol):

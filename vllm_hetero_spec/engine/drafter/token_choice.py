@@ -4,7 +4,6 @@
 What is picked stays on the device, where the next step feeds it, and is fetched at the end.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -223,6 +222,7 @@ class OwnPicks:
             for index, row in enumerate(rows)
             if row.steps and (penalty := row.task.penalty) is not None
         ]
+        self._steps = [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
         self.draws = rules.draws(rows, send, self.drawn) if self.drawn else None
         self._penalties: Penalties | None = None
@@ -247,7 +247,7 @@ class OwnPicks:
             rows = self._penalties.apply(logits)
             self._own.best(rows, 0)
             picked.overrule(step, index, self._own, len(rows))
-        if self.draws is not None and (count := bisect_left(self.drawn, len(logits))):
+        if self.draws is not None and (count := self._num_drawn(step)):
             index = self.draws.index[:count]
             picked.put(step, index, self.draws.draw(logits[index]))
             if self.draws.arrivals is not None:
@@ -258,16 +258,20 @@ class OwnPicks:
         if self._penalties is not None:
             self._penalties.add(ids)
 
-    def row_of(self, active: Sequence[int]) -> dict[int, list[int]]:
+    def row_of(self, steps: int) -> dict[int, list[int]]:
         """For each request that is drawn, where its draft_probs lie: step by step, row by row.
 
         Args:
-            active: Requests that were picked for in each step.
+            steps: That were taken.
         """
         row_of: dict[int, list[int]] = {index: [] for index in self.drawn}
         position = 0
-        for count in active:
-            for index in self.drawn[: bisect_left(self.drawn, count)]:
+        for step in range(steps):
+            for index in self.drawn[: self._num_drawn(step)]:
                 row_of[index].append(position)
                 position += 1
         return row_of
+
+    def _num_drawn(self, step: int) -> int:
+        """Of those that are drawn, how many are in a step: those with most steps come first."""
+        return sum(self._steps[index] > step for index in self.drawn)

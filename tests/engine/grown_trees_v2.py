@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of the engine's own drafter on Model Runner V2: tests that `test_trees_v2.py` runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness import engine, metrics_of, slem
+from scenarios import Outputs, generate, greedy
+from vllm import SamplingParams
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.seam import tree_scratch
+
+LENGTH, NODES = 8, 8
+
+
+class Run(NamedTuple):
+    """What an engine said, greedy and raced, and what it counted."""
+
+    greedy: Outputs
+    raced: Outputs
+    stats: dict[str, Any]
+    metrics: dict[str, int]
+
+
+def run(pair: Path, prompts: list[str], **changes: Any) -> Run:
+    spec = slem(pair / "drafter", LENGTH, method="push_forward", verification="race", **changes)
+    drawn = [SamplingParams(temperature=0.9, seed=n, max_tokens=40) for n in range(len(prompts))]
+    with engine(pair / "target", spec, max_num_seqs=64) as llm:
+        found = generate(llm, prompts, greedy(max_tokens=40)), generate(llm, prompts, drawn)
+        return Run(*found, read_stats(llm), metrics_of(llm))
+
+
+@pytest.fixture(scope="module")
+def few(code_prompts: list[str]) -> list[str]:
+    return code_prompts[:6]
+
+
+@pytest.fixture(scope="module")
+def chains(demo_pair: Path, few: list[str]) -> Run:
+    return run(demo_pair, few)
+
+
+@pytest.fixture(scope="module", params=["fixed", "goodput"])
+def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_scratch, "_SHARE", 3)  # so that a small cache has scratch
+        more = {"tree_nodes": NODES, "controller": request.param, "calibrate": False}
+        yield run(demo_pair, few, **more)
+
+
+def test_trees_change_no_token(chains: Run, trees: Run, demo_pair: Path, few: list[str]) -> None:
+    """Of greedy requests, nor of raced ones."""
+    assert trees.greedy == chains.greedy
+    assert trees.raced == chains.raced
+    assert not set(trees.stats["skipped"]) - {"catching_up", "not_worth_it"}
+
+
+def test_trees_accept_more_than_chains(chains: Run, trees: Run) -> None:
+    """With as many tokens to verify; all of them counted once, and by depth."""
+    if trees.stats["trees"] < 20:
+        pytest.skip("so tiny a target need not be worth drafting for")
+    stats = trees.stats
+    assert max(stats["lengths"]) <= LENGTH
+    assert sum(stats["lengths"].values()) == stats["drafts"]
+    assert stats["tree_tokens"] <= NODES * stats["trees"]
+    assert stats["side_tokens_accepted"] > 0
+    gains = [run.metrics["num_accepted_tokens"] / run.stats["drafts"] for run in (chains, trees)]
+    if stats["off_steps"] == 0:
+        assert gains[1] > 1.05 * gains[0]
