@@ -6,6 +6,7 @@ import pytest
 from vllm_hetero_spec.config import ConfigError, HeteroOptions, parse, wants_us
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
+PROCESS = {"parallel": "process"}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,12 @@ def test_own_keys_reach_the_options() -> None:
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
         ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
         ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
+        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process"]),
+        ({"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
+        (PROCESS | {"method": "tli"}, ["'tli'", "slem", "hetero"]),
+        (PROCESS | {"tree_nodes": 8}, ["tree_nodes is 8", "chains"]),
+        (PROCESS | {"controller": "confidence", "method": "slem"}, ["controller is 'confidence'"]),
+        (PROCESS | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),

@@ -6,12 +6,23 @@ plus the keys that go on to vLLM's own `SpeculativeConfig` unchanged.
 """
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_hetero_spec.config_checks import (
+    check_confidence,
+    check_fuzzy,
+    check_process,
+    check_rows,
+    check_verification,
+    integer,
+    listed,
+    num_bytes,
+    one_of,
+)
 from vllm_hetero_spec.draft import methods
+from vllm_hetero_spec.errors import ConfigError as ConfigError
 from vllm_hetero_spec.errors import nearest
 
 METHODS = tuple(methods.METHODS)
@@ -22,6 +33,7 @@ TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
+PARALLEL_MODES = ("off", "process")
 PIPELINE_MODES = ("refuse", "one_batch")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
@@ -40,10 +52,6 @@ _UPSTREAM_KEYS = (
     "draft_tensor_parallel_size",
     "max_model_len",
 )
-
-
-class ConfigError(ValueError):
-    """A speculative configuration that is refused at start-up, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,10 @@ class HeteroOptions:
             parallel group, "sharded" splits it over that group.
         pipeline: "one_batch" serves a target in pipeline stages on Model Runner V1, with one batch
             in all of them together; "refuse" does not.
+        parallel: "process" runs the drafter in a process of its own, which drafts what is likely to
+            be wanted next while the target verifies; "off" drafts between the target's steps.
+        drafter_device: Of that process: CPU cores as "1" or "2-3,6", or a device as "cuda:1"; the
+            engine's own where None.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
         verification: "token" accepts token by token, "block" the longest prefix that the draft as
@@ -110,6 +122,8 @@ class HeteroOptions:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
     pipeline: str = "refuse"
+    parallel: str = "off"
+    drafter_device: str | None = None
     translation: str = "auto"
     verification: str = "token"
     divergence: str = "js"
@@ -147,7 +161,7 @@ def wants_us(user: Mapping[str, Any] | None, known_methods: tuple[str, ...] = ()
         if near and near[0] in METHODS:
             raise ConfigError(
                 f"speculative method {method!r} does not exist; did you mean {near[0]!r}? "
-                f"Methods of vllm_hetero_spec: {_listed(METHODS)}."
+                f"Methods of vllm_hetero_spec: {listed(METHODS)}."
             )
     return False
 
@@ -180,23 +194,23 @@ def parse(
         given.setdefault("context", given.pop("max_model_len"))
     vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
     _check_keys(given)
-    _check_verification(vllm_keys.get("rejection_sample_method", "standard"))
+    check_verification(vllm_keys.get("rejection_sample_method", "standard"))
     if not given.get("model"):
         raise ConfigError(
             f"speculative method {given['method']!r} needs a drafter: add "
             '"model": "<Hugging Face name or folder>" to the speculative configuration.'
         )
-    given["num_speculative_tokens"] = _integer(
+    given["num_speculative_tokens"] = integer(
         "num_speculative_tokens", given.get("num_speculative_tokens"), 1, MAX_LOOKAHEAD
     )
     if given.get("tree_nodes") is not None:
-        given["tree_nodes"] = _integer("tree_nodes", given["tree_nodes"], 0, MAX_TREE_NODES)
+        given["tree_nodes"] = integer("tree_nodes", given["tree_nodes"], 0, MAX_TREE_NODES)
     if given.get("context") is not None:
-        given["context"] = _integer("context", given["context"], MIN_CONTEXT, 1 << 31)
+        given["context"] = integer("context", given["context"], MIN_CONTEXT, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:
-        given["kv_cache_memory_bytes"] = _bytes(given["kv_cache_memory_bytes"])
+        given["kv_cache_memory_bytes"] = num_bytes(given["kv_cache_memory_bytes"])
     if given.get("merge_candidates") is not None:
-        given["merge_candidates"] = _integer(
+        given["merge_candidates"] = integer(
             "merge_candidates", given["merge_candidates"], 0, MAX_CANDIDATES
         )
         if not methods.METHODS[given["method"]].merges:
@@ -207,6 +221,7 @@ def parse(
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),
         ("pipeline", PIPELINE_MODES),
+        ("parallel", PARALLEL_MODES),
         ("translation", TRANSLATIONS),
         ("verification", VERIFICATIONS),
         ("divergence", DIVERGENCES),
@@ -214,13 +229,14 @@ def parse(
         ("controller", CONTROLLERS),
     ):
         if given.get(key) is not None:
-            _one_of(key, given[key], choices)
+            one_of(key, given[key], choices)
     for key in ("enforce_eager", "trust_remote_code", "calibrate"):
         if not isinstance(given.get(key), bool | None):
             raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
-    _check_fuzzy(given)
-    _check_confidence(given)
-    _check_rows(given, target_tensor_parallel)
+    check_fuzzy(given)
+    check_confidence(given)
+    check_rows(given, target_tensor_parallel)
+    check_process(given)
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
 
@@ -238,7 +254,7 @@ def _upstream_spelling(user: Mapping[str, Any]) -> bool:
     if method not in METHODS:
         raise ConfigError(
             f"heterogeneous_vocab_method={method!r} does not exist{nearest(method, METHODS)}; "
-            f"supported: {_listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
+            f"supported: {listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
         )
     return True
 
@@ -249,66 +265,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_UPSTREAM_KEYS})
             raise ConfigError(
                 f"unknown key {key!r} in the speculative configuration"
-                f"{nearest(key, supported)}; supported: {_listed(supported)}."
+                f"{nearest(key, supported)}; supported: {listed(supported)}."
             )
-
-
-def _check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
-    """A drafter that is split draws on every rank, and all ranks would have to draw the same."""
-    split = target_tensor_parallel > 1 and given.get("tensor_parallel") == "sharded"
-    if split and methods.METHODS[given["method"]].needs_probs:
-        raise ConfigError(
-            f'method {given["method"]!r} does not run with "tensor_parallel": "sharded"; '
-            'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'
-        )
-
-
-def _check_fuzzy(given: Mapping[str, Any]) -> None:
-    if given.get("verification") != "fuzzy":
-        for key in ("divergence", "threshold"):
-            if given.get(key) is not None:
-                raise ConfigError(
-                    f'{key} belongs to "verification": "fuzzy", which is lossy; leave it out or '
-                    "ask for that."
-                )
-        return
-    threshold = given.get("threshold")
-    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or threshold < 0:
-        raise ConfigError(
-            f"threshold is {threshold!r}; fuzzy verification needs a divergence of at least 0, "
-            "below which a draft passes, as 0.1."
-        )
-    if given["method"] == "slem":
-        raise ConfigError(
-            '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli or '
-            "slrs instead of slem."
-        )
-
-
-def _check_confidence(given: Mapping[str, Any]) -> None:
-    threshold = given.get("confidence_threshold")
-    if threshold is None:
-        return
-    if given.get("controller") != "confidence":
-        raise ConfigError(
-            'confidence_threshold belongs to "controller": "confidence"; leave it out or ask for '
-            "that."
-        )
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        threshold = -1
-    if not 0 <= threshold <= 1:
-        raise ConfigError(
-            f"confidence_threshold is {given['confidence_threshold']!r}; it must be a probability "
-            "from 0 to 1."
-        )
-
-
-def _check_verification(method: Any) -> None:
-    if method != "standard":
-        raise ConfigError(
-            f"rejection_sample_method={method!r} is not supported here: this method promises the "
-            "target's own distribution, which 'standard' keeps; leave the key out."
-        )
 
 
 def _mode_of_size(size: Any, target: int) -> str:
@@ -320,35 +278,3 @@ def _mode_of_size(size: Any, target: int) -> str:
         f"draft_tensor_parallel_size={size!r} is not supported: it can be 1 (the drafter runs "
         f"whole on the first rank) or {target}, the target's own."
     )
-
-
-def _integer(key: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        found = "missing" if value is None else repr(value)
-        raise ConfigError(f"{key} is {found}; it must be a whole number from {low} to {high}.")
-    return value
-
-
-def _bytes(value: Any) -> int:
-    """A byte count as vLLM's command line takes it: 67108864, "64MiB", "0.5G"."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise ConfigError(
-            f"kv_cache_memory_bytes is {value!r}; it must be a positive number of bytes, "
-            'as 67108864 or "64MiB".'
-        )
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-
-
-def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{key} is {value!r}{nearest(value, choices)}; supported: {_listed(choices)}."
-        )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)

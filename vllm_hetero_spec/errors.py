@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """A speculative configuration that is refused at start-up, in one sentence."""
+
+
 def first_line(error: object) -> str:
     """What an error says first, without the full stop: others' errors go on for pages."""
     return str(error).strip().split("\n")[0].rstrip(".")

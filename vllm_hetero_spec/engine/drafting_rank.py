@@ -24,7 +24,9 @@ from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.source.drafter_process import Deployment
 from vllm_hetero_spec.engine.source.inline import InlineSource
+from vllm_hetero_spec.engine.source.process import ProcessSource
 from vllm_hetero_spec.engine.source.protocol import DraftSource
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -75,9 +77,14 @@ class DraftingRank:
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
         pair = load_pair(vllm_config.model_config, drafter_config, options)
-        self.source: DraftSource = InlineSource(
-            vllm_config, drafter_config, options, pair, device, stats, group, likeliest
-        )
+        self.source: DraftSource
+        if options.parallel == "process":
+            deployment = Deployment.of(vllm_config, drafter_config, options, pair)
+            self.source = ProcessSource(deployment, pair, stats, drafter_config.max_model_len)
+        else:
+            self.source = InlineSource(
+                vllm_config, drafter_config, options, pair, device, stats, group, likeliest
+            )
         self.bridge = bridge = pair.bridge
         pool, length = self.source.pool, self.source.max_length
         longest = length - min(self.source.most_steps, length // 2)  # room for drafts

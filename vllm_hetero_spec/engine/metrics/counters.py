@@ -26,10 +26,13 @@ REASONS = {
     "nan_logits": "the drafter's logits were not finite",
     "untranslatable": "the text cannot be spelt in the drafter's vocabulary",
     "no_text": "the request has no token ids (prompt embeddings)",
+    "not_guessed": "the target has written something else than the drafter's process foresaw",
+    "not_ready": "the drafter's process has not drafted that far yet",
+    "drafter_down": "the drafter's process has ended, and is started again",
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
 # Expected now and then in normal operation: counted, but not worth a warning.
-_QUIET = frozenset({"catching_up", "not_worth_it"})
+_QUIET = frozenset({"catching_up", "not_worth_it", "not_guessed", "not_ready"})
 _FADE = 0.3  # weight of the newest steps in `off_fraction`
 
 
@@ -76,6 +79,8 @@ class DraftStats:
     skipped: Annotated[
         Counter[str], _count("Requests left undrafted in a step.", label="reason")
     ] = field(default_factory=Counter)
+    drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
+    restarts: Annotated[int, _count("Drafter processes that took the place of one that ended.")] = 0
     lengths: Annotated[
         Counter[int],
         _count("Proposed drafts by their longest path.", "length", "drafts_by_length"),

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter in a process of its own: the target's text, whatever becomes of that process."""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import engine, metrics_of, proposer_of, slem, warnings
+from scenarios import Outputs, generate, greedy
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.source import kept_process
+
+pytestmark = pytest.mark.engine
+
+CORE = max(os.sched_getaffinity(0))
+
+
+def process(drafter: Path, **changes: Any) -> dict[str, Any]:
+    return slem(drafter, parallel="process", drafter_device=str(CORE), **changes)
+
+
+@pytest.fixture(scope="module")
+def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
+    with engine(demo_pair / "target", process(demo_pair / "drafter")) as llm:
+        yield llm
+
+
+def child_of(llm: Any) -> psutil.Process:
+    kept = proposer_of(llm).drafting.source._process._process
+    return psutil.Process(kept.pid)
+
+
+def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each step find all that its drafter is going to draft, as behind a slow target."""
+    drafting = proposer_of(llm).drafting
+    source, ends = drafting.source, drafting.bridge.drafter_eos
+    begin, wanted_of, wanted = source.begin, source._wanted, {}
+
+    def ready(text: Any) -> bool:
+        missing = wanted.get(text.slot, 0) - len(text.drafted)
+        found = source._process.table.read(text.slot)
+        ids = found.ids if found is not None and found.serial == text.serial else []
+        return not text.serial or len(ids) >= missing or bool(ids and ids[-1] in ends)
+
+    def waits(tasks: Any, *args: Any) -> None:
+        deadline = time.monotonic() + 5
+        for task in tasks:
+            while not ready(task.state.sequence.table) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        begin(tasks, *args)
+
+    def remembers(task: Any) -> int:
+        slot = task.state.sequence.table.slot
+        wanted[slot] = wanted_of(task)
+        return wanted[slot]
+
+    monkeypatch.setattr(source, "begin", waits)
+    monkeypatch.setattr(source, "_wanted", remembers)
+
+
+def test_texts_are_the_targets_own(
+    llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    stats, metrics = read_stats(llm), metrics_of(llm)
+    assert stats["drafts_ahead"] >= 20
+    assert stats["drafts_ahead"] >= stats["drafts"] > 0
+    assert metrics["num_accepted_tokens"] >= 20
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+    assert stats["forwards"] == 0  # none in this process
+
+
+def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
+    """One at a time, and long after each other: nothing of the others is left in the process."""
+    for index in (3, 0, 3):
+        assert generate(llm, [texts[index]], greedy())["0"] == alone[str(index)]
+    drafting = proposer_of(llm).drafting
+    assert len(drafting.requests) <= 1
+    assert len(drafting.source.pool._free) >= drafting.source.pool._num_slots - 1
+
+
+def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
+    child = child_of(llm)
+    listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
+    assert child.cpu_affinity() == [CORE]
+
+
+def test_a_process_that_is_killed_is_started_again(
+    llm: Any, texts: list, alone: Outputs, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    before = read_stats(llm)
+    child_of(llm).send_signal(signal.SIGKILL)
+    assert generate(llm, texts, greedy()) == alone
+    stats = read_stats(llm)
+    assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
+    assert len(warnings(caplog, "drafter_down")) == 1
+    source = proposer_of(llm).drafting.source
+    deadline = time.monotonic() + 120
+    while not source._process.up:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    after = read_stats(llm)
+    assert after["restarts"] == 1
+    assert after["drafts_ahead"] > stats["drafts_ahead"]
+
+
+def test_a_process_that_is_stopped_holds_nobody_up(
+    llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = child_of(llm)
+    child.send_signal(signal.SIGSTOP)
+    before = read_stats(llm)["skipped"].get("drafter_down", 0)
+    assert generate(llm, texts, greedy()) == alone
+    assert read_stats(llm)["skipped"].get("drafter_down", 0) == before  # it is waited for, a while
+    monkeypatch.setattr(kept_process, "SILENCE", 0.0)
+    assert generate(llm, texts, greedy()) == alone
+    assert read_stats(llm)["skipped"]["drafter_down"] > before
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+def test_a_drafter_that_is_the_target_is_always_right(
+    demo_pair: Path, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(demo_pair / "target", process(demo_pair / "target")) as llm:
+        patient(llm, monkeypatch)
+        assert generate(llm, texts, greedy()) == alone
+        metrics, stats = metrics_of(llm), read_stats(llm)
+        assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 100
+        assert "not_guessed" not in stats["skipped"]
+        child = child_of(llm)
+        monkeypatch.undo()
+    del llm
+    gc.collect()
+    assert psutil.wait_procs([child], timeout=10)[1] == []

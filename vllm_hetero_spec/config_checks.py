@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One clear sentence for each value of a speculative configuration that cannot be used.
+
+Each check takes the configuration as it was given, keys with underscores, and raises ConfigError.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm_hetero_spec.draft import methods
+from vllm_hetero_spec.errors import ConfigError, nearest
+
+# CPU cores as "0-2,5", or a device of torch.
+_DEVICES = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
+
+
+def check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
+    """A drafter that is split draws on every rank, and all ranks would have to draw the same."""
+    split = target_tensor_parallel > 1 and given.get("tensor_parallel") == "sharded"
+    if split and methods.METHODS[given["method"]].needs_probs:
+        raise ConfigError(
+            f'method {given["method"]!r} does not run with "tensor_parallel": "sharded"; '
+            'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'
+        )
+
+
+def check_fuzzy(given: Mapping[str, Any]) -> None:
+    if given.get("verification") != "fuzzy":
+        for key in ("divergence", "threshold"):
+            if given.get(key) is not None:
+                raise ConfigError(
+                    f'{key} belongs to "verification": "fuzzy", which is lossy; leave it out or '
+                    "ask for that."
+                )
+        return
+    threshold = given.get("threshold")
+    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or threshold < 0:
+        raise ConfigError(
+            f"threshold is {threshold!r}; fuzzy verification needs a divergence of at least 0, "
+            "below which a draft passes, as 0.1."
+        )
+    if given["method"] == "slem":
+        raise ConfigError(
+            '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli or '
+            "slrs instead of slem."
+        )
+
+
+def check_confidence(given: Mapping[str, Any]) -> None:
+    threshold = given.get("confidence_threshold")
+    if threshold is None:
+        return
+    if given.get("controller") != "confidence":
+        raise ConfigError(
+            'confidence_threshold belongs to "controller": "confidence"; leave it out or ask for '
+            "that."
+        )
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        threshold = -1
+    if not 0 <= threshold <= 1:
+        raise ConfigError(
+            f"confidence_threshold is {given['confidence_threshold']!r}; it must be a probability "
+            "from 0 to 1."
+        )
+
+
+def check_process(given: Mapping[str, Any]) -> None:
+    """A drafter in a process of its own drafts greedily, in chains."""
+    device = given.get("drafter_device")
+    if given.get("parallel", "off") in (None, "off"):
+        if device is not None:
+            raise ConfigError(
+                'drafter_device belongs to "parallel": "process"; leave it out or ask for that.'
+            )
+        return
+    if methods.METHODS[given["method"]].needs_probs and given["method"] != methods.HETERO:
+        raise ConfigError(
+            f'method {given["method"]!r} does not run with "parallel": "process", which drafts '
+            'greedily; use "slem", or "hetero", which then chooses that.'
+        )
+    for key, supported, why in (
+        ("tree_nodes", (None, 0), "drafts chains alone"),
+        ("tensor_parallel", (None, "rank0"), "runs the drafter whole on one device"),
+        ("verification", (None, "token", "block", "race"), "draws nothing"),
+        ("controller", (None, "goodput", "fixed"), "does not wait for single drafter tokens"),
+    ):
+        if (found := given.get(key)) not in supported:
+            raise ConfigError(
+                f'{key} is {found!r}, which does not go with "parallel": "process": that {why}; '
+                "leave one of them out."
+            )
+    if device is not None and not re.fullmatch(_DEVICES, str(device)):
+        raise ConfigError(
+            f'drafter_device is {device!r}; it must be CPU cores as "1" or "2-3,6", or a device '
+            'as "cuda:1".'
+        )
+
+
+def check_verification(method: Any) -> None:
+    if method != "standard":
+        raise ConfigError(
+            f"rejection_sample_method={method!r} is not supported here: this method promises the "
+            "target's own distribution, which 'standard' keeps; leave the key out."
+        )
+
+
+def integer(key: str, value: Any, low: int, high: int) -> int:
+    """A whole number in a range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        found = "missing" if value is None else repr(value)
+        raise ConfigError(f"{key} is {found}; it must be a whole number from {low} to {high}.")
+    return value
+
+
+def num_bytes(value: Any) -> int:
+    """A byte count as vLLM's command line takes it: 67108864, "64MiB", "0.5G"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {value!r}; it must be a positive number of bytes, "
+            'as 67108864 or "64MiB".'
+        )
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+
+
+def one_of(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    """One of a few words."""
+    if value not in choices:
+        raise ConfigError(
+            f"{key} is {value!r}{nearest(value, choices)}; supported: {listed(choices)}."
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence."""
+    return ", ".join(names)

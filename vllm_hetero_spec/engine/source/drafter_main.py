@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter process: `python -m ... SOCKET MEMORY [CORE...]`, a `Deployment` on standard input.
+
+It loads the drafter alone, as a worker of vLLM with one rank, and drafts until its engine closes
+the socket. It goes to its cores before torch is imported, which counts them then.
+"""
+
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_hetero_spec.engine.source.drafter_process import Deployment
+    from vllm_hetero_spec.engine.source.server import DraftingServer
+
+# Share of a device's memory that has to be free for the drafter's process to start.
+_LEAST_MEMORY = 0.01
+
+
+def main() -> None:
+    """Load, say so, and draft."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends, and closes the socket
+    messages, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    cores = set(map(int, sys.argv[3:]))
+    if cores:
+        os.sched_setaffinity(0, cores)
+    from vllm_hetero_spec.config import ConfigError
+    from vllm_hetero_spec.engine.source.messages import Failed, encode
+    from vllm_hetero_spec.errors import one_line
+
+    try:
+        server = load(pickle.load(sys.stdin.buffer), memory, messages)
+    except ConfigError as error:
+        messages.send(encode(Failed(str(error))))
+        return
+    except Exception as error:
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {one_line(error)}"
+        messages.send(
+            encode(
+                Failed(
+                    f"the drafter cannot be loaded in a process of its own ({why}); "
+                    'leave out "parallel", or "drafter_device" where that is the reason.'
+                )
+            )
+        )
+        return
+    serve(server, messages)
+
+
+def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "DraftingServer":
+    """The drafter in an environment of its own."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_hetero_spec import __version__
+    from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+    from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+    from vllm_hetero_spec.engine.drafter.model import DrafterModel
+    from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
+    from vllm_hetero_spec.engine.source.messages import Ready, encode
+    from vllm_hetero_spec.engine.source.server import DraftingServer
+    from vllm_hetero_spec.engine.source.table import DraftTable
+
+    given, options, target = deployment, deployment.options, deployment.vllm_config
+    config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
+    # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
+    config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
+    device = torch.device(given.device or target.device_config.device_type)
+    # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)(
+            vllm_config=config,
+            local_rank=device.index or 0,
+            rank=0,
+            distributed_init_method=f"file://{folder}/rendezvous",
+            is_driver_worker=True,
+        )
+        worker.init_device()
+    length = given.drafter_config.max_model_len
+    model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
+    scheduler = target.scheduler_config
+    drafter = Drafter(
+        model,
+        given.banned,
+        given.vocab_size,
+        options.num_speculative_tokens,
+        scheduler.max_num_seqs,
+        ends=given.ends,
+        confidences=True,
+    )
+    pool = KVPool(model.num_blocks, model.block_size)
+    table = DraftTable(memory, given.slots, given.longest)
+    budget = scheduler.max_num_batched_tokens
+    messages.send(encode(Ready(__version__, model.num_blocks, model.block_size)))
+    return DraftingServer(drafter, pool, table, given.ends, budget, scheduler.max_num_seqs)
+
+
+def serve(server: "DraftingServer", messages: socket.socket) -> None:
+    """Draft until the engine is gone."""
+    from vllm_hetero_spec.engine.source.messages import commit_of
+
+    while True:
+        while select.select([messages], [], [], 0 if server.busy else None)[0]:
+            message = messages.recv(1 << 20)
+            if not message:
+                return
+            server.take(commit_of(message))
+        server.advance()
+
+
+if __name__ == "__main__":
+    main()

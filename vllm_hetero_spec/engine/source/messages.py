@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine and its drafter process tell each other; the drafts come by a table in memory.
+
+The process speaks of drafter ids alone: text, requests and target tokens stay in the engine.
+"""
+
+import msgspec
+
+# Ids of one message at most, so that it fits into the buffer of a socket.
+MOST_IDS = 8192
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """One text, as it stands now.
+
+    Attributes:
+        slot: Which text.
+        keep: Leading ids of it that stand since it was told last; -1 where another text has begun.
+        ids: The ids behind them.
+        drafted: What is taken to come behind the text: the target is verifying it.
+        wanted: Ids to have behind the text in all, those in `drafted` included.
+        salt: Whose KV it may share.
+    """
+
+    slot: int
+    keep: int
+    ids: list[int]
+    drafted: list[int]
+    wanted: int
+    salt: str | None = None
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True):
+    """What a step of the target has changed.
+
+    Attributes:
+        serial: Its number; drafts bear that of the last one that named their text.
+        closed: Slots whose texts are gone.
+        rows: Texts that have changed, or are to be drafted for.
+    """
+
+    serial: int
+    closed: list[int]
+    rows: list[Row]
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The drafter is loaded.
+
+    Attributes:
+        version: Of this package.
+        num_blocks: Blocks of the drafter's KV.
+        block_size: Tokens of a block.
+    """
+
+    version: str
+    num_blocks: int
+    block_size: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """It could not be loaded.
+
+    Attributes:
+        sentence: Why, and what to do.
+    """
+
+    sentence: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+commit_of = msgspec.msgpack.Decoder(Commit).decode
+answer_of = msgspec.msgpack.Decoder(Ready | Failed).decode

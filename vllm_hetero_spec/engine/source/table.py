@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts in memory that two processes share: one writes them, the other reads them at any time.
+
+The memory has no name, only the two processes have it. A record that is read while it is written is
+known by its checksum, and not believed.
+"""
+
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# In front of a record's tokens: checksum, serial, count.
+_HEAD = 3
+
+
+class Drafted(NamedTuple):
+    """What the drafter has drafted behind a text.
+
+    Attributes:
+        serial: Of the commit that it answers.
+        ids: Drafter tokens behind what the commit took to come.
+        peaks: The drafter's largest probability in the place of each.
+    """
+
+    serial: int
+    ids: list[int]
+    peaks: list[float]
+
+
+class DraftTable:
+    """One record for each text.
+
+    Args:
+        file: Of the memory, from `make_file`.
+        slots: Texts.
+        longest: Most tokens of one.
+    """
+
+    def __init__(self, file: int, slots: int, longest: int) -> None:
+        self.slots, self.longest = slots, longest
+        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest)), np.int32)
+        self._beats, records = memory[:1], memory[1:]
+        self._records = records.reshape(slots, -1)
+
+    @staticmethod
+    def size(slots: int, longest: int) -> int:
+        """Bytes of a table."""
+        return 4 * (1 + slots * (_HEAD + 2 * longest))
+
+    @property
+    def beats(self) -> int:
+        """Counts what the writer does, be it nothing that is written."""
+        return int(self._beats[0])
+
+    def beat(self) -> None:
+        """The writer is alive."""
+        self._beats += 1
+
+    def write(self, slot: int, serial: int, ids: Sequence[int], peaks: Sequence[float]) -> None:
+        """Put a record in the place of the one before."""
+        record = np.zeros(self._records.shape[1], np.int32)
+        count = min(len(ids), self.longest)
+        record[1], record[2] = serial, count
+        record[_HEAD : _HEAD + count] = ids[:count]
+        peak_bits = record[_HEAD + self.longest :].view(np.float32)
+        peak_bits[:count] = peaks[:count]
+        record[0] = _checksum(record)
+        self._records[slot] = record
+
+    def read(self, slot: int) -> Drafted | None:
+        """The record as it stands; None where it is being written."""
+        record = self._records[slot].copy()
+        if record[0] != _checksum(record):
+            return None
+        _, serial, count, *ids = record[: _HEAD + self.longest].tolist()
+        peaks = record[_HEAD + self.longest :].view(np.float32)[:count].tolist()
+        return Drafted(serial, ids[:count], peaks)
+
+
+def make_file(slots: int, longest: int) -> int:
+    """A file of memory for a table that nobody else can open, with nothing in it."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(DraftTable.size(slots, longest))
+        return os.dup(file.fileno())
+
+
+def _checksum(record: np.ndarray) -> np.int32:
+    return np.uint32(zlib.crc32(record[1:].tobytes())).astype(np.int32)
