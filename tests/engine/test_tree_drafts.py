@@ -2,6 +2,7 @@
 """Trees beside the drafter's usual chains, from its rows to what the target is fed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -439,6 +440,28 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]
     assert control.side_tokens_accepted == 1
     assert tree.depth == LOOKAHEAD
+
+
+def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
+    """As many as the last trees had use for; more, if those had no more room."""
+    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False)
+    world, tiers = World(), (0, 8, 16)
+
+    def asked(rows: int, nodes: int) -> int:
+        room = TreeRoom(nodes, rows, 6) if rows else None
+        step = replace(step_of(TEXTS, room=room), tiers=tiers, lookahead=min(rows, LOOKAHEAD))
+        control.observe(step)
+        control.plan(step, [0] * 3)
+        asks = control.asks
+        if rows:
+            control.trim(list(world.draft(TEXTS, control).values()))
+        return asks
+
+    assert asked(0, 8) == 8  # the lookahead
+    assert asked(8, 8) == 16
+    assert asked(16, 3) == 16  # the last trees had no more room
+    assert asked(16, 3) == 8
+    assert asked(8, 3) == 8
 
 
 def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:

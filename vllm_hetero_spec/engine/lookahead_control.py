@@ -167,17 +167,17 @@ class LookaheadControl:
         lookahead = list(self._plan.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
+        room = step.trees is not None and step.trees.sides > 0
+        paths = self.controller.paths() if room else 0
         if step.tiers:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
-            lookahead = self._within(step, lookahead, soon=soon)
+            lookahead = self._within(step, lookahead, soon=soon, trees=paths > 0)
         # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
         beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
         reads = [
             wanted > 0 or (beside and limit > 0 and left <= _LONG)
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
-        room = step.trees is not None and step.trees.sides > 0
-        paths = self.controller.paths() if room else 0
         self._trees.begin(step)
         return StepPlan(lookahead, reads, num_waiting, paths)
 
@@ -200,8 +200,10 @@ class LookaheadControl:
             self._usual = max(plan.lookahead)
         return plan
 
-    def _within(self, step: StepView, lookahead: list[int], *, soon: bool) -> list[int]:
-        """What of a plan can be had in this step; the rest is asked for.
+    def _within(
+        self, step: StepView, lookahead: list[int], *, soon: bool, trees: bool
+    ) -> list[int]:
+        """What of a plan can be had in this step; the rest is asked for, rows of trees too.
 
         What is asked for takes some steps to come: requests that will be drafted for `soon`, behind
         their first token, have what is usual asked for already.
@@ -214,6 +216,8 @@ class LookaheadControl:
         if soon and not self.controller.off:
             usual = step.tiers[-1] if self._usual is None else self._usual
             longest = max(longest, usual)
+        if trees and longest:
+            longest = max(longest, min(self._trees.rows, step.tiers[-1]))
         if longest or step.num_sampled:  # else nobody is there who could want anything
             self.asks = next(tier for tier in step.tiers if tier >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)

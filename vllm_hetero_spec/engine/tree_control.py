@@ -5,6 +5,7 @@ A tree's values are learnt from what the target emits: at each node that it came
 was next, whether it was in the draft or not.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -28,6 +29,7 @@ from vllm_hetero_spec.verify.trees import NO_NODE, ROOT
 
 # Nodes that are priced of a tree, for each one that it may have: beyond these, none is worth a row.
 _PRICED = 2
+_NEARLY_FULL = 2  # rows: with fewer to spare, a tree may have had use for more
 
 
 class _Verifying(NamedTuple):
@@ -57,11 +59,13 @@ class TreeControl:
         values: What is learnt of them.
 
     Attributes:
+        rows: That the largest of the last trees had use for, what is fed again included.
         side_tokens_accepted: Of trees, those that were not of the drafter's own chain.
     """
 
     def __init__(self, values: TreeValues) -> None:
         self._values, self.side_tokens_accepted = values, 0
+        self.rows = sys.maxsize
         self._room: TreeRoom | None = None  # in the present step
         self._requests: dict[str, RequestView] = {}
         self._valued: dict[str, _Verifying] = {}  # in the present step
@@ -134,10 +138,12 @@ class TreeControl:
             priced, trim(trees, lambda more: prices.row_price(fixed + more)), strict=True
         ):
             kept[place] = keep
-        made = []
+        made, self.rows = [], 0
         for draft, tree, found, keep in zip(drafts, best, known, kept, strict=True):
             rows_of = self._laid_out(draft.req_id, tree.only(np.flatnonzero(keep).tolist()), room)
             made.append(_draft(draft.req_id, rows_of))
+            full = len(rows_of.tokens) + _NEARLY_FULL > room.rows
+            self.rows = max(self.rows, sys.maxsize if full else len(rows_of.tokens))
             nodes, sides = len(made[-1].tokens), len(rows_of.counts) - 1
             self._verifying[draft.req_id] = found._replace(
                 nodes=nodes, sides=sides, chain=draft.tokens
