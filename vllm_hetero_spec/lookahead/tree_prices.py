@@ -9,7 +9,7 @@ and the best of what is behind it bring beyond that.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_HALVINGS = 8  # of the interval in which the price is sought: rows of a batch are few hundred
+_PRECISE = 0.002  # tokens: a price is found as well as it is known
 
 
 class PricedTree(NamedTuple):
@@ -42,12 +42,12 @@ def trim(trees: Sequence[PricedTree], row_price: Callable[[int], float]) -> list
 
     low = row_price(0)
     kept, rows = kept_at(low)
-    high = row_price(max(rows - 1, 0))
+    high = min(row_price(max(rows - 1, 0)), 1.0)  # no token is worth more than one
     if high <= low:
         return kept
     # At `high` all that is kept pays for the last row too, at `low` it does not.
     kept, _ = kept_at(high)
-    for _ in range(_HALVINGS):
+    while high - low > _PRECISE:
         middle = (low + high) / 2
         found, rows = kept_at(middle)
         if row_price(max(rows - 1, 0)) > middle:
