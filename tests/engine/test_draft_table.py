@@ -8,15 +8,15 @@ import pytest
 
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
-SLOTS, LONGEST = 3, 5
+SLOTS, LONGEST, SIDES = 3, 5, 2
 
 
 @pytest.fixture
 def tables() -> tuple[DraftTable, DraftTable]:
-    file = make_file(SLOTS, LONGEST)
+    file = make_file(SLOTS, LONGEST, SIDES)
     assert os.fstat(file).st_mode & 0o777 == 0o600
     assert os.fstat(file).st_nlink == 0
-    both = DraftTable(file, SLOTS, LONGEST), DraftTable(file, SLOTS, LONGEST)
+    both = DraftTable(file, SLOTS, LONGEST, SIDES), DraftTable(file, SLOTS, LONGEST, SIDES)
     os.close(file)
     return both
 
@@ -24,12 +24,14 @@ def tables() -> tuple[DraftTable, DraftTable]:
 def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) -> None:
     writer, reader = tables
     assert reader.read(1) is None
-    writer.write(1, 7, [3, 1, 4], [0.5, 0.25, 1.0])
-    assert reader.read(1) == Drafted(7, [3, 1, 4], [0.5, 0.25, 1.0])
+    for rank in range(1 + SIDES):
+        written = Drafted(7, rank, [3, 1, 4], [0.5, 0.25, 1.0])
+        writer.write(1, rank, written)
+        assert reader.read(1, rank) == written
     assert reader.read(0) is None
-    writer.write(1, 8, [], [])
-    assert reader.read(1) == Drafted(8, [], [])
-    writer.write(1, 9, range(9), [1.0] * 9)
+    writer.write(1, 0, Drafted(8, 2, [], []))
+    assert reader.read(1) == Drafted(8, 2, [], [])
+    writer.write(1, 0, Drafted(9, 0, list(range(9)), [1.0] * 9))
     assert reader.read(1).ids == list(range(LONGEST))
     before = reader.beats
     writer.beat()
@@ -50,13 +52,13 @@ def test_a_writer_that_stops_half_way_is_not_believed(
         ]
         records = []
         for serial, ids in (old, new):
-            writer.write(0, serial, ids, [0.5] * len(ids))
-            records.append(writer._records[0].copy())
+            writer.write(0, 0, Drafted(serial, 0, ids, [0.5] * len(ids)))
+            records.append(writer._records[0, 0].copy())
         places = list(range(len(records[0])))
         chance.shuffle(places)
-        writer._records[0] = records[0]
+        writer._records[0, 0] = records[0]
         for place in places[: chance.randrange(len(places))]:
-            writer._records[0][place] = records[1][place]
+            writer._records[0, 0, place] = records[1][place]
         found = reader.read(0)
         torn += found is None
         assert found is None or (found.serial, found.ids) in (old, new)

@@ -3,6 +3,7 @@
 
 import os
 import random
+from typing import Any
 
 import pytest
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel
@@ -10,23 +11,26 @@ from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of, encode
-from vllm_hetero_spec.engine.source.server import DraftingServer
+from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
-SLOTS, LONGEST, BUDGET = 6, 12, 24
+SLOTS, LONGEST, BUDGET, SIDES = 6, 12, 24, 4
+
+ROWS = 2 * SLOTS
 
 
 class World:
     """A server with room for so many blocks."""
 
     def __init__(self, blocks: int = 128, ends: frozenset[int] = frozenset()) -> None:
-        file = make_file(SLOTS, LONGEST)
-        self.table = DraftTable(file, SLOTS, LONGEST)
+        file = make_file(SLOTS, LONGEST, SIDES)
+        self.table = DraftTable(file, SLOTS, LONGEST, SIDES)
         os.close(file)
         self.model = ToyDrafterModel()
-        drafter = Drafter(self.model, {0}, VOCAB, 3, SLOTS, confidences=True)  # type: ignore[arg-type]
+        model: Any = self.model
+        drafter = Drafter(model, {0}, VOCAB, 3, ROWS, confidences=True, beside=RIVALS)
         self.pool = KVPool(blocks, SIZE)
-        self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, SLOTS)
+        self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, ROWS)
         self.serial = 0
 
     def commit(self, *rows: Row, closed: tuple[int, ...] = ()) -> None:
@@ -82,14 +86,41 @@ def test_a_text_that_goes_the_foreseen_way_costs_the_new_tokens_alone(world: Wor
     world.commit(Row(0, 3, ahead[:2], ahead[2:], 6))
     assert world.work() == 4
     assert world.model.fed - fed == 4
-    assert world.drafted(0) == Drafted(2, alone([3, 4, 5, *ahead], 4), world.drafted(0).peaks)
+    assert world.drafted(0) == Drafted(
+        2, len(ahead[2:]), alone([3, 4, 5, *ahead], 4), world.drafted(0).peaks
+    )
+
+
+def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> None:
+    """Its KV takes the place of the chain's, whose own tokens are given back with the others'."""
+    world.commit(Row(0, -1, [3, 4, 5], [], 4))
+    world.work()
+    ahead = world.drafted(0).ids
+    world.commit(Row(0, 3, [ahead[0]], ahead[1:], 9, at_stake=2, beside=4))
+    world.work()
+    for rank in range(1, 1 + SIDES):
+        side = world.table.read(0, rank)
+        assert side is not None
+        before = [3, 4, *[5, *ahead][: 2 + side.place]]
+        assert side.ids == [side.ids[0], *alone([*before, side.ids[0]], 3)]
+    likeliest = world.table.read(0, 1)
+    assert likeliest is not None
+    text = [3, 4, 5, *ahead[: 1 + likeliest.place], *likeliest.ids[:2]]
+    fed = world.model.fed
+    world.commit(Row(0, 4, text[4:], likeliest.ids[2:], 4, at_stake=2))
+    assert world.work() == 2
+    assert world.model.fed - fed == 2
+    assert world.drafted(0).ids == alone([*text, *likeliest.ids[2:]], 2)
+    world.commit(closed=(0,))
+    assert world.pool.held == 0
 
 
 def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
     chance = random.Random(3)
     world = World()
     texts: dict[int, list[int]] = {}
-    checked = 0
+    checked = beside_checked = 0
+    drafted_of: dict[int, list[int]] = {}
     for _ in range(120):
         rows = []
         closed = [slot for slot in texts if chance.random() < 0.1 or len(texts[slot]) > 90]
@@ -103,11 +134,19 @@ def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
             else:
                 keep = max(0, len(old) - chance.choice((0, 0, 1, 3)))
                 found = world.table.read(slot)
-                ids = (found.ids if found and chance.random() < 0.7 else [])[: chance.randint(1, 4)]
+                found = chance.choice([world.table.read(slot, n) for n in range(1 + SIDES)])
+                ids = found.ids if found and chance.random() < 0.7 else []
+                if found and found.place and ids and chance.random() < 0.7:
+                    chain = world.table.read(slot)
+                    new = chain.ids if chain is not None else []
+                    ids = [*drafted_of[slot], *new][: found.place] + ids
+                ids = ids[: chance.randint(1, 6)]
                 ids = ids or chance.choices(range(1, VOCAB), k=2)
                 texts[slot] = [*old[:keep], *ids]
             drafted = chance.choices(range(1, VOCAB), k=chance.randint(0, 3))
-            rows.append(Row(slot, keep, ids, drafted, chance.randint(0, 8)))
+            drafted_of[slot] = drafted
+            at_stake, beside = chance.randint(0, len(drafted)), chance.choice((0, 3))
+            rows.append(Row(slot, keep, ids, drafted, chance.randint(0, 8), at_stake, beside))
         world.commit(*rows, closed=tuple(closed))
         if chance.random() < 0.5:
             for _ in range(chance.randint(0, 3)):
@@ -121,7 +160,20 @@ def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
                 assert found.serial == world.serial
                 assert found.ids == alone([*texts[row.slot], *row.drafted], wanted)
                 checked += 1
+            found = world.table.read(row.slot)
+            new = found.ids if found is not None and found.serial == world.serial else []
+            chain = [*row.drafted, *new]
+            for rank in range(1, 1 + SIDES):
+                side = world.table.read(row.slot, rank)
+                if side is None or side.serial != world.serial:
+                    continue
+                before = [*texts[row.slot], *chain[: side.place]]
+                assert side.place <= row.at_stake
+                assert side.ids[0] != chain[side.place]
+                assert side.ids == [side.ids[0], *alone([*before, side.ids[0]], row.beside - 1)]
+                beside_checked += 1
     assert checked > 60
+    assert beside_checked > 40
     world.commit(closed=tuple(range(SLOTS)))
     assert world.pool.held == 0
 

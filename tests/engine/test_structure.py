@@ -48,6 +48,7 @@ MOVERS = {
     "engine/drafter/steps.py": "arrays of the host: lengths",
     "engine/drafter/token_choice.py": "confidences between steps, on a CPU alone",
     "engine/drafter/tree_drafts.py": "arrays of the host: rows that are known",
+    "engine/source/drafted_lines.py": "arrays of the host: what the drafter thought of its tokens",
     "engine/source/table.py": "arrays of the host: drafts in shared memory",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",

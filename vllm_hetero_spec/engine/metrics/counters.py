@@ -80,6 +80,7 @@ class DraftStats:
         Counter[str], _count("Requests left undrafted in a step.", label="reason")
     ] = field(default_factory=Counter)
     drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
+    drafts_guessed: Annotated[int, _count("Of those, behind a guess beside the chain.")] = 0
     restarts: Annotated[int, _count("Drafter processes that took the place of one that ended.")] = 0
     lengths: Annotated[
         Counter[int],

@@ -66,7 +66,7 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
     from vllm_hetero_spec.engine.source.messages import Ready, encode
-    from vllm_hetero_spec.engine.source.server import DraftingServer
+    from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
     from vllm_hetero_spec.engine.source.table import DraftTable
 
     given, options, target = deployment, deployment.options, deployment.vllm_config
@@ -88,20 +88,22 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     length = given.drafter_config.max_model_len
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
     scheduler = target.scheduler_config
+    most_rows = scheduler.max_num_seqs + given.sides
     drafter = Drafter(
         model,
         given.banned,
         given.vocab_size,
         options.num_speculative_tokens,
-        scheduler.max_num_seqs,
+        most_rows,
         ends=given.ends,
         confidences=True,
+        beside=RIVALS,
     )
     pool = KVPool(model.num_blocks, model.block_size)
-    table = DraftTable(memory, given.slots, given.longest)
+    table = DraftTable(memory, given.slots, given.longest, given.sides)
     budget = scheduler.max_num_batched_tokens
     messages.send(encode(Ready(__version__, model.num_blocks, model.block_size)))
-    return DraftingServer(drafter, pool, table, given.ends, budget, scheduler.max_num_seqs)
+    return DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
 
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:

@@ -32,6 +32,8 @@ _LONGEST_END = 1.0
 _BUFFER = 1 << 20
 # Texts for each request of the largest batch: those of waiting requests are kept as long.
 _SLOTS = 2
+# Guesses of what the target writes instead of the drafter's chain.
+_SIDES = 8
 # Drafter tokens that may stand behind a text for each target token that can be drafted.
 _STEPS_PER_TOKEN = 8
 _MODULE = "vllm_hetero_spec.engine.source.drafter_main"
@@ -51,7 +53,9 @@ class Deployment:
         device: Of torch; None for the target's.
         cores: Of the CPU that it runs on; none for those of the engine.
         slots: Texts.
-        longest: Most drafter tokens behind a text.
+        longest: Most drafter tokens of a line behind a text.
+        sides: Lines beside the chain, over all texts that the target is verifying; at least one for
+            each.
     """
 
     vllm_config: VllmConfig
@@ -64,6 +68,7 @@ class Deployment:
     cores: Sequence[int]
     slots: int
     longest: int
+    sides: int = _SIDES
 
     @classmethod
     def of(
@@ -109,9 +114,10 @@ class DrafterProcess:
 
     def __init__(self, deployment: Deployment) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory = make_file(deployment.slots, deployment.longest)
+        shape = deployment.slots, deployment.longest, deployment.sides
+        memory = make_file(*shape)
         try:
-            self.table = DraftTable(memory, deployment.slots, deployment.longest)
+            self.table = DraftTable(memory, *shape)
             with tempfile.TemporaryFile() as start, theirs:
                 pickle.dump(deployment, start)
                 start.seek(0)

@@ -19,6 +19,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         ids: The ids behind them.
         drafted: What is taken to come behind the text: the target is verifying it.
         wanted: Ids to have behind the text in all, those in `drafted` included.
+        at_stake: Leading ones of `drafted` that the target is verifying.
+        beside: Ids to have of each guess of where the target leaves them; 0 guesses nothing.
         salt: Whose KV it may share.
     """
 
@@ -27,6 +29,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     ids: list[int]
     drafted: list[int]
     wanted: int
+    at_stake: int = 0
+    beside: int = 0
     salt: str | None = None
 
 

@@ -34,11 +34,22 @@ class _Found(NamedTuple):
         ids: Drafter tokens, see `Remainder`.
         known: Leading bytes of them that its text has.
         peaks: The drafter's largest probability in the place of each.
+        proposal: The draft in target tokens.
+        ends: Leading ones of `ids` that each of them needs.
     """
 
     task: DraftTask
     ids: list[int]
     known: int
+    peaks: list[float]
+    proposal: Sequence[int] = ()
+    ends: Sequence[int] = ()
+
+
+class _Line(NamedTuple):
+    """Drafter tokens behind a text, and the drafter's largest probability in the place of each."""
+
+    ids: list[int]
     peaks: list[float]
 
 
@@ -80,7 +91,12 @@ class ProcessSource:
             return
         tasks = [task for task in tasks if self._admit(task, outside)]
         found = [self._look_up(task) for task in tasks]
-        self._drafts = self._translated([of for of in found if of.task.lookahead])
+        found = self._translated(found)
+        self._drafts = [
+            Draft.chain(of.task.req_id, list(of.proposal), self._confidences(of))
+            for of in found
+            if of.task.lookahead
+        ]
         self._commit(found)
         took = time.perf_counter() - began
         control.drafted(DraftTiming(took, 0.0, 1, len(tasks), 0), self._drafts)
@@ -126,26 +142,44 @@ class ProcessSource:
             self._begin_anew(task)
             self._stats.skip("not_ready", times=task.lookahead > 0)
             return _Found(task, [], 0, [])
-        ids, peaks = text.drafted, text.peaks
-        drafted = self._process.table.read(text.slot)
-        if drafted is not None and drafted.serial == text.serial:
-            ids, peaks = ids + drafted.ids, peaks + drafted.peaks
         told = self._spelled(text.gone)
         now = self._spelled(context.ids[task.state.num_kv_valid :])
-        remainder: Remainder | None = None
+        seen: list[_Line] = []
+        remainder = None
         if now.startswith(told):
+            lines = (line.ids for line in self._lines(text, seen))
             outcome = now[len(told) :]
-            remainder = find_remainder([ids], outcome, context.held, self._bytes.__getitem__)
+            remainder = find_remainder(lines, outcome, context.held, self._bytes.__getitem__)
         if task.lookahead:
-            reason = "not_guessed" if remainder is None else "not_ready"
-            if remainder is not None and remainder.ids:
-                self._stats.drafts_ahead += 1
-            else:
-                self._stats.skip(reason)
+            self._count(remainder)
         if remainder is None:
             return _Found(task, [], 0, [])
+        ids, peaks = seen[remainder.rank]
         first = len(ids) - len(remainder.ids)
         return _Found(task, remainder.ids, remainder.known, peaks[first:])
+
+    def _lines(self, text: SentText, seen: "list[_Line]") -> Iterator["_Line"]:
+        """What was drafted behind a text as it was told, the chain first; kept in `seen`."""
+        table = self._process.table
+        chain = _Line(text.drafted, text.peaks)
+        for rank in range(1 + table.sides):
+            of = table.read(text.slot, rank)
+            line = chain if not rank else None
+            if of is not None and of.serial == text.serial and of.place <= len(chain.ids):
+                line = _Line(chain.ids[: of.place] + of.ids, chain.peaks[: of.place] + of.peaks)
+            if line is not None:
+                chain = chain if rank else line
+                seen.append(line)
+                yield line
+
+    def _count(self, remainder: Remainder | None) -> None:
+        if remainder is None:
+            self._stats.skip("not_guessed")
+        elif not remainder.ids:
+            self._stats.skip("not_ready")
+        else:
+            self._stats.drafts_ahead += 1
+            self._stats.drafts_guessed += remainder.rank > 0
 
     def _begin_anew(self, task: DraftTask) -> None:
         """The process knows nothing of a text, or is another one than that which did."""
@@ -154,7 +188,7 @@ class ProcessSource:
         state.sequence.kv_ids.clear()
         state.num_kv_valid = text.serial = 0
 
-    def _translated(self, found: Sequence[_Found]) -> list[Draft]:
+    def _translated(self, found: Sequence[_Found]) -> list[_Found]:
         began = time.perf_counter()
         proposals = self._bridge.to_target(
             [of.task.state.context for of in found],
@@ -164,13 +198,14 @@ class ProcessSource:
         )
         self._stats.translate_seconds += time.perf_counter() - began
         return [
-            Draft.chain(of.task.req_id, proposal, self._confidences(of, proposal))
+            of._replace(proposal=proposal, ends=self._bridge.ids_covering(of.ids, proposal))
             for of, proposal in zip(found, proposals, strict=True)
         ]
 
-    def _confidences(self, found: _Found, proposal: Sequence[int]) -> list[float]:
+    @staticmethod
+    def _confidences(found: _Found) -> list[float]:
         confidences, start = [], 0
-        for end in self._bridge.ids_covering(found.ids, proposal):
+        for end in found.ends:
             confidences.append(math.prod(found.peaks[start:end]))
             start = max(start, end)
         return confidences
@@ -187,9 +222,11 @@ class ProcessSource:
             whole = state.num_kv_valid + len(ids) == len(state.context.ids)
             drafted = of.ids if whole and not of.known else []
             room -= len(ids) + len(drafted)
-            wanted = self._wanted(of.task) if whole else 0
+            wanted = self._wanted(of.task, 2) if whole else 0
+            beside = self._wanted(of.task, 1) if whole else 0
+            at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
-            rows.append(Row(text.slot, keep, ids, drafted, wanted, text.salt))
+            rows.append(Row(text.slot, keep, ids, drafted, wanted, at_stake, beside, text.salt))
         if not self._process.send(Commit(self._serial, self.pool.closed, rows)):
             return  # it has not read the last ones: told next time
         self.pool.closed = []
@@ -202,13 +239,12 @@ class ProcessSource:
             text.serial, text.life, text.gone = self._serial, self._process.life, []
             text.drafted, text.peaks = row.drafted, of.peaks[: len(row.drafted)]
 
-    def _wanted(self, task: DraftTask) -> int:
-        """Drafter tokens behind a text: for the draft on its way, the token behind it, the next."""
+    def _wanted(self, task: DraftTask, drafts: int) -> int:
+        """Drafter tokens for so many drafts, and the target's own token between or before them."""
         if not task.lookahead:
             return 0
-        return min(
-            self.most_steps, math.ceil((2 * task.lookahead + 1) * task.state.context.ratio) + 1
-        )
+        tokens = drafts * task.lookahead + 1
+        return min(self.most_steps, math.ceil(tokens * task.state.context.ratio) + 1)
 
     def _spelled(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes.__getitem__, ids))

@@ -1,59 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter process at work: texts come and change, and it drafts on behind each of them.
 
-All texts advance by one token in each forward, which stands in the table at once. What a commit
-says of a text replaces what was said before; KV is kept as far as it agrees, be it of the text or
-of what was drafted behind it.
+Behind a text there is a chain, the drafter's likeliest tokens, and beside it guesses: tokens with
+which the target may leave the chain where it verifies it, each with a continuation of its own, in a
+fork of the chain's KV. All of them advance by one token in each forward, which stands in the table
+at once. What a commit says of a text replaces what was said before; the KV is kept of whichever
+line agrees with it furthest.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
+from vllm_hetero_spec.draft.guesses import choose_guesses
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.engine.source.messages import Commit, Row
-from vllm_hetero_spec.engine.source.table import DraftTable
-from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
+from vllm_hetero_spec.engine.source.messages import Commit
+from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
 
 # The last ids of a text may still merge with what follows: not published for reuse.
 _UNSTABLE_TAIL = 32
+# Of each row of the drafter's, so many tokens may be guesses.
+RIVALS = 8
 
 
-@dataclass
-class _Text:
-    """One text, and what is drafted behind it.
+class _Work(NamedTuple):
+    """One line in a forward."""
 
-    Attributes:
-        state: Its ids, with all that is drafted behind them, and their KV.
-        serial: Of the last commit that named it.
-        num_text: Ids of it that the target has written.
-        num_drafted: Ids behind them that the commit took to come.
-        wanted: Ids to have behind the text in all.
-        ids: Drafted since.
-        peaks: The drafter's largest probability in the place of each.
-    """
-
-    state: RequestState
-    serial: int = 0
-    num_text: int = 0
-    num_drafted: int = 0
-    wanted: int = 0
-    ids: list[int] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether more is to be drafted."""
-        return self.num_drafted + len(self.ids) < self.wanted
-
-    @property
-    def has_work(self) -> bool:
-        """Whether it needs a forward: the last id of all has no KV until another is wanted."""
-        if self.state.sequence is None:  # its KV was given back
-            return False
-        return self.drafts or self.state.num_uncached > 1
+    text: Text
+    rank: int
+    line: Line
+    row: DraftRow
 
 
 class DraftingServer:
@@ -65,7 +43,7 @@ class DraftingServer:
         table: Where drafts are put.
         ends: Ids after which nothing is drafted.
         budget: Tokens of a forward.
-        most_rows: Texts of a forward.
+        most_rows: Lines of a forward.
     """
 
     def __init__(
@@ -79,12 +57,12 @@ class DraftingServer:
     ) -> None:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, Text] = {}
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return any(text.has_work for text in self._texts.values())
+        return any(line.has_work for _, _, line in self._lines())
 
     def take(self, commit: Commit) -> None:
         """Take in what has changed; what is drafted behind a text begins anew from there."""
@@ -96,74 +74,97 @@ class DraftingServer:
                 self._close(row.slot)
             text = self._texts.get(row.slot)
             if text is None:
-                state = RequestState(str(row.slot), IdentityContext(), row.salt)
-                text = self._texts[row.slot] = _Text(state)
-            self._renew(text, row, commit.serial)
+                text = self._texts[row.slot] = Text(row.slot, row.salt)
+            text.budget = max(1, self._table.sides // len(commit.rows)) if self._table.sides else 0
+            text.renew(row, commit.serial, self._pool)
+            self._guess(text)
 
     def advance(self) -> None:
-        """One forward for all texts that need one, as far as tokens and blocks last."""
+        """One forward for all lines that need one, as far as tokens and blocks last."""
         self._table.beat()
-        rows: list[DraftRow] = []
-        texts, budget = [], self._budget
-        waiting = [text for text in self._texts.values() if text.has_work]
-        for text in sorted(waiting, key=lambda text: text.state.num_uncached):
-            if not budget or len(rows) == self._most_rows:
+        work, budget = list[_Work](), self._budget
+        waiting = [found for found in self._lines() if found[2].has_work]
+        for text, rank, line in sorted(
+            waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
+        ):
+            if not budget or len(work) == self._most_rows:
                 break
-            row = self._row(text, budget)
+            row = self._row(line, budget)
             if row is None:
-                text.state.close(self._pool)
+                line.state.close(self._pool)
                 continue
-            texts.append(text)
-            rows.append(row)
+            work.append(_Work(text, rank, line, row))
             budget -= len(row.pending)
-        if not rows:
+        if not work:
             return
-        for text, row, tokens in zip(texts, rows, self._drafter.run(rows), strict=True):
-            self._book(text, row, tokens)
+        drafted = self._drafter.run([of.row for of in work])
+        for of, tokens in zip(work, drafted, strict=True):
+            of.line.book(of.row, tokens, self._ends)
+            if tokens.finite and not of.rank:
+                state = of.line.state
+                stable = min(state.num_kv_valid, of.text.num_text) - _UNSTABLE_TAIL
+                self._pool.publish(of.row.sequence.table, state.context.ids, stable)
+            if of.row.steps:
+                self._put(of.text, of.rank, of.line)
+        for of in work:
+            if not of.rank:
+                self._guess(of.text)
 
-    def _renew(self, text: _Text, row: Row, serial: int) -> None:
-        ids = text.state.context.ids
-        keep = max(0, min(row.keep, text.num_text, len(ids)))
-        ids[keep:] = row.ids + row.drafted
-        text.serial, text.num_text = serial, keep + len(row.ids)
-        text.num_drafted, text.wanted = len(row.drafted), row.wanted
-        text.ids, text.peaks = [], []
-        text.state.align(self._pool, keep)
+    def _lines(self) -> Iterator[tuple[Text, int, Line]]:
+        """All lines, with their texts and ranks."""
+        for text in self._texts.values():
+            for rank, line in enumerate(text.lines):
+                yield text, rank, line
 
-    def _row(self, text: _Text, budget: int) -> DraftRow | None:
-        """What of a text goes into the next forward; None where there is no room for it."""
-        state = text.state
+    def _put(self, text: Text, rank: int, line: Line) -> None:
+        drafted = Drafted(text.serial, line.place, line.ids, line.peaks)
+        self._table.write(text.slot, rank, drafted)
+
+    def _guess(self, text: Text) -> None:
+        """Begin lines beside the chain, once it is known what the drafter thinks of all of it."""
+        rivals = text.rivals()
+        if rivals is None or not text.budget:
+            return
+        text.guessed = True
+        follows = [
+            dict(zip(of.tokens, of.shares, strict=True)).get(of.chosen, 0.0) for of in rivals
+        ]
+        copies = []
+        for guess in choose_guesses(rivals, follows, text.budget):
+            sequence = text.chain.state.sequence
+            at = text.num_text + guess.place
+            if sequence is None or at > len(sequence.kv_ids):
+                continue
+            fork = self._pool.fork(sequence.table, at)
+            if fork is None:
+                break
+            if fork.copy is not None:
+                copies.append(fork.copy)
+            line = text.begin_beside(guess, fork.table)
+            self._put(text, len(text.lines) - 1, line)
+        if copies:
+            self._drafter.model.copy_blocks(copies)
+
+    def _row(self, line: Line, budget: int) -> DraftRow | None:
+        """What of a line goes into the next forward; None where there is no room for it."""
+        state = line.state
         assert state.sequence is not None
         start = state.num_kv_valid
         pending = state.context.ids[start : start + budget]
-        steps = int(text.drafts and start + len(pending) == len(state.context.ids))
+        steps = int(line.drafts and start + len(pending) == len(state.context.ids))
         length = start + len(pending) + steps
         if length > self._drafter.max_length:
             return None
         while not self._pool.grow(state.sequence.table, length):
-            idle = (other.state for other in self._texts.values() if not other.has_work)
+            sides_first = sorted(self._lines(), key=lambda of: of[1] == 0)
+            idle = (other.state for _, _, other in sides_first if not other.has_work)
             lender = next((other for other in idle if other.sequence is not None), None)
             if lender is None:
                 return None
             lender.close(self._pool)
-        return DraftRow(DraftTask(state, steps), state.sequence, pending, steps)
-
-    def _book(self, text: _Text, row: DraftRow, tokens: DrafterTokens) -> None:
-        state = text.state
-        state.num_kv_valid += len(row.pending)
-        if tokens.finite:
-            stable = min(state.num_kv_valid, text.num_text) - _UNSTABLE_TAIL
-            self._pool.publish(row.sequence.table, state.context.ids, stable)
-        if not row.steps:
-            return
-        state.context.ids += tokens.tokens
-        text.ids += tokens.tokens
-        text.peaks += tokens.confidences
-        if not tokens.finite or tokens.tokens[0] in self._ends:
-            text.wanted = 0
-        self._table.write(int(state.req_id), text.serial, text.ids, text.peaks)
+        return DraftRow(DraftTask(state, steps, paths=1), state.sequence, pending, steps)
 
     def _close(self, slot: int) -> None:
         text = self._texts.pop(slot, None)
         if text is not None:
-            text.state.close(self._pool)
+            text.close(self._pool)

@@ -9,48 +9,51 @@ import mmap
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-# In front of a record's tokens: checksum, serial, count.
-_HEAD = 3
+# In front of a record's tokens: checksum, serial, place, count.
+_HEAD = 4
 
 
 class Drafted(NamedTuple):
-    """What the drafter has drafted behind a text.
+    """A line that was drafted behind a text.
 
     Attributes:
         serial: Of the commit that it answers.
-        ids: Drafter tokens behind what the commit took to come.
+        place: Ids behind the text that come before its own: those that the commit took to come,
+            and of the chain's.
+        ids: Its own.
         peaks: The drafter's largest probability in the place of each.
     """
 
     serial: int
+    place: int
     ids: list[int]
     peaks: list[float]
 
 
 class DraftTable:
-    """One record for each text.
+    """Records of each text: of its chain, and of lines beside it.
 
     Args:
         file: Of the memory, from `make_file`.
         slots: Texts.
-        longest: Most tokens of one.
+        longest: Most tokens of a line.
+        sides: Most lines beside the chain.
     """
 
-    def __init__(self, file: int, slots: int, longest: int) -> None:
-        self.slots, self.longest = slots, longest
-        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest)), np.int32)
+    def __init__(self, file: int, slots: int, longest: int, sides: int) -> None:
+        self.sides, self.longest = sides, longest
+        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides)), np.int32)
         self._beats, records = memory[:1], memory[1:]
-        self._records = records.reshape(slots, -1)
+        self._records = records.reshape(slots, 1 + sides, -1)
 
     @staticmethod
-    def size(slots: int, longest: int) -> int:
+    def size(slots: int, longest: int, sides: int) -> int:
         """Bytes of a table."""
-        return 4 * (1 + slots * (_HEAD + 2 * longest))
+        return 4 * (1 + slots * (1 + sides) * (_HEAD + 2 * longest))
 
     @property
     def beats(self) -> int:
@@ -61,32 +64,33 @@ class DraftTable:
         """The writer is alive."""
         self._beats += 1
 
-    def write(self, slot: int, serial: int, ids: Sequence[int], peaks: Sequence[float]) -> None:
-        """Put a record in the place of the one before."""
-        record = np.zeros(self._records.shape[1], np.int32)
+    def write(self, slot: int, rank: int, drafted: Drafted) -> None:
+        """Put a record in the place of the one before; that of the chain is number 0."""
+        serial, place, ids, peaks = drafted
+        record = np.zeros(self._records.shape[2], np.int32)
         count = min(len(ids), self.longest)
-        record[1], record[2] = serial, count
+        record[1:_HEAD] = serial, place, count
         record[_HEAD : _HEAD + count] = ids[:count]
         peak_bits = record[_HEAD + self.longest :].view(np.float32)
         peak_bits[:count] = peaks[:count]
         record[0] = _checksum(record)
-        self._records[slot] = record
+        self._records[slot, rank] = record
 
-    def read(self, slot: int) -> Drafted | None:
-        """The record as it stands; None where it is being written."""
-        record = self._records[slot].copy()
+    def read(self, slot: int, rank: int = 0) -> Drafted | None:
+        """A record as it stands; None where it is being written."""
+        record = self._records[slot, rank].copy()
         if record[0] != _checksum(record):
             return None
-        _, serial, count, *ids = record[: _HEAD + self.longest].tolist()
+        _, serial, place, count, *ids = record[: _HEAD + self.longest].tolist()
         peaks = record[_HEAD + self.longest :].view(np.float32)[:count].tolist()
-        return Drafted(serial, ids[:count], peaks)
+        return Drafted(serial, place, ids[:count], peaks)
 
 
-def make_file(slots: int, longest: int) -> int:
+def make_file(slots: int, longest: int, sides: int) -> int:
     """A file of memory for a table that nobody else can open, with nothing in it."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(DraftTable.size(slots, longest))
+        file.truncate(DraftTable.size(slots, longest, sides))
         return os.dup(file.fileno())
 
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A text in the drafter process, and the lines that are drafted behind it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from vllm_hetero_spec.draft.guesses import Guess, Rival
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.source.messages import Row
+from vllm_hetero_spec.text.context import IdentityContext
+
+
+@dataclass
+class Line:
+    """The chain, or a guess with what is behind it.
+
+    Attributes:
+        state: The text's ids, with those of the line behind them, and their KV.
+        place: Ids behind the text that are not the line's own: told, or the chain's.
+        wanted: Ids of its own to have.
+        ids: Its own, the guess included.
+        peaks: The drafter's largest probability in the place of each.
+        rivals: By place in the state's ids, what the drafter thought of it.
+    """
+
+    state: RequestState
+    place: int = 0
+    wanted: int = 0
+    ids: list[int] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+    rivals: dict[int, Rival] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether more is to be drafted."""
+        return len(self.ids) < self.wanted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it needs a forward: the last id of all has no KV until another is wanted."""
+        if self.state.sequence is None:  # its KV was given back
+            return False
+        return self.drafts or self.state.num_uncached > 1
+
+    def book(self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int]) -> None:
+        """Take in what a forward has made of a row of this line."""
+        state = self.state
+        state.num_kv_valid += len(row.pending)
+        if not row.steps:
+            return
+        if tokens.beside is not None:
+            of = tokens.beside
+            for token, best, shares in zip(
+                tokens.tokens, of.tokens.tolist(), of.shares.tolist(), strict=False
+            ):
+                self.rivals[len(state.context.ids)] = Rival(token, best, shares)
+        state.context.ids += tokens.tokens
+        self.ids += tokens.tokens
+        self.peaks += tokens.confidences
+        if not tokens.finite or tokens.tokens[0] in ends:
+            self.wanted = 0
+
+
+class Text:
+    """One text.
+
+    Args:
+        slot: Its number.
+        salt: Whose KV it may share.
+
+    Attributes:
+        lines: The chain, and the guesses beside it, the likeliest first.
+        serial: Of the last commit that named it.
+        num_text: Ids of it that the target has written.
+        at_stake: Ids behind them that the target is verifying.
+        budget: Guesses at most.
+        guessed: Whether guesses were made since the commit.
+    """
+
+    def __init__(self, slot: int, salt: str | None) -> None:
+        self.slot = slot
+        self.lines = [Line(RequestState(str(slot), IdentityContext(), salt))]
+        self.serial = self.num_text = self.at_stake = self.budget = 0
+        self.guessed = True
+        self._beside = 0
+
+    @property
+    def chain(self) -> Line:
+        """The drafter's likeliest tokens."""
+        return self.lines[0]
+
+    def renew(self, row: Row, serial: int, pool: KVPool) -> None:
+        """Take in what the text is now; the line that agrees with it furthest is kept."""
+        keep = max(0, min(row.keep, self.num_text, len(self.chain.state.context.ids)))
+        ids = [*self.chain.state.context.ids[:keep], *row.ids, *row.drafted]
+        agreed = [_same(line.state.context.ids, ids, keep) for line in self.lines]
+        best = agreed.index(max(agreed))
+        kept, chain = self.lines[best], self.chain
+        if best and kept.state.sequence is not None and chain.state.sequence is not None:
+            pool.adopt(chain.state.sequence.table, kept.state.sequence.table)
+            chain.state.sequence.kv_ids = kept.state.sequence.kv_ids
+            chain.state.num_kv_valid = min(keep, len(chain.state.sequence.kv_ids))
+            fork = self.num_text + kept.place
+            before = {at: of for at, of in chain.rivals.items() if at < fork}
+            chain.rivals = before | kept.rivals
+            agreed[0] = agreed[best]
+        for line in self.lines[1:]:
+            line.state.close(pool)
+        del self.lines[1:]
+        chain.rivals = {at: of for at, of in chain.rivals.items() if at <= agreed[0]}
+        chain.state.context.ids[:] = ids
+        chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
+        chain.ids, chain.peaks = [], []
+        self.serial, self.num_text = serial, keep + len(row.ids)
+        self.at_stake, self._beside = row.at_stake, row.beside
+        self.guessed = not row.beside
+        chain.state.align(pool, keep)
+
+    def rivals(self) -> Sequence[Rival] | None:
+        """What the drafter thinks of the places that are verified, and of the one behind them.
+
+        None before the last of them is known, or where guesses were made.
+        """
+        last = self.num_text + self.at_stake
+        ids, known = self.chain.state.context.ids, self.chain.rivals
+        if self.guessed or last not in known or last >= len(ids):
+            return None
+        return [
+            known[at]._replace(chosen=ids[at]) if at in known else Rival(ids[at], [ids[at]], [1.0])
+            for at in range(self.num_text, last + 1)
+        ]
+
+    def begin_beside(self, guess: Guess, table: BlockTable) -> Line:
+        """A line that leaves the chain by a guess.
+
+        Args:
+            guess: Where, and with what.
+            table: A fork of the chain's there.
+        """
+        chain, at = self.chain.state, self.num_text + guess.place
+        context = IdentityContext()
+        context.ids = [*chain.context.ids[:at], guess.token]
+        sequence = DraftSequence(table, context.ids[:at])
+        state = RequestState(chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=at)
+        line = Line(state, guess.place, self._beside, [guess.token], [guess.probability])
+        self.lines.append(line)
+        return line
+
+    def close(self, pool: KVPool) -> None:
+        """Give all KV back."""
+        for line in self.lines:
+            line.state.close(pool)
+
+
+def _same(first: Sequence[int], second: Sequence[int], start: int) -> int:
+    """Leading ids that are equal in both, of which `start` are known to be."""
+    at = start
+    while at < min(len(first), len(second)) and first[at] == second[at]:
+        at += 1
+    return at
