@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of the engine's own drafter on Model Runner V2: tests that `test_trees_v2.py` runs."""
+"""Trees of the engine's own drafter: tests of a process that `test_trees.py` runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -14,6 +14,7 @@ from harness import proposer_of
 from vllm import LLM
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.verify.tree_rows import lay_out
 from vllm_hetero_spec.verify.trees import ROOT
@@ -66,9 +67,15 @@ class KnownTrees:
         return str(self._proposer.options.verification)
 
     @property
+    def v2(self) -> bool:
+        """Whether Model Runner V2 serves the engine."""
+        return isinstance(self._proposer.seam, RunnerV2)
+
+    @property
     def taken(self) -> int:
         """Walks that have ended on a side."""
-        return int(self._proposer.seam._sides.taken)
+        seam = self._proposer.seam
+        return int((seam._sides if self.v2 else seam.sides).taken)
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step

@@ -26,6 +26,8 @@ def request_of(prompt: int, output: list[int], **params: Any) -> SimpleNamespace
 @pytest.fixture
 def runner() -> SimpleNamespace:
     """Two requests, of which b reads its prompt, and one that waits."""
+    hetero = SimpleNamespace(num_speculative_tokens=4, tree_nodes=0)
+    spec = SimpleNamespace(hetero=hetero, num_speculative_tokens=4)
     return SimpleNamespace(
         requests={
             "a": request_of(3, [8, 9], temperature=0.5, seed=3),
@@ -39,6 +41,8 @@ def runner() -> SimpleNamespace:
         ),
         max_model_len=100,
         model_config=SimpleNamespace(seed=0),
+        speculative_config=spec,
+        vllm_config=SimpleNamespace(speculative_config=spec),
     )
 
 

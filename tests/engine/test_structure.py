@@ -52,6 +52,7 @@ MOVERS = {
     "engine/source/table.py": "arrays of the host: drafts in shared memory",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
+    "engine/seam/tree_rows_v1.py": "arrays of the host: tokens of a step",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/tree_control.py": "arrays of the host: what trees are worth",
 }
@@ -76,8 +77,8 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The last two show attention another batch than the scheduler's, and make up a request.
-    files = ("runner_v1", "runner_v2", "tree_rows_v2", "tree_check_v2")
+    # The others show attention another batch than the scheduler's, and make up a request.
+    files = ("runner_v1", "runner_v2", "tree_rows_v1", "tree_rows_v2", "tree_check_v2")
     assert readers == {f"engine/seam/{file}.py" for file in files}
 
 

@@ -23,7 +23,7 @@ from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
-from vllm_hetero_spec.staging import Receiver, Sender
+from vllm_hetero_spec.staging import Receiver, Sender, on_host
 from vllm_hetero_spec.verify.drafts import FILLER
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
@@ -101,7 +101,7 @@ class Engine:
         self.fuzzy = FuzzyRule("js", 0.3, Receiver(CPU, 1 << 10), self.stats)
         rules = {"token": token_rule, "block": block_rule, "race": race_rule, "fuzzy": self.fuzzy}
         self.sampler = HeteroRejectionSampler(
-            rules[name], pending, racing, lambda: VIEW, self.stats, Sampler(racing)
+            rules[name], pending, racing, lambda: VIEW, on_host, self.stats, Sampler(racing)
         )
 
     def counted(self, *arrays: np.ndarray) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_hetero_spec.engine.seam.tree_rows_v1 import SideSequencesV1
 
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -40,6 +43,14 @@ class RunnerV1:
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
         self._clock = StepClock()
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
+        hetero = runner.speculative_config.hetero
+        self._longest = int(hetero.num_speculative_tokens)
+        self.sides: SideSequencesV1 | None = None  # where drafts may be trees
+        if nodes_of(runner.vllm_config):
+            from vllm_hetero_spec.engine.seam import tree_rows_v1
+
+            self.sides = tree_rows_v1.SideSequencesV1(runner)
+        self._lengths: dict[str, int] = {}  # of the texts of the last view
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
         runner.effective_drafter_max_model_len = runner.max_model_len + num_speculative_tokens + 1
@@ -55,6 +66,16 @@ class RunnerV1:
         """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)
 
+    def bring_home(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Copy the KV of what was sampled to where the requests have theirs: first of all.
+
+        Args:
+            sampled: See `view`.
+        """
+        if self.sides is not None and self.sides.uneven:
+            req_ids = self._runner.input_batch.req_ids
+            self.sides.bring_home(dict(zip(req_ids, sampled, strict=True)))
+
     def view(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
     ) -> StepView:
@@ -69,8 +90,10 @@ class RunnerV1:
         batch, states = runner.input_batch, runner.requests
         requests = []
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
+        self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
+        nodes = {} if self.sides is None else self.sides.nodes
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
-            state = states[req_id]
+            state, rows = states[req_id], len(drafted.get(req_id, ()))
             requests.append(
                 RequestView(
                     req_id=req_id,
@@ -78,7 +101,8 @@ class RunnerV1:
                     token_ids=batch.token_ids_cpu[index, : lengths[index]],
                     num_prompt_tokens=state.num_prompt_tokens,
                     new_tokens=tokens,
-                    num_drafted=len(drafted.get(req_id, ())),
+                    num_drafted=nodes.get(req_id, rows),
+                    num_padding=rows - nodes.get(req_id, rows),
                     has_text=state.prompt_embeds is None,
                     media=media_of(state.mm_features),
                 )
@@ -90,11 +114,14 @@ class RunnerV1:
             requests=requests,
             started={new.req_id: salt_of(new) for new in scheduler_output.scheduled_new_reqs},
             live=states.keys(),
-            lookahead=scheduler_output.num_spec_tokens_to_schedule,
+            lookahead=min(scheduler_output.num_spec_tokens_to_schedule, self._longest),
             max_model_len=runner.max_model_len,
             num_rows=scheduler_output.total_num_scheduled_tokens,
             target_seconds=times.target,
             step_seconds=times.step,
+            trees=None
+            if self.sides is None
+            else self.sides.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
         )
 
     def handed_out(self) -> None:
@@ -104,8 +131,17 @@ class RunnerV1:
         self._clock.handed_out()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """See Runner: here drafts are chains."""
-        assert not trees
+        """See Runner."""
+        if self.sides is not None:
+            takes = {req_id for req_id in trees if self._takes_trees(req_id)}
+            drafts = {
+                req_id: trees[req_id].tokens if req_id in takes else () for req_id in self._lengths
+            }
+            self.sides.handed_out(drafts, trees, self._lengths)
+
+    def _takes_trees(self, req_id: str) -> bool:
+        params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
+        return params.takes_trees
 
     def check_trees(self) -> None:
         """See Runner: there are none."""
@@ -124,6 +160,7 @@ class RunnerV1:
                 for req_id, state in zip(req_ids, seen, strict=True)
             ],
             num_output_tokens=[len(state.output_token_ids) for state in seen],
+            trees=None if self.sides is None else self.sides.view(),
         )
 
     def replace_rejection_sampler(

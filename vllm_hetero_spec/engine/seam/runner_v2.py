@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
+    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequencesV2
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
@@ -61,7 +61,7 @@ class RunnerV2:
         self.tiers = tiers_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self._sides: SideSequences | None = None  # where drafts may be trees
+        self._sides: SideSequencesV2 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
             from vllm_hetero_spec.engine.seam import tree_state_v2
 
@@ -111,18 +111,18 @@ class RunnerV2:
             self._new[new.req_id] = new
             self._params.pop(new.req_id, None)
         if self._sides is not None:
-            self._sides.begins(scheduler_output)
+            self._sides.follow(scheduler_output)
 
-    def plan_trees(self, req_ids: Sequence[str]) -> bool:
+    def plan_trees(self, batch: "BatchReqState") -> bool:
         """Plan what attention sees of the present step; whether that is more than its requests.
 
         Args:
-            req_ids: Of its batch, in order.
+            batch: The step's, as it is known on the host.
         """
-        if self._sides is None:
+        lengths = batch.num_draft_tokens_np
+        if self._sides is None or lengths is None:
             return False
-        assert self._output is not None, "no step has begun"
-        self._sides.plan(req_ids, self._output)
+        self._sides.plan(batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist())
         self._verified |= self._sides.nodes
         return self._sides.uneven
 

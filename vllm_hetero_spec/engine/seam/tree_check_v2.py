@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequences
+    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequencesV2
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -31,7 +31,7 @@ _TOKENS, _PARENTS, _VALUES = (1, 2, 3, 4, 5, 6), (-1, 0, 1, -1, 3, 0), (6, 5, 4,
 _PATHS = ((1, 2, 3), (4, 5), (1, 6))
 
 
-def checked(runner: "GPUModelRunner", sides: "SideSequences") -> "SideSequences | None":
+def checked(runner: "GPUModelRunner", sides: "SideSequencesV2") -> "SideSequencesV2 | None":
     """`sides`, or None where drafts have to be chains, which is said.
 
     Args:
@@ -57,7 +57,7 @@ def checked(runner: "GPUModelRunner", sides: "SideSequences") -> "SideSequences 
     return sides
 
 
-def _difference(runner: "GPUModelRunner", sides: "SideSequences") -> float:
+def _difference(runner: "GPUModelRunner", sides: "SideSequencesV2") -> float:
     """How far rows of the tree are from those of its paths at most, relative to their length."""
     size = block_sizes_of(runner.kv_cache_config)[0]
     most = min(runner.max_num_tokens, runner.max_model_len - runner.num_speculative_steps - 2)
@@ -92,7 +92,7 @@ class _Trial:
         root: The token behind its prompt; from the first step on.
     """
 
-    def __init__(self, runner: "GPUModelRunner", sides: "SideSequences", start: int) -> None:
+    def __init__(self, runner: "GPUModelRunner", sides: "SideSequencesV2", start: int) -> None:
         self.root = 0
         self._runner, self._sides, self._start = runner, sides, start
         self._send = Sender(runner.device).send

@@ -53,7 +53,6 @@ def why_not(config: "VllmConfig") -> str:
     """Why there can be no trees; empty where a configuration does not rule them out."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     reasons = {
-        "Model Runner V1 does not take them yet": not config.use_v2_model_runner,
         "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "microbatches": parallel.use_ubatching,

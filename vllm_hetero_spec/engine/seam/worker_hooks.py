@@ -83,11 +83,19 @@ def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
 def _hook_v1(proposer: type[Proposer]) -> type:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from vllm_hetero_spec.engine.seam import tree_rows_v1
+
     for runner in _family(GPUModelRunner):
         if "load_model" in vars(runner):
             patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", wrap_take(proposer))
+
+    def sides_of(runner: object) -> tree_rows_v1.SideSequencesV1 | None:
+        drafter = getattr(runner, "drafter", None)
+        return getattr(drafter.seam, "sides", None) if isinstance(drafter, proposer) else None
+
+    tree_rows_v1.install(sides_of)
     return GPUModelRunner
 
 
@@ -157,6 +165,7 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer):
                 assert isinstance(drafter.seam, RunnerV1)
+                drafter.seam.bring_home(sampled_token_ids)
                 view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
                 return drafter.after_step(view, len(sampled_token_ids))
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
@@ -252,7 +261,7 @@ def wrap_gather_v2(proposer: type[Proposer]) -> Callable[[patching.Function], pa
             drafter = getattr(runner, "drafter", None)
             if isinstance(drafter, proposer) and not dummy_run:
                 assert state is not None
-                uniform = None if runner.speculator.seam.plan_trees(state.req_ids) else uniform
+                uniform = None if runner.speculator.seam.plan_trees(state) else uniform
             return state, uniform
 
         return gather_batch_req_state

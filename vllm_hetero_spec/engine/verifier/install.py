@@ -38,6 +38,7 @@ class Verifier:
 
     def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
         send = Sender(seam.device).send
+        send_trees = Sender(seam.device).send  # beside `send`, whose buffers are in use then
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._group: GroupCoordinator | None = None
@@ -62,7 +63,7 @@ class Verifier:
                 racing = seam.replace_randomness(lambda mode: RacingSampler(seam.batch, mode, send))
             seam.replace_rejection_sampler(
                 lambda *args: HeteroRejectionSampler(
-                    rule, self._pending, racing, seam.batch, stats, *args
+                    rule, self._pending, racing, seam.batch, send_trees, stats, *args
                 )
             )
         else:
@@ -73,7 +74,6 @@ class Verifier:
             )
 
             races: Races | None = None
-            send_trees = Sender(seam.device).send  # beside `send`, whose buffers are in use then
             if options.verification == "race":
                 races = seam.replace_randomness(lambda states: Races(states, seam.places))
             seam.replace_rejection_sampler(

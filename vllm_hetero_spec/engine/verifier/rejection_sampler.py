@@ -24,11 +24,15 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
+from vllm_hetero_spec.staging import Send
+from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.trees import TreeBatch
 
 
 class HeteroRejectionSampler(RejectionSampler):
@@ -39,6 +43,7 @@ class HeteroRejectionSampler(RejectionSampler):
         pending: Where the proposer leaves what its drafts were drawn from.
         racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
         batch: Gives the batch that tokens are being chosen for.
+        send: Brings arrays to the device, once for a batch that has trees.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
     """
@@ -49,6 +54,7 @@ class HeteroRejectionSampler(RejectionSampler):
         pending: PendingDraftProbs,
         racing: RacingSampler | None,
         batch: Callable[[], BatchView],
+        send: Send,
         stats: DraftStats,
         *args: Any,
     ) -> None:
@@ -57,6 +63,7 @@ class HeteroRejectionSampler(RejectionSampler):
         self._pending = pending
         self._racing = racing
         self._batch = batch
+        self._send = send
         self._stats = stats
 
     def forward(
@@ -99,6 +106,9 @@ class HeteroRejectionSampler(RejectionSampler):
         cold: torch.Tensor | bool = sampling_metadata.all_greedy
         if not (cold or sampling_metadata.all_random):
             cold = sampling_metadata.temperature == 0
+        walk = None
+        if view.trees is not None:  # before the rule puts probabilities over the logits
+            walk = self._walk(view.trees, drafts, metadata, logits, sampling_metadata, cold)
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -109,19 +119,75 @@ class HeteroRejectionSampler(RejectionSampler):
                 target, drafts.request_of, sampling_metadata, wanted and processed
             ),
         )
-        tokens = verdict.tokens.to(torch.int32)
+        tokens = verdict.tokens
+        rows = target if processed else raw
+        last_rows = bonus.logprobs_tensors.logprobs if wanted else None
+        if walk is not None:
+            tokens = torch.where(walk.walks[:, None], walk.tokens, tokens)
+            if wanted:
+                rows, last_rows, metadata = _in_order(walk.order, rows, last_rows, metadata)
+        tokens = tokens.to(torch.int32)
         logprobs = None
         if wanted:
             logprobs = self._get_logprobs_tensors(
-                sampling_metadata.max_num_logprobs,
-                metadata,
-                logits,
-                target if processed else raw,
-                bonus.logprobs_tensors.logprobs,
-                tokens,
+                sampling_metadata.max_num_logprobs, metadata, logits, rows, last_rows, tokens
             )
         self._stats.verify_seconds += time.perf_counter() - began
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _walk(
+        self,
+        view: TreesView,
+        drafts: DraftBatch,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        sampling: SamplingMetadata,
+        cold: torch.Tensor | bool,
+    ) -> Walk:
+        """What the trees of a batch emit; their requests have no parameters but those of a row.
+
+        Args:
+            view: The trees.
+            drafts: All drafts as chains.
+            metadata: vLLM's, of the rows.
+            logits: [R, V], of all rows of the batch.
+            sampling: The requests' parameters.
+            cold: See `verdict_of`.
+        """
+        fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        fed[metadata.target_logits_indices + 1] = drafts.tokens
+        trees = TreeBatch.of(fed, view.parents, drafts.seeds, drafts.places, self._send)
+        best, walks, of = logits.argmax(-1), view.is_tree, trees.request_of
+        if self._racing is None:
+            walks = walks & cold  # a walk takes the likeliest tokens
+        elif cold is not True:
+            probs = _target_probs(logits.to(torch.float32, copy=True), of, sampling, False)
+            places = drafts.places[of] + trees.depths.clamp_min(0)
+            raced = race(probs, drafts.seeds[of], places)
+            best = torch.where(cold[of], best, raced) if isinstance(cold, torch.Tensor) else raced
+        starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
+        place_of = torch.arange(len(fed), device=fed.device) - starts[of]
+        return walk_of(trees, best, walks, place_of)
+
+
+def _in_order(
+    order: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
+) -> tuple[torch.Tensor, torch.Tensor, SpecDecodeMetadata]:
+    """Rows of logits as vLLM takes them for log probabilities: a request's token i from its row i.
+
+    Args:
+        order: See `Walk`.
+        rows: [N, V], of draft tokens.
+        last: [B, V], behind the drafts.
+        metadata: Where these stand among all rows.
+    """
+    ends = metadata.bonus_logits_indices
+    every = rows.new_empty((len(order), rows.shape[1]))
+    every[metadata.target_logits_indices] = rows
+    every[ends] = last.to(rows.dtype)
+    every = every[order]
+    everywhere = torch.arange(len(order), device=order.device)
+    return every, every[ends], replace(metadata, target_logits_indices=everywhere)
 
 
 def _target_probs(

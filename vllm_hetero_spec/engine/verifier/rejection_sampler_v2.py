@@ -27,11 +27,11 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
-from vllm_hetero_spec.verify.trees import TreeBatch, TreeVerdict, greedy_walk
+from vllm_hetero_spec.verify.trees import TreeBatch
 
 
 class HeteroRejectionSamplerV2(RejectionSampler):
@@ -121,12 +121,17 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         if not (cold or temperature.all()):
             cold = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
-        trees = self._trees(part, seeds, places)
-        if trees is not None:  # before the rule puts probabilities over the logits
+        trees, walk = self._trees(part, seeds, places), None
+        if (
+            trees is not None and self._view.trees is not None
+        ):  # before the rule puts probabilities over the logits
             best = processed.argmax(-1)
             if self._races is not None:
                 best = self._races.winners(processed, expanded_idx_mapping, pos)
-            walk = greedy_walk(trees, best)
+            walks = self._view.trees.is_tree[part]
+            if self._races is None:
+                walks = walks & cold  # a walk takes the likeliest tokens
+            walk = walk_of(trees, best, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -135,28 +140,22 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             lambda: processed.argmax(-1)[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )
-        sampled = self._padded(verdict)
-        accepted = verdict.accepted
+        sampled, accepted = self._padded(verdict.tokens), verdict.accepted
         self._order = None
-        if trees is not None:
-            assert self._view.trees is not None
-            walks = self._view.trees.is_tree[part]
-            if self._races is None:
-                walks = walks & cold  # a walk takes the likeliest tokens
-            sampled = torch.where(walks[:, None], self._padded(walk), sampled)
-            accepted = torch.where(walks, walk.accepted, accepted)
-            self._order = _visited_first(walk, trees, walks, expanded_local_pos.long())
+        if walk is not None:
+            sampled = torch.where(walk.walks[:, None], self._padded(walk.tokens), sampled)
+            accepted = torch.where(walk.walks, walk.accepted, accepted)
+            self._order = walk.order
             if self.sampler.return_sampling_mask or self._processed_logprobs:
-                processed = processed[self._order]
+                processed = processed[walk.order]
         return processed, sampled, (accepted + 1).to(torch.int32)
 
     @property
     def _processed_logprobs(self) -> bool:
         return self.sampler.logprobs_mode.startswith("processed")
 
-    def _padded(self, verdict: Verdict) -> torch.Tensor:
-        """int64 [B, most draft tokens + 1], what is emitted."""
-        tokens = verdict.tokens
+    def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [B, most draft tokens + 1], of what is emitted."""
         sampled = tokens.new_full((len(tokens), self.num_speculative_steps + 1), FILLER)
         sampled[:, : tokens.shape[1]] = tokens
         return sampled
@@ -234,22 +233,6 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
-
-
-def _visited_first(
-    walk: TreeVerdict, trees: TreeBatch, walks: torch.Tensor, place_of: torch.Tensor
-) -> torch.Tensor:
-    """int64 [R], rows in the order of what was emitted at them, where `walks` bool [B].
-
-    Args:
-        walk: Of the trees.
-        trees: With R rows.
-        walks: Requests whose walk counts.
-        place_of: int64 [R], place of each row among its request's.
-    """
-    visited = walk.rows[trees.request_of, place_of]
-    counts = walks[trees.request_of] & (visited >= 0)
-    return torch.where(counts, visited, torch.arange(len(visited), device=visited.device))
 
 
 def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> torch.Tensor:

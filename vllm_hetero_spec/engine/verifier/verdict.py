@@ -2,11 +2,13 @@
 """A verdict over a mixed batch of any model runner."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.rules import greedy_rule
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 # See `verify.rules.token_rule`.
 Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor], Verdict]
@@ -43,3 +45,37 @@ def verdict_of(
         torch.where(cold[:, None], greedy.tokens, verdict.tokens),
         torch.where(cold, greedy.accepted, verdict.accepted),
     )
+
+
+class Walk(NamedTuple):
+    """What the trees of a batch emit.
+
+    Attributes:
+        walks: bool [B], the requests that have one.
+        tokens: int64 [B, K + 1], see `Verdict`; of the others without meaning, as the next.
+        accepted: int64 [B].
+        order: int64 [R], the batch's rows so that a request's token i was chosen in its row i.
+    """
+
+    walks: torch.Tensor
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    order: torch.Tensor
+
+
+def walk_of(
+    trees: TreeBatch, best: torch.Tensor, walks: torch.Tensor, place_of: torch.Tensor
+) -> Walk:
+    """Follow the trees of a mixed batch.
+
+    Args:
+        trees: All R rows of all requests.
+        best: int64 [R], what the target chooses in each row: its likeliest token, or a race's.
+        walks: See Walk.
+        place_of: int64 [R], of each row among its request's.
+    """
+    verdict = greedy_walk(trees, best)
+    visited = verdict.rows[trees.request_of, place_of]
+    counts = walks[trees.request_of] & (visited >= 0)
+    order = torch.where(counts, visited, torch.arange(len(best), device=best.device))
+    return Walk(walks, verdict.tokens, verdict.accepted, order)
