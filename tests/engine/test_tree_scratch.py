@@ -32,7 +32,6 @@ def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
             hetero=SimpleNamespace(num_speculative_tokens=lookahead, tree_nodes=nodes),
             num_speculative_tokens=lookahead,
         ),
-        "use_v2_model_runner": True,
         "model_config": SimpleNamespace(
             max_model_len=160, uses_mrope=False, is_mm_prefix_lm=False, rswa_window=None
         ),
@@ -88,7 +87,6 @@ def test_rows_of_drafts(nodes: int, lookahead: int, rows: int) -> None:
 
 
 REFUSED = [
-    ("Model Runner V1", {"use_v2_model_runner": False}),
     ("a KV connector", {"kv_transfer_config": "some"}),
     ("pipeline", {"parallel_config": "pipeline_parallel_size"}),
     ("data parallelism", {"parallel_config": "data_parallel_size"}),

@@ -27,7 +27,5 @@ def test_trees_keep_the_targets_tokens(
         folders = [request.getfixturevalue("runs_033")] if "0.33" in way else []
         environment = v2_environment(*folders) | {"V2_AHEAD": str(int("ahead" in way))}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / file)]
-    done = subprocess.run(
-        [*command, "-k", which], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "-k", which], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
