@@ -74,8 +74,13 @@ class KnownTrees:
     @property
     def taken(self) -> int:
         """Walks that have ended on a side."""
+        return int(self.sides.taken)
+
+    @property
+    def sides(self) -> Any:
+        """The engine's trees."""
         seam = self._proposer.seam
-        return int((seam._sides if self.v2 else seam.sides).taken)
+        return seam._sides if self.v2 else seam.sides
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step

@@ -78,7 +78,7 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
     # The others show attention another batch than the scheduler's, and make up a request.
-    files = ("runner_v1", "runner_v2", "tree_rows_v1", "tree_rows_v2", "tree_check_v2")
+    files = ("runner_v1", "runner_v2", "tree_rows_v1", "tree_rows_v2", "tree_check")
     assert readers == {f"engine/seam/{file}.py" for file in files}
 
 

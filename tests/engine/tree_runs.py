@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees in engines of either model runner: tests of a process that `test_trees.py` runs."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from harness import engine, metrics_of, proposer_of, slem
+from harness import engine, metrics_of, slem
 from known_trees import KnownTrees, overheard
 from scenarios import TIGHT, TIGHT_LIMITS, Outputs, generate, greedy
 from v2_runs import SOME
@@ -225,14 +224,12 @@ def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> No
 def test_a_target_that_computes_trees_wrong_gets_chains(
     demo_pair: Any, few: list[str], fault: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried at start-up; see `tree_check_v2`."""
-    if "v2_on_cpu" not in os.environ["PYTHONPATH"]:
-        pytest.skip("Model Runner V1 is not tried")
+    """It is tried at start-up; see `tree_check`."""
     spec = slem(demo_pair / "drafter", tree_nodes=8)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
             assert "Drafts are chains, not trees: rows of a tree differ" in caplog.text
             generate(llm, few[:2], greedy())
-            assert proposer_of(llm).seam._sides is None
+            assert KnownTrees(llm).sides is None
             assert metrics_of(llm)["num_accepted_tokens"] > 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
@@ -36,6 +37,10 @@ class RunnerV1:
     Args:
         runner: vLLM's.
         num_speculative_tokens: Longest draft in target tokens.
+
+    Attributes:
+        sides: The draft trees; None where drafts are chains.
+        trying: Whether a step is one of `check_trees`, behind which nothing is drafted.
     """
 
     def __init__(self, runner: "GPUModelRunner", num_speculative_tokens: int) -> None:
@@ -50,6 +55,7 @@ class RunnerV1:
             from vllm_hetero_spec.engine.seam import tree_rows_v1
 
             self.sides = tree_rows_v1.SideSequencesV1(runner)
+        self.trying = False
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
@@ -144,7 +150,11 @@ class RunnerV1:
         return params.takes_trees
 
     def check_trees(self) -> None:
-        """See Runner: there are none."""
+        """See Runner."""
+        if self.sides is not None:
+            self.trying = True
+            right = tree_check.agree(self._runner, self.sides, tree_check.TrialV1)
+            self.sides, self.trying = self.sides if right else None, False
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""

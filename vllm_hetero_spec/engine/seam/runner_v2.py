@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
@@ -320,9 +321,8 @@ class RunnerV2:
     def check_trees(self) -> None:
         """See Runner."""
         if self._sides is not None:
-            from vllm_hetero_spec.engine.seam import tree_check_v2
-
-            self._sides = tree_check_v2.checked(self._runner, self._sides)
+            right = tree_check.agree(self._runner, self._sides, tree_check.TrialV2)
+            self._sides = self._sides if right else None
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:

@@ -166,6 +166,8 @@ def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             if isinstance(drafter, proposer):
                 assert isinstance(drafter.seam, RunnerV1)
                 drafter.seam.bring_home(sampled_token_ids)
+                if drafter.seam.trying:
+                    return [[] for _ in sampled_token_ids]
                 view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
                 return drafter.after_step(view, len(sampled_token_ids))
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)

@@ -6,8 +6,9 @@ the same but for rounding. A kernel that reads of a batch what we do not lay out
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +19,8 @@ from vllm_hetero_spec.verify.tree_rows import TreeRows, lay_out
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequencesV2
+    from vllm_hetero_spec.engine.seam.side_sequences import SideSequences
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -31,38 +31,36 @@ _TOKENS, _PARENTS, _VALUES = (1, 2, 3, 4, 5, 6), (-1, 0, 1, -1, 3, 0), (6, 5, 4,
 _PATHS = ((1, 2, 3), (4, 5), (1, 6))
 
 
-def checked(runner: "GPUModelRunner", sides: "SideSequencesV2") -> "SideSequencesV2 | None":
-    """`sides`, or None where drafts have to be chains, which is said.
+def agree(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> bool:
+    """Whether drafts may be trees; if not, it is said.
 
     Args:
         runner: vLLM's, warm, without requests.
         sides: Its trees.
+        trial: For this runner.
     """
-    room = sides.room(1, runner.num_speculative_steps)
-    if room is None or room.sides < len(_PATHS) - 1 or room.rows < 9:
-        return sides  # such trees are never asked for
+    rows = runner.speculative_config.num_speculative_tokens
+    room = sides.room(1, rows)
+    if room is None or room.sides < len(_PATHS) - 1 or rows < 9:
+        return True  # such trees are never asked for
     try:
-        difference = _difference(runner, sides)
+        difference = _difference(trial(runner, sides))
     except Exception as error:
         reason = f"a first one ended with {type(error).__name__}: {error}"
         logger.warning("Drafts are chains, not trees: %s.", reason)
-        return None
+        return False
     if difference > _ROUNDING:
         logger.warning(
             "Drafts are chains, not trees: rows of a tree differ from those of its paths by %.2g "
             "of their length, more than rounding explains.",
             difference,
         )
-        return None
-    return sides
+        return False
+    return True
 
 
-def _difference(runner: "GPUModelRunner", sides: "SideSequencesV2") -> float:
+def _difference(trial: "Trial") -> float:
     """How far rows of the tree are from those of its paths at most, relative to their length."""
-    size = block_sizes_of(runner.kv_cache_config)[0]
-    most = min(runner.max_num_tokens, runner.max_model_len - runner.num_speculative_steps - 2)
-    start = max(1, min(size - 2, most))  # the paths go on in a second block, if there is room
-    trial = _Trial(runner, sides, start)
     at: dict[tuple[int, ...], torch.Tensor] = {}
     for path in _PATHS:
         rows = trial.rows(path, None)
@@ -77,25 +75,28 @@ def _difference(runner: "GPUModelRunner", sides: "SideSequencesV2") -> float:
             pairs.append((found[1 + place], at[paths[-1]]))
     ours, expected = (torch.stack(rows).float() for rows in zip(*pairs, strict=True))
     apart = ((ours - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
-    return float(Receiver(runner.device, 4).fetch(apart).wait())
+    return float(Receiver(trial.runner.device, 4).fetch(apart).wait())
 
 
-class _Trial:
+class Trial(ABC):
     """Steps of a request that nobody has made, over the first blocks of an empty KV cache.
 
     Args:
         runner: vLLM's.
         sides: Its trees.
-        start: Tokens of its prompt.
 
     Attributes:
+        runner: As above.
         root: The token behind its prompt; from the first step on.
     """
 
-    def __init__(self, runner: "GPUModelRunner", sides: "SideSequencesV2", start: int) -> None:
-        self.root = 0
-        self._runner, self._sides, self._start = runner, sides, start
-        self._send = Sender(runner.device).send
+    def __init__(self, runner: Any, sides: "SideSequences") -> None:
+        self.runner, self.root = runner, 0
+        self._sides = sides
+        size = block_sizes_of(runner.kv_cache_config)[0]
+        most = min(runner.max_num_tokens, runner.max_model_len - 12)
+        # The paths go on in a second block, if there is room.
+        self._start = start = max(1, min(size - 2, most))
         words = runner.model_config.get_vocab_size()
         self._prompt = [7 + place % (words - 8) for place in range(start)]
 
@@ -103,13 +104,11 @@ class _Trial:
         """[1 + draft tokens, hidden size], of the request's next step."""
         from vllm.v1.core.sched.output import SchedulerOutput
 
-        runner, start = self._runner, self._start
+        start = self._start
         self._prefill(start + 1 + len(draft))
-        slot = runner.req_states.req_id_to_index[_NAME]
         torch.accelerator.synchronize()
-        self.root = int(runner.req_states.all_token_ids._uva_buf.np[slot, start])
-        tokens = self._send(np.array(draft, np.int64))[0]
-        runner.req_states.draft_tokens[slot, : len(draft)] = tokens
+        self.root = self._behind_prompt(start)
+        self._put(draft)
         trees = {} if tree is None else {_NAME: tree}
         self._sides.handed_out({_NAME: list(draft)}, trees, {_NAME: start + 1})
         output = SchedulerOutput.make_empty()
@@ -120,15 +119,27 @@ class _Trial:
         found = self._step(output, 1 + len(draft))
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = {_NAME}
-        runner.execute_model(output)
+        self.runner.execute_model(output)
         return found
+
+    @abstractmethod
+    def _behind_prompt(self, start: int) -> int:
+        """The token that the request has sampled, behind a prompt of so many."""
+
+    @abstractmethod
+    def _put(self, draft: Sequence[int]) -> None:
+        """Put a draft where the runner reads it."""
+
+    @abstractmethod
+    def _sampled_from(self) -> torch.Tensor:
+        """[n, hidden size], rows of the step that has been computed."""
 
     def _prefill(self, length: int) -> None:
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
         blocks, first = [], 1
-        for size in block_sizes_of(self._runner.kv_cache_config):
+        for size in block_sizes_of(self.runner.kv_cache_config):
             blocks.append(list(range(first, first - (-length // size))))
             first += len(blocks[-1])
         output = SchedulerOutput.make_empty()
@@ -149,12 +160,48 @@ class _Trial:
 
     def _step(self, output: "SchedulerOutput", count: int) -> torch.Tensor:
         """Run a step of so many tokens; [n, hidden size], the rows that are sampled from."""
-        runner = self._runner
         output.num_scheduled_tokens = {_NAME: count}
         output.total_num_scheduled_tokens = count
-        output.num_spec_tokens_to_schedule = runner.num_speculative_steps
-        runner.execute_model(output)
-        state = runner.execute_model_state
-        rows: torch.Tensor = state.hidden_states[state.input_batch.logits_indices].clone()
-        runner.sample_tokens(None)
+        spec = self.runner.speculative_config
+        output.num_spec_tokens_to_schedule = spec.num_speculative_tokens
+        self.runner.execute_model(output)
+        rows = self._sampled_from().clone()
+        self.runner.sample_tokens(None)
+        return rows
+
+
+class TrialV1(Trial):
+    """Of Model Runner V1."""
+
+    def _behind_prompt(self, start: int) -> int:
+        """See Trial."""
+        return int(self.runner.requests[_NAME].output_token_ids[0])
+
+    def _put(self, draft: Sequence[int]) -> None:
+        """See Trial: V1 takes it from the scheduler's output."""
+
+    def _sampled_from(self) -> torch.Tensor:
+        """See Trial."""
+        rows: torch.Tensor = self.runner.execute_model_state.sample_hidden_states
+        return rows
+
+
+class TrialV2(Trial):
+    """Of Model Runner V2."""
+
+    def _behind_prompt(self, start: int) -> int:
+        """See Trial."""
+        states = self.runner.req_states
+        return int(states.all_token_ids._uva_buf.np[states.req_id_to_index[_NAME], start])
+
+    def _put(self, draft: Sequence[int]) -> None:
+        """See Trial."""
+        states = self.runner.req_states
+        (tokens,) = Sender(self.runner.device).send(np.array(draft, np.int64))
+        states.draft_tokens[states.req_id_to_index[_NAME], : len(draft)] = tokens
+
+    def _sampled_from(self) -> torch.Tensor:
+        """See Trial."""
+        state = self.runner.execute_model_state
+        rows: torch.Tensor = state.hidden_states[state.input_batch.logits_indices]
         return rows
