@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of the engine's own drafter: tests of a process that `test_trees.py` runs."""
+"""Trees of the engine's own drafter: tests of a process that `test_tree_engines.py` runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

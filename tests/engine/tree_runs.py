@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees in engines of either model runner: tests of a process that `test_trees.py` runs."""
+"""Draft trees in engines: tests of a process of either model runner (`test_tree_engines.py`)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
