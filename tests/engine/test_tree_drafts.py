@@ -31,6 +31,7 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.tree_values import TreeValues
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
 
 LOOKAHEAD, KNOWN = 4, 5
@@ -189,6 +190,32 @@ def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
         assert max(tree.children().depth) == LOOKAHEAD - 1
 
 
+@pytest.mark.parametrize("paths", [1, 2, 3])
+def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
+    """On every path, by the clocks of its places."""
+    world, texts = World(raced=True), {name: list(text) for name, text in TEXTS.items()}
+    control = planned(step_of(texts, raced=True))
+    for _ in range(3):
+        drafts = world.draft(texts, control, paths=paths)
+        for number, name in enumerate(texts):
+            draft = drafts[name]
+            assert draft.explored is not None
+            tree = draft.explored.tree
+            rows = world.rows(texts[name], Draft(name, *tree[:2])).clone()
+            rows[:, 0] = -torch.inf  # banned
+            laws = rows.float().softmax(-1)
+            inner = [-1, *sorted({parent for parent in tree.parents if parent >= 0})]
+            for node in inner:
+                depth = 0 if node < 0 else int(tree.children().depth[node]) + 1
+                at = torch.tensor([number]), torch.tensor([len(texts[name]) + depth])
+                ids, _ = first_arrivals(laws[node + 1][None], *at, KNOWN)
+                own = [t for t, p in zip(tree.tokens, tree.parents, strict=True) if p == node]
+                assert own == ids[0].tolist()
+            first = [node for node in inner if node >= 0 and tree.parents[node] == -1]
+            assert first == list(range(paths))
+            texts[name] += [*draft.tokens[:2], 5]
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("paths", [1, 2, 4])
 def test_values_are_the_rows_own(paths: int, graphs: bool, monkeypatch: Any) -> None:
@@ -228,9 +255,9 @@ def test_races_beside_forks(monkeypatch: Any) -> None:
         assert drafts[1][name].tokens == draft.tokens
         assert (drafts[1][name].explored is None) is (draft.explored is not None)
     assert len(drafts[1]["b"].tokens) == 2
-    probs = [found["b"].draft_probs for found in drafts]
-    assert probs[0].row_of == probs[1].row_of == [0, 1]
-    torch.testing.assert_close(probs[0].rows, probs[1].rows)
+    rows = [of["b"].draft_probs.rows[list(of["b"].draft_probs.row_of)] for of in drafts]
+    assert len(rows[0]) == 2
+    torch.testing.assert_close(*rows)
 
 
 def test_forks_give_their_blocks_back(monkeypatch: Any) -> None:
@@ -278,10 +305,11 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_graphs_find_the_same_trees(raced: bool) -> None:
+    """On two paths."""
     trees = []
     for graphs in (False, True):
         world = World(raced=raced, graphs=graphs)
-        drafts = world.draft(TEXTS, planned(step_of(TEXTS, raced=raced)))
+        drafts = world.draft(TEXTS, planned(step_of(TEXTS, raced=raced)), paths=2)
         trees.append([draft.explored for draft in drafts.values()])
     for one, other in zip(*trees, strict=True):
         assert one is not None

@@ -169,6 +169,11 @@ class DrawBatch:
             self._raced[:count] += self._lengths[chosen]
         return chosen
 
+    def skip(self, first: int, chosen: torch.Tensor) -> None:
+        """The requests from `first` on have a token each already, int32 [n - first] drafter ids."""
+        assert self._raced is not None
+        self._raced[first:] += self._lengths[chosen.long()]
+
 
 def _only(count: int, logits: torch.Tensor) -> torch.Tensor:
     """Logits [B, V_D] of the `count` likeliest tokens of each row, exactly so many."""

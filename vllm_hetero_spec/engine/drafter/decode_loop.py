@@ -158,6 +158,8 @@ class Drafter:
                 self.model.copy_blocks(copies)
             if current.own:
                 current.own.pick(logits, self._steps.picked, 0)
+            self._steps.picked.fork(current.plan.count, self._steps.forks)
+            current.own.fork(self._steps.picked)
         self.forwards += 1
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
@@ -236,7 +238,8 @@ class Drafter:
         shape = self._steps.shape(places, longest, context)
         forks = [row.forks for row in rows[:singles]]
         plan = self._planner.plan(sequences, pending, steps, *shape, forks)
-        return Round(rows, order, plan, OwnPicks(rows[:singles], self._rules, self._send_own))
+        own = OwnPicks(rows[:singles], self._rules, self._send_own, plan)
+        return Round(rows, order, plan, own)
 
     def _queue_steps(self, current: Round, logits: torch.Tensor, control: Control | None) -> None:
         """Everything behind catching up, to the way of what was picked to the host."""

@@ -33,8 +33,9 @@ class Forks:
             has_room: Whether a round may have so many rows and forks; with fewer there are none.
         """
         self._lent, rows = [], list(rows)
-        # Not yet where tokens are raced for: a fork would have to be raced for too.
-        able = (row.steps > 1 and row.task.draw is None for row in rows)
+        # Forks of drawn requests draw beside these, which may not end sooner.
+        together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
+        able = (row.steps > 1 and (row.task.draw is None or together) for row in rows)
         wanted = [max(0, row.task.paths - 1) * can for row, can in zip(rows, able, strict=True)]
         if not any(wanted) or not has_room(len(rows) + sum(wanted)):
             return rows

@@ -63,7 +63,7 @@ class RecordedSteps:
         self._in_graph = support.in_graph
         shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
         self._sizes = sorted({size for size, _ in shapes})
-        self.replays = 0
+        self.replays, self.forks = 0, self._eager.forks
         self._plan: RoundPlan | None = None
         self._replays_round = False
         self._recordings: dict[tuple[int, int], _Recording] = {}
@@ -88,10 +88,12 @@ class RecordedSteps:
         self._plan = plan
         self._replays_round = (size, 0) in self._recordings
         if not self._replays_round:
-            return self._eager.begin(plan)
+            logits = self._eager.begin(plan)
+            self.forks = self._eager.forks
+            return logits
         feed, wide = plan.feed, plan.feed.tokens.shape[1]
         sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, last, places, forks = sent_all
+        tokens, starts, lengths, table, last, places, self.forks = sent_all
         on = self._on
         on.table[:size, : table.shape[1]].copy_(table)
         on.plan_lengths[: plan.steps, :size].copy_(lengths)
@@ -106,7 +108,6 @@ class RecordedSteps:
             sent = (tokens, starts, lengths[0, :count], table[:count], last)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._rules.only_real(self._model.forward(batch)), first=True)
-        self.picked.fork(count, forks)
         return on.logits[:count]
 
     def step(self, number: int) -> torch.Tensor:

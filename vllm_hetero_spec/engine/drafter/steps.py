@@ -26,10 +26,12 @@ class Steps(Protocol):
     Attributes:
         picked: Of the round.
         replays: Forwards so far that were replayed graphs.
+        forks: `RoundPlan.forks` of the round, on the device.
     """
 
     picked: Picked
     replays: int
+    forks: torch.Tensor
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """How to plan a round.
@@ -141,6 +143,7 @@ class EagerSteps:
     def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self.replays = 0
+        self.forks = torch.zeros((2, 0), dtype=torch.int64, device=model.device)
         self._sent: _Sent | None = None
         self._starts_cpu = torch.arange(picked.packet.shape[2] + 1, dtype=torch.int32)
         self._starts = self._starts_cpu.to(model.device)
@@ -153,7 +156,7 @@ class EagerSteps:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
         sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, last, places, forks = sent_all
+        tokens, starts, lengths, table, last, places, self.forks = sent_all
         self._sent = _Sent(
             plan=plan,
             lengths=lengths,
@@ -168,7 +171,6 @@ class EagerSteps:
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits, 0)
-        self.picked.fork(count, forks)
         return logits
 
     def step(self, number: int) -> torch.Tensor:

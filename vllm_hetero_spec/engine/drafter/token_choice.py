@@ -14,11 +14,13 @@ from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
 from vllm_hetero_spec.draft.race_tree import Arrivals
 from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import Beside, DraftRow, DraftTask
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
 _FIRST_BESIDE = 3  # of the lines of `Picked.packet`
+_FED = 2  # the place of `Beside.fed` among its columns
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,29 @@ class PickRules:
         return sampling.merge_span if plain else _ONE_TOKEN
 
     def draws(
-        self, rows: Sequence[DraftRow], send: Send, drawn: Sequence[int], *, keep: bool = True
+        self,
+        rows: Sequence[DraftRow],
+        send: Send,
+        drawn: Sequence[int],
+        forked: Sequence[tuple[int, DraftRow]] = (),
+        *,
+        keep: bool = True,
     ) -> DrawBatch:
-        """The draws of some rows of a round; `keep` makes room for as many as they have steps."""
+        """The draws of some rows of a round; `keep` makes room for as many as they have steps.
+
+        Args:
+            rows: Of the round.
+            send: Brings arrays to the device.
+            drawn: Which of them.
+            forked: Places of their forks, which draw one token less, and whose they are.
+            keep: See above.
+        """
         assert self.sampling is not None
+        each = [rows[index] for index in drawn] + [row for _, row in forked]
         return DrawBatch(
-            drawn,
-            [draw for index in drawn if (draw := rows[index].task.draw) is not None],
-            [rows[index].steps if keep else 0 for index in drawn],
+            [*drawn, *(place for place, _ in forked)],
+            [draw for row in each if (draw := row.task.draw) is not None],
+            [row.steps if keep else 0 for row in each],
             self.sampling,
             send,
             self.beside if self.sampling.tokens.renormalise else 0,
@@ -213,9 +230,16 @@ class OwnPicks:
         rows: The round's requests, those with more steps first.
         rules: What holds for all of them.
         send: Brings arrays to the device.
+        plan: Of the round; its forks are told where those of raced requests begin.
     """
 
-    def __init__(self, rows: Sequence[DraftRow], rules: PickRules, send: Send) -> None:
+    def __init__(
+        self,
+        rows: Sequence[DraftRow],
+        rules: PickRules,
+        send: Send,
+        plan: RoundPlan | None = None,
+    ) -> None:
         device = rules.banned.device
         penalised = [
             PenalisedRow(index, penalty, row.task.state.count_tokens(rules.vocab_size, device))
@@ -224,7 +248,14 @@ class OwnPicks:
         ]
         self._steps = [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
-        self.draws = rules.draws(rows, send, self.drawn) if self.drawn else None
+        forked = []
+        if plan is not None and self.drawn:
+            owners = enumerate(plan.forks[0].tolist(), plan.count)
+            forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
+            raced = np.array([row.task.draw is not None for row in rows])[plan.forks[0]]
+            plan.forks[1] += _FED * rules.beside * raced
+        self._forked = [at for at, _ in forked]
+        self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
         self._penalties: Penalties | None = None
         if penalised:
             self._penalties = Penalties(penalised, send)
@@ -253,6 +284,13 @@ class OwnPicks:
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
+    def fork(self, picked: Picked) -> None:
+        """Forks have begun, each with a token that arrived."""
+        if self._forked and self.draws is not None:
+            first, last = self._forked[0], self._forked[-1] + 1
+            places = self.draws.index[len(self.drawn) :] - first
+            self.draws.skip(len(self.drawn), picked.ids(0, last)[first:][places])
+
     def feed(self, ids: torch.Tensor) -> None:
         """These int32 ids [n] of the first n requests are going to be fed."""
         if self._penalties is not None:
@@ -267,11 +305,13 @@ class OwnPicks:
         row_of: dict[int, list[int]] = {index: [] for index in self.drawn}
         position = 0
         for step in range(steps):
-            for index in self.drawn[: self._num_drawn(step)]:
-                row_of[index].append(position)
-                position += 1
+            for place, index in enumerate(self.drawn[: self._num_drawn(step)]):
+                row_of[index].append(position + place)
+            position += self._num_drawn(step)
         return row_of
 
     def _num_drawn(self, step: int) -> int:
-        """Of those that are drawn, how many are in a step: those with most steps come first."""
-        return sum(self._steps[index] > step for index in self.drawn)
+        """Of those that are drawn, how many are in a step: those with most steps come first, then
+        forks, which are there only where all have as many."""
+        requests = sum(self._steps[index] > step for index in self.drawn)
+        return requests + len(self._forked) * (step > 0 and requests > 0)

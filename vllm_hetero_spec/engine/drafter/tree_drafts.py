@@ -91,19 +91,33 @@ class TreeDrafts:
         assert tokens.beside is not None
         began = time.perf_counter()
         growth = RaceGrowth(self._sampling.spell, chances, self._target_ends)
-        node, depth = ROOT, 0
-        columns = tokens.beside.tokens, tokens.beside.fed, tokens.beside.speeds
-        for drafted, *arrivals in zip(tokens.tokens, *columns, tokens.beside.shares, strict=True):
-            growth.arrived(node, arrivals)
-            following = (n for n, feed in growth.feeds.items() if feed.behind == node)
-            node = next(following, ROOT)
-            depth += len(self._sampling.spell(drafted))
-            if node == ROOT or drafted in self._ends or depth >= task.lookahead:
-                break
+        self._race_along(growth, ROOT, tokens.tokens, tokens.beside, task.lookahead)
+        for path, rows in tokens.forks:
+            feeds = growth.feeds.items()
+            node = next((n for n, feed in feeds if feed == (path[0], ROOT)), ROOT)
+            if node != ROOT and path[0] not in self._ends:
+                behind = Beside(*(column[1:] for column in rows))
+                self._race_along(growth, node, path[1:], behind, task.lookahead)
         near = np.flatnonzero(growth.tree.children().depth < task.lookahead).tolist()
         self._took(1, began)
         leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
         return tokens.proposal._replace(explored=Explored(growth.tree.only(near), leads, shares))
+
+    def _race_along(
+        self, growth: RaceGrowth, node: int, path: Sequence[int], rows: Beside, lookahead: int
+    ) -> None:
+        """Add what arrived behind each token of a path that begins behind a node."""
+        depth = len(growth.path(node))
+        columns = rows.tokens, rows.fed, rows.speeds, rows.shares
+        for drafted, *arrivals in zip(path, *columns, strict=True):
+            if depth >= lookahead:
+                return
+            growth.arrived(node, arrivals)
+            following = (n for n, feed in growth.feeds.items() if feed == (drafted, node))
+            node = next(following, ROOT)
+            if node == ROOT or drafted in self._ends:
+                return
+            depth = len(growth.path(node))
 
     def _took(self, trees: int, began: float) -> None:
         self.count += trees
