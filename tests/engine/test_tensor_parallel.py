@@ -46,6 +46,16 @@ def test_same_tokens_on_two_ranks(
     assert set(counts["skipped"]) <= {"catching_up"}
 
 
+def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -> None:
+    """Both walk through the same trees, and copy the same KV home."""
+    spec = slem(demo_pair / "drafter", 8, tree_nodes=8)
+    with engine(demo_pair / "target", spec, tensor_parallel_size=2, block_size=32) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        counts = read_stats(llm)
+    assert counts["side_tokens_accepted"] > 0
+    assert set(counts["skipped"]) <= {"catching_up"}
+
+
 @pytest.mark.parametrize(
     ("method", "verification"), [("slrs", "token"), ("tli", "block"), ("push_forward", "race")]
 )

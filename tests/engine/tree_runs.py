@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from harness import engine, metrics_of, slem
 from known_trees import KnownTrees, overheard
 from scenarios import TIGHT, TIGHT_LIMITS, Outputs, generate, greedy
@@ -132,6 +133,25 @@ def test_races_are_those_without_drafts(compared: Compared, few: list[str]) -> N
         assert compared.trees.taken > taken + 4
     else:
         assert compared.trees.taken == taken
+
+
+def test_a_tree_that_is_void_on_the_device_emits_one_token(
+    compared: Compared, few: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the device counts other tokens than the host has planned with."""
+
+    def laid_out(self: SideSequences, is_tree: torch.Tensor) -> None:
+        original(self, is_tree & (torch.arange(len(is_tree)) % 2 == 0))
+
+    original = SideSequences.laid_out
+    with overheard(compared.llm) as known:
+        compared.trees.known = {}
+        alone = generate(compared.llm, few, greedy())
+    compared.trees.known = known
+    monkeypatch.setattr(SideSequences, "laid_out", laid_out)
+    taken = compared.trees.taken
+    assert generate(compared.llm, few, greedy()) == alone
+    assert compared.trees.taken > taken
 
 
 def no_tails(patch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.verify.drafts import DraftBatch
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.trees import TreeBatch
@@ -123,6 +123,9 @@ class HeteroRejectionSampler(RejectionSampler):
         rows = target if processed else raw
         last_rows = bonus.logprobs_tensors.logprobs if wanted else None
         if walk is not None:
+            # Rows behind a root are those of a chain in no tree.
+            behind = torch.arange(tokens.shape[1], device=tokens.device) > 0
+            tokens = tokens.masked_fill(walk.trees[:, None] & behind, FILLER)
             tokens = torch.where(walk.walks[:, None], walk.tokens, tokens)
             if wanted:
                 rows, last_rows, metadata = _in_order(walk.order, rows, last_rows, metadata)

@@ -51,12 +51,14 @@ class Walk(NamedTuple):
     """What the trees of a batch emit.
 
     Attributes:
-        walks: bool [B], the requests that have one.
+        trees: bool [B], the requests that have one.
+        walks: bool [B], those whose tree has been followed.
         tokens: int64 [B, K + 1], see `Verdict`; of the others without meaning, as the next.
         accepted: int64 [B].
         order: int64 [R], the batch's rows so that a request's token i was chosen in its row i.
     """
 
+    trees: torch.Tensor
     walks: torch.Tensor
     tokens: torch.Tensor
     accepted: torch.Tensor
@@ -78,4 +80,6 @@ def walk_of(
     visited = verdict.rows[trees.request_of, place_of]
     counts = walks[trees.request_of] & (visited >= 0)
     order = torch.where(counts, visited, torch.arange(len(best), device=best.device))
-    return Walk(walks, verdict.tokens, verdict.accepted, order)
+    deepest = torch.zeros_like(trees.depths[: trees.size])
+    deepest = deepest.scatter_reduce(0, trees.request_of, trees.depths, "amax")
+    return Walk(deepest > 0, walks, verdict.tokens, verdict.accepted, order)
