@@ -22,19 +22,19 @@ def one_tree() -> SideBranches:
 
 def test_nodes_count_by_depth_while_they_pay() -> None:
     sides = one_tree()
-    free = [sides.worth(depth, 0.0, 0.0, GREEDY).tolist() for depth in (1, 2, 3, 4)]
+    free = [sides.worth(depth, 0.0, GREEDY).tolist() for depth in (1, 2, 3, 4)]
     assert free == [[0.3, 2.0], [0.2, 1.0], pytest.approx([0.1, 4.0]), [0.0, 0.0]]
-    dear = [sides.worth(depth, 0.1, 0.0, GREEDY)[0] for depth in (1, 2, 3)]
+    dear = [sides.worth(depth, 0.1, GREEDY)[0] for depth in (1, 2, 3)]
     assert dear == [0.3, 0.2, 0.0]  # the deep one feeds three rows again
-    assert sides.worth(1, 0.1, 0.15, GREEDY)[0] == 0.0  # a side sequence costs besides
+    assert sides.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0]
 
 
 def test_kinds_and_trees_are_averaged() -> None:
     sides = one_tree()
-    assert sides.worth(1, 0.0, 0.0, RANDOM).tolist() == [0.0, 0.0]
+    assert sides.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0]
     sides.add([1], [0.1], [1], random=True)
     sides.add([], [], [], random=False)
-    found = sides.worth(1, 0.0, 0.0, GREEDY + RANDOM)
+    found = sides.worth(1, 0.0, GREEDY + RANDOM)
     assert found == pytest.approx([(0.15 + 0.1) / 2, (1.0 + 2.0) / 2])
 
 

@@ -116,7 +116,7 @@ def forecast(
         accepted = weight * float(survival[:, depth] @ still_verified)
         rows += weight * int(np.count_nonzero(still_verified))
         if sides is not None:
-            beside = asking[depth + 1] * sides.worth(depth + 1, row_price, 0.0, random)
+            beside = asking[depth + 1] * sides.worth(depth + 1, row_price, random)
             accepted += float(beside[0])
             rows += float(beside[1])
         tokens += accepted

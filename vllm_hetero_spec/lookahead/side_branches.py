@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 _KEEP = 0.9  # weight of a step's trees against the next
-_DEEP = 9  # nodes beside the chain are shallow: beyond this depth they add nothing
 _LOOK_EVERY = 64  # steps without trees, before one that looks whether they pay now
 _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
@@ -21,6 +20,7 @@ class SideBranches:
 
     def __init__(self) -> None:
         self._kinds = deque[np.ndarray](maxlen=_KEPT), deque[np.ndarray](maxlen=_KEPT)
+        self._together: list[np.ndarray | None] = [None, None]  # of each kind
         self._took = 0.0, 0.0  # trees and their seconds, discounted
         self._refused = 0
         self.seconds = 0.0
@@ -37,6 +37,7 @@ class SideBranches:
             random: Of a random request, not a greedy one.
         """
         self._kinds[random].append(np.array([depths, values, again], float).reshape(3, -1))
+        self._together[random] = None
 
     def took(self, count: int, seconds: float) -> None:
         """Note what so many trees took."""
@@ -52,28 +53,36 @@ class SideBranches:
             row: Tokens that a row has to bring.
             random: As of `worth`.
         """
-        brought = sum((self.worth(d, row, 0.0, random) for d in range(1, _DEEP)), np.zeros(2))
+        brought = self.worth(None, row, random)
         pays = bool(brought[0] - row * brought[1] >= tokens_per_second * self.seconds)
         self._refused = 0 if pays else self._refused + 1
         return pays or self._refused % _LOOK_EVERY == 0
 
-    def worth(self, depth: int, row: float, side: float, random: Sequence[bool]) -> np.ndarray:
+    def worth(self, depth: int | None, row: float, random: Sequence[bool]) -> np.ndarray:
         """Tokens and rows, float [2], that a draft has at a depth beside its chain.
 
         Args:
-            depth: From 1.
-            row: Tokens that a row has to bring;
-            side: and a side sequence besides.
+            depth: From 1; None for all.
+            row: Tokens that a row has to bring.
             random: Of each request that is to be drafted for, at least one.
         """
         share = sum(random) / len(random)
         found = np.zeros(2)
-        for trees, weight in zip(self._kinds, (1.0 - share, share), strict=True):
+        for kind, weight in enumerate((1.0 - share, share)):
+            trees = self._kinds[kind]
             if not trees or not weight:
                 continue
-            depths, values, again = np.concatenate(trees, axis=1)
-            price = row * (1.0 + again) + side * (again > 0)
-            kept = (depths == depth) & (values >= price)
+            depths, values, again = self._joined(bool(kind))
+            kept = values >= row * (1.0 + again)
+            if depth is not None:
+                kept &= depths == depth
             rows = (1.0 + again[kept]).sum()
             found += weight / len(trees) * np.array([values[kept].sum(), rows])
         return found
+
+    def _joined(self, random: bool) -> np.ndarray:
+        """float [3, n], depths, values and rows fed again of all nodes of one kind."""
+        joined = self._together[random]
+        if joined is None:
+            joined = self._together[random] = np.concatenate(self._kinds[random], axis=1)
+        return joined
