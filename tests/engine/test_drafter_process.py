@@ -4,6 +4,7 @@
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,15 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_wanted", remembers)
 
 
+def wait_until_up(llm: Any) -> None:
+    """As the steps of the engine do, which look whether it is."""
+    source = proposer_of(llm).drafting.source
+    deadline = time.monotonic() + 120
+    while not source._process.up:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_texts_are_the_targets_own(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,11 +113,7 @@ def test_a_process_that_is_killed_is_started_again(
     stats = read_stats(llm)
     assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
     assert len(warnings(caplog, "drafter_down")) == 1
-    source = proposer_of(llm).drafting.source
-    deadline = time.monotonic() + 120
-    while not source._process.up:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until_up(llm)
     patient(llm, monkeypatch)
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
@@ -127,6 +133,15 @@ def test_a_process_that_is_stopped_holds_nobody_up(
     assert generate(llm, texts, greedy()) == alone
     assert read_stats(llm)["skipped"]["drafter_down"] > before
     assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Outputs) -> None:
+    """By itself, once the engine's end of the sockets is closed; nobody sends it a signal."""
+    wait_until_up(llm)
+    child = child_of(llm)
+    proposer_of(llm).drafting.source._process._process._socket.shutdown(socket.SHUT_RDWR)
+    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert generate(llm, texts[:1], greedy())["0"] == alone["0"]
 
 
 def test_a_drafter_that_is_the_target_is_always_right(

@@ -36,6 +36,7 @@ def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> dict[s
         "pair": run_all(target, slem(demo_pair / "drafter"), prompts),
         "identity": run_all(target, slem(target), prompts),
         "forced text": run_all(target, text, code_prompts),
+        "process": run_all(target, slem(demo_pair / "drafter", parallel="process"), prompts),
     }
 
 
@@ -50,6 +51,15 @@ def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) ->
     assert gained["num_accepted_tokens"] > 0 or way == "pair"
     assert gained["num_draft_tokens"] <= 4 * gained["num_drafts"]
     assert "drafter_error" not in gained["skipped"]
+
+
+def test_same_tokens_beside_a_drafter_in_its_own_process(runs: dict) -> None:
+    """Whatever it has drafted in time."""
+    for scenario, (alone, _) in runs["alone"].items():
+        found, gained = runs["process"][scenario]
+        assert found == alone, scenario
+        assert gained["skipped"].keys().isdisjoint(("drafter_error", "drafter_down")), scenario
+    assert sum(gained["num_accepted_tokens"] for _, gained in runs["process"].values()) > 0
 
 
 def test_drafts_of_the_pair_are_accepted(runs: dict) -> None:

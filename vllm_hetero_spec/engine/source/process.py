@@ -227,9 +227,9 @@ class ProcessSource:
             at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
             rows.append(Row(text.slot, keep, ids, drafted, wanted, at_stake, beside, text.salt))
-        if not self._process.send(Commit(self._serial, self.pool.closed, rows)):
+        if not self._process.send(Commit(self._serial, [*self.pool.closed], rows)):
             return  # it has not read the last ones: told next time
-        self.pool.closed = []
+        self.pool.closed.clear()
         for of, row in zip(found, rows, strict=False):
             state, text = of.task.state, _text(of.task)
             assert state.sequence is not None

@@ -43,7 +43,7 @@ class SentTexts:
         self.capacity, self.block_size = capacity, block_size
         self._num_slots = slots
         self._free = list(range(slots))
-        self.closed: list[int] = []  # slots given back, which the process was not told of
+        self.closed: set[int] = set()  # slots given back, which the process was not told of
 
     def open(self, ids: Sequence[int], salt: str | None) -> tuple[SentText, int]:
         """A text of which nothing was told."""
@@ -68,10 +68,10 @@ class SentTexts:
         assert isinstance(table, SentText)
         if table.slot >= 0:
             self._free.append(table.slot)
-            self.closed.append(table.slot)
+            self.closed.add(table.slot)
         table.slot, table.serial = -1, 0
 
     def reset(self) -> None:
         """All texts are gone."""
         self._free = list(range(self._num_slots))
-        self.closed = list(range(self._num_slots))
+        self.closed = set(self._free)
