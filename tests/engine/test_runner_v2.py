@@ -111,10 +111,15 @@ def test_kernels_do_what_triton_makes_of_them() -> None:
 
 
 def test_what_holds_on_v1_holds_on_v2() -> None:
-    """Rounds in two phases, drafters that fail, and a target with an adapter."""
+    """Rounds in two phases, drafters that fail, a target with an adapter, a drafter's process."""
     pytest.importorskip("triton")
-    files = ("test_recorded_engine.py", "test_faults.py", "test_lora.py")
-    names = "as_on_a_device or drafter_that_raises or adapted"
+    files = (
+        "test_recorded_engine.py",
+        "test_faults.py",
+        "test_lora.py",
+        "test_drafter_process.py",
+    )
+    names = "as_on_a_device or drafter_that_raises or adapted or targets_own"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
     done = subprocess.run(
         [*command, *(str(HERE / file) for file in files)],
@@ -123,7 +128,7 @@ def test_what_holds_on_v1_holds_on_v2() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "3 passed" in done.stdout
+    assert "4 passed" in done.stdout
 
 
 @pytest.fixture(scope="module")
