@@ -85,7 +85,9 @@ def test_texts_are_the_targets_own(
     assert stats["drafts_ahead"] >= stats["drafts"] > stats["drafts_guessed"] >= 5
     assert metrics["num_accepted_tokens"] >= 20
     assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
-    assert stats["forwards"] == 0  # none in this process
+    assert stats["forwards"] > 20
+    assert stats["drafter_tokens"] > stats["draft_tokens"]
+    assert 0 < stats["kv_blocks_held"] <= stats["kv_blocks"]
 
 
 def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:

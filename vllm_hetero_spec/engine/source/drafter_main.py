@@ -60,7 +60,6 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     from vllm.config import set_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_hetero_spec import __version__
     from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
@@ -102,7 +101,7 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     pool = KVPool(model.num_blocks, model.block_size)
     table = DraftTable(memory, given.slots, given.longest, given.sides)
     budget = scheduler.max_num_batched_tokens
-    messages.send(encode(Ready(__version__, model.num_blocks, model.block_size)))
+    messages.send(encode(Ready(model.num_blocks, model.block_size)))
     return DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
 
 

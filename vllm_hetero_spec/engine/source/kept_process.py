@@ -6,7 +6,7 @@ import time
 
 from vllm_hetero_spec.engine.source.drafter_process import Deployment, DrafterProcess
 from vllm_hetero_spec.engine.source.messages import Commit, Failed, Ready
-from vllm_hetero_spec.engine.source.table import DraftTable
+from vllm_hetero_spec.engine.source.table import Counts, DraftTable
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -62,6 +62,11 @@ class KeptProcess:
         return self._process.table
 
     @property
+    def counts(self) -> Counts:
+        """What the present process has done."""
+        return Counts() if self._process is None else self._process.table.counts
+
+    @property
     def up(self) -> bool:
         """Whether it can be told anything: looks, and begins to start it again where it is time."""
         now = time.monotonic()
@@ -96,7 +101,7 @@ class KeptProcess:
 
     def _watch(self, process: DrafterProcess, now: float) -> None:
         process.answer()  # it says nothing more, but this raises where it has ended
-        beats = process.table.beats
+        beats = process.table.counts.beats
         if beats != self._beats or not self._sent:
             self._beats, self._heard, self._sent = beats, now, False
         if now - self._heard > SILENCE:

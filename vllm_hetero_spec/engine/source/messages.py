@@ -52,12 +52,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The drafter is loaded.
 
     Attributes:
-        version: Of this package.
         num_blocks: Blocks of the drafter's KV.
         block_size: Tokens of a block.
     """
 
-    version: str
     num_blocks: int
     block_size: int
 

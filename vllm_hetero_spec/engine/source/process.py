@@ -123,6 +123,7 @@ class ProcessSource:
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         stats.restarts = self._process.restarts
+        _, stats.forwards, stats.drafter_tokens, stats.kv_blocks_held = self._process.counts
 
     def _admit(self, task: DraftTask, outside: Iterator[RequestState]) -> bool:
         """Whether a request has a slot; one outside the batch gives its own up for it."""

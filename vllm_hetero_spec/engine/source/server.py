@@ -58,6 +58,7 @@ class DraftingServer:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
         self._texts: dict[int, Text] = {}
+        self._tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -66,7 +67,7 @@ class DraftingServer:
 
     def take(self, commit: Commit) -> None:
         """Take in what has changed; what is drafted behind a text begins anew from there."""
-        self._table.beat()
+        self._count()
         for slot in commit.closed:
             self._close(slot)
         for row in commit.rows:
@@ -81,7 +82,6 @@ class DraftingServer:
 
     def advance(self) -> None:
         """One forward for all lines that need one, as far as tokens and blocks last."""
-        self._table.beat()
         work, budget = list[_Work](), self._budget
         waiting = [found for found in self._lines() if found[2].has_work]
         for text, rank, line in sorted(
@@ -100,6 +100,7 @@ class DraftingServer:
         drafted = self._drafter.run([of.row for of in work])
         for of, tokens in zip(work, drafted, strict=True):
             of.line.book(of.row, tokens, self._ends)
+            self._tokens += len(tokens.tokens)
             if tokens.finite and not of.rank:
                 state = of.line.state
                 stable = min(state.num_kv_valid, of.text.num_text) - _UNSTABLE_TAIL
@@ -109,6 +110,10 @@ class DraftingServer:
         for of in work:
             if not of.rank:
                 self._guess(of.text)
+        self._count()
+
+    def _count(self) -> None:
+        self._table.count(self._drafter.forwards, self._tokens, self._pool.held)
 
     def _lines(self) -> Iterator[tuple[Text, int, Line]]:
         """All lines, with their texts and ranks."""

@@ -34,6 +34,22 @@ class Drafted(NamedTuple):
     peaks: list[float]
 
 
+class Counts(NamedTuple):
+    """What the writer has done so far.
+
+    Attributes:
+        beats: Signs of life, be it that nothing was written.
+        forwards: Of the drafter.
+        tokens: Drafted.
+        blocks: Of its KV that are held at present.
+    """
+
+    beats: int = 0
+    forwards: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+
 class DraftTable:
     """Records of each text: of its chain, and of lines beside it.
 
@@ -47,22 +63,22 @@ class DraftTable:
     def __init__(self, file: int, slots: int, longest: int, sides: int) -> None:
         self.sides, self.longest = sides, longest
         memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides)), np.int32)
-        self._beats, records = memory[:1], memory[1:]
+        self._counts, records = np.split(memory, [len(Counts._fields)])
         self._records = records.reshape(slots, 1 + sides, -1)
 
     @staticmethod
     def size(slots: int, longest: int, sides: int) -> int:
         """Bytes of a table."""
-        return 4 * (1 + slots * (1 + sides) * (_HEAD + 2 * longest))
+        return 4 * (len(Counts._fields) + slots * (1 + sides) * (_HEAD + 2 * longest))
 
     @property
-    def beats(self) -> int:
-        """Counts what the writer does, be it nothing that is written."""
-        return int(self._beats[0])
+    def counts(self) -> Counts:
+        """What was counted last."""
+        return Counts(*self._counts.tolist())
 
-    def beat(self) -> None:
-        """The writer is alive."""
-        self._beats += 1
+    def count(self, forwards: int, tokens: int, blocks: int) -> None:
+        """Let the reader see a sign of life, and what `Counts` says."""
+        self._counts[:] = (self._counts[0] + 1, forwards, tokens, blocks)
 
     def write(self, slot: int, rank: int, drafted: Drafted) -> None:
         """Put a record in the place of the one before; that of the chain is number 0."""
