@@ -41,7 +41,13 @@ def agree(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> bool:
     """
     rows = runner.speculative_config.num_speculative_tokens
     room = sides.room(1, rows)
-    if room is None or room.sides < len(_PATHS) - 1 or rows < 9:
+    if room is None:
+        logger.warning(
+            "Drafts are chains, not trees: the KV cache has no block to spare, or not only the KV "
+            "of full and sliding-window attention; a larger one may help."
+        )
+        return False
+    if room.sides < len(_PATHS) - 1 or rows < 9:
         return True  # such trees are never asked for
     try:
         difference = _difference(trial(runner, sides))
