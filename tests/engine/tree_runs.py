@@ -18,7 +18,6 @@ from vllm_hetero_spec.engine.seam import side_sequences, tree_scratch
 from vllm_hetero_spec.engine.seam.side_sequences import SideSequences
 from vllm_hetero_spec.verify.tree_rows import SidePlan
 
-pytestmark = pytest.mark.timeout(1200)  # of engines side by side
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
     "small blocks": {"block_size": 32},
