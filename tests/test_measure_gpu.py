@@ -110,7 +110,8 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
 
 def test_a_step_is_replayed_alone() -> None:
     drafter = Drafter(ToyDrafterModel(), {0}, VOCAB, LOOKAHEAD, 4)  # type: ignore[arg-type]
-    drafting, graphs = SimpleNamespace(drafter=drafter), TapeGraphs()
+    drafting = SimpleNamespace(source=SimpleNamespace(drafter=drafter))
+    graphs = TapeGraphs()
     assert _gpu_graphs.facts(drafting)["recorded"] == 0
     assert _gpu_graphs.bare_replay(drafting, 1) is None
     support = GraphSupport(in_graph=True, several_tokens=True)

@@ -79,7 +79,7 @@ def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_pat
     carried.write_bytes(pickle.dumps(config))
     done = subprocess.run(command, capture_output=True, text=True)
     refusal = done.stderr.splitlines()[-1]
-    assert refusal.startswith("vllm_hetero_spec.config.ConfigError: vllm_hetero_spec is")
+    assert refusal.startswith("vllm_hetero_spec.errors.ConfigError: vllm_hetero_spec is")
     assert vllm_hetero_spec.__version__ in refusal
     assert "9.8.7" in refusal
 

@@ -97,11 +97,10 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
             clock[0] += 0.1
 
         seam: Any = SimpleNamespace(target_forward=target_forward, max_num_tokens=64)
-        drafting: Any = SimpleNamespace(
-            step=lambda batch: None,
-            read=lambda tokens: None,
-            drafter=SimpleNamespace(max_length=64),
+        source: Any = SimpleNamespace(
+            step=lambda batch: None, read=lambda tokens: None, max_length=64
         )
+        drafting: Any = SimpleNamespace(source=source)
         known = known_of_pair(file, seam, drafting, config, options)
         assert known is not None  # to go on from, and to be kept
         assert known.costs.knows_target != (experts and rank == 1)
