@@ -26,7 +26,7 @@ from vllm_hetero_spec.config import (
     parse,
     wants_us,
 )
-from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "vllm_hetero_spec"
@@ -169,6 +169,7 @@ def test_every_method_controller_and_reason_is_described() -> None:
     assert names_in(tables(CONFIGURATION, "`method`")) == set(METHODS)
     assert names_in(tables(CONFIGURATION, "`controller`")) == set(CONTROLLERS)
     assert names_in(tables(CONFIGURATION, "reason")) == set(REASONS)
+    assert names_in(tables(CONFIGURATION, "because")) == set(CHAINS)
 
 
 def test_the_decision_guide_names_what_exists() -> None:

@@ -17,12 +17,13 @@ LENGTH, NODES = 8, 8
 
 
 class Run(NamedTuple):
-    """What an engine said, greedy and raced, and what it counted."""
+    """What an engine said, greedy and raced, and what it counted, at last of kept chains."""
 
     greedy: Outputs
     raced: Outputs
     stats: dict[str, Any]
     metrics: dict[str, int]
+    kept: dict[str, int]
 
 
 def run(pair: Path, prompts: list[str], **changes: Any) -> Run:
@@ -30,7 +31,9 @@ def run(pair: Path, prompts: list[str], **changes: Any) -> Run:
     drawn = [SamplingParams(temperature=0.9, seed=n, max_tokens=40) for n in range(len(prompts))]
     with engine(pair / "target", spec, max_num_seqs=64) as llm:
         found = generate(llm, prompts, greedy(max_tokens=40)), generate(llm, prompts, drawn)
-        return Run(*found, read_stats(llm), metrics_of(llm))
+        counted = read_stats(llm), metrics_of(llm)
+        generate(llm, prompts[:2], [greedy(presence_penalty=0.5), greedy(min_tokens=9)])
+        return Run(*found, *counted, read_stats(llm)["chains"])
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,10 @@ def test_trees_accept_more_than_chains(chains: Run, trees: Run) -> None:
     gains = [run.metrics["num_accepted_tokens"] / run.stats["drafts"] for run in (chains, trees)]
     if stats["off_steps"] == 0:
         assert gains[1] > 1.05 * gains[0]
+
+
+def test_requests_that_keep_chains_are_counted(chains: Run, trees: Run) -> None:
+    if trees.stats["off_steps"] == 0:
+        assert min(trees.kept["penalties"], trees.kept["restricted"]) > 0
+    assert not {"penalties", "restricted", "drawn"} & set(trees.stats["chains"])
+    assert not chains.kept

@@ -18,8 +18,14 @@ from prometheus_client import REGISTRY
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.metrics import transport as metrics
-from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS, RPC, DraftStats, Growth
-from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter
+from vllm_hetero_spec.engine.metrics.counters import (
+    METRICS,
+    REASONS,
+    RPC,
+    DraftStats,
+    Growth,
+)
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
 REPO = Path(__file__).resolve().parents[2]
@@ -177,37 +183,6 @@ def test_scheduler_hands_the_growth_to_one_front_end_only() -> None:
 
 
 # ---- where it ends ------------------------------------------------------------------------------
-
-
-class Told:
-    """A metric of Ray: it notes what it is told."""
-
-    def __init__(self, name: str, *_: Any, **__: Any) -> None:
-        self.name, self.values = name.removeprefix(PREFIX), list[float]()
-        made[self.name] = self
-
-    def labels(self, *_: str) -> "Told":
-        return self
-
-    def set(self, value: float) -> None:
-        self.values.append(value)
-
-    inc = observe = set
-
-
-made: dict[str, Told] = {}
-
-
-def test_gauges_of_ray_are_told_again() -> None:
-    """It drops those that nobody sets for a while: the size of a pool never changes."""
-    logger: Any = SimpleNamespace(
-        _counter_cls=Told, _gauge_cls=Told, _histogram_cls=Told, per_engine_labelvalues={0: ["m"]}
-    )
-    exporter = Exporter(logger, 4)
-    for growth in ({"kv_blocks": 9, "kv_blocks_held": 1, "steps": 1}, {"kv_blocks_held": 3}, {}):
-        exporter.observe(growth, 0)
-    told = {name: metric.values for name, metric in made.items() if metric.values}
-    assert told == {"kv_blocks": [9, 9, 9], "kv_blocks_held": [1, 3, 3], "steps": [1]}
 
 
 @pytest.fixture

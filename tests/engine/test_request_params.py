@@ -61,6 +61,26 @@ def test_penalty_only_where_there_is_one() -> None:
     assert params_with(presence_penalty=0.5).penalty == Penalty(presence=0.5)
 
 
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        ({}, ""),
+        ({"temperature": 0.9, "seed": 3, "top_p": 0.5, "max_tokens": 7}, ""),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"min_tokens": 3}, "restricted"),
+        ({"allowed_token_ids": [4]}, "restricted"),
+        ({"bad_words": [[6]]}, "restricted"),
+        ({"structured_outputs": {"regex": "a+"}}, "grammar"),
+    ],
+)
+def test_what_is_read_from_the_rows_in_front_keeps_chains(given, because) -> None:
+    if "structured_outputs" in given:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        given = {"structured_outputs": StructuredOutputsParams(**given["structured_outputs"])}
+    assert params_with(**given).keeps_chain == because
+
+
 def counts_of(prompt: list[int], output: list[int], vocab: int) -> TokenCounts:
     counts = TokenCounts(vocab, len(prompt), torch.device("cpu"))
     counts.update(prompt + output, 0)

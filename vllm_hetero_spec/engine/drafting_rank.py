@@ -222,8 +222,16 @@ class DraftingRank:
             if self.source.draws and useful:
                 draw = state.draw_of(request, races=self._races)
             params = request.params
-            alike = not params.random or (draw is not None and draw.races)
-            paths = plan.paths if useful > 0 and alike and params.takes_trees else 0
+            paths = 0
+            if useful > 0 and step.trees is not None:
+                alike = not params.random or (draw is not None and draw.races)
+                because = params.keeps_chain if alike else "drawn"
+                because = because or ("" if step.trees.sides else "no_room")
+                because = because or ("" if plan.paths else "not_worth_it")
+                if because:
+                    self._stats.keep_chain(because)
+                else:
+                    paths = plan.paths
             tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
         return tasks
 

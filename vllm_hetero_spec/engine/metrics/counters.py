@@ -31,6 +31,16 @@ REASONS = {
     "drafter_down": "the drafter's process has ended, and is started again",
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
+# Why a draft is a chain where drafts may be trees.
+CHAINS = {
+    "drawn": "trees of random requests are raced for; see the option verification",
+    "penalties": "the target's rows with penalties are those of a chain",
+    "grammar": "a grammar constrains the request",
+    "restricted": "bad words, allowed tokens or min_tokens constrain the request",
+    "thinking": "the request has a budget of tokens for thinking",
+    "no_room": "side paths take sequences and KV blocks beside the requests'; raise max_num_seqs",
+    "not_worth_it": "the target's rows cost more than side paths bring",
+}
 # Expected now and then in normal operation: counted, but not worth a warning.
 _QUIET = frozenset({"catching_up", "not_worth_it", "not_guessed", "not_ready"})
 _FADE = 0.3  # weight of the newest steps in `off_fraction`
@@ -70,6 +80,9 @@ class DraftStats:
     side_tokens_accepted: Annotated[
         int, _count("Accepted tokens of trees that were not of the drafter's own chain.")
     ] = 0
+    chains: Annotated[
+        Counter[str], _count("Drafts that were to be chains though trees are on.", label="because")
+    ] = field(default_factory=Counter)
     drafter_tokens: Annotated[int, _count("Tokens the drafter generated for those drafts.")] = 0
     catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
     forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
@@ -122,6 +135,17 @@ class DraftStats:
                 f": {detail}" if detail else "",
             )
         self.skipped[reason] += times
+
+    def keep_chain(self, because: str) -> None:
+        """Count a draft that is to be a chain though trees are on; each cause is logged once."""
+        if not self.chains[because] and because not in _QUIET:
+            logger.info(
+                "Drafts are chains, not trees, for some requests (%s): %s. Further cases are only "
+                "counted.",
+                because,
+                CHAINS[because],
+            )
+        self.chains[because] += 1
 
     def drafted(self, depth: int, nodes: int = 0) -> None:
         """Count one draft; nothing where it is empty.

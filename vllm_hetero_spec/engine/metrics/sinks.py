@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
-from vllm_hetero_spec.engine.metrics.counters import METRICS, REASONS, Counted
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS, Counted
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -33,7 +33,12 @@ class Exporter:
         counter, gauge = stat_logger._counter_cls, stat_logger._gauge_cls
         histogram = stat_logger._histogram_cls
         engines: dict[int, list[object]] = stat_logger.per_engine_labelvalues
-        keys = {"reason": REASONS, "length": range(1, lookahead + 1), "position": range(lookahead)}
+        keys = {
+            "reason": REASONS,
+            "because": CHAINS,
+            "length": range(1, lookahead + 1),
+            "position": range(lookahead),
+        }
         # Per field and engine what takes the number, or by label value the numbers.
         self._takers: dict[str, dict[int, Any]] = {}
         # Ray lets go of a gauge that nobody sets for some time: it is told all of them again.

@@ -64,13 +64,19 @@ class RequestParams:
         return bool(self.bad_words) or self.allowed_ids is not None or self.min_tokens > 0
 
     @property
-    def takes_trees(self) -> bool:
-        """Whether its rows are the target's own whatever path they are on.
+    def keeps_chain(self) -> str:
+        """Why its drafts are chains, one of the metrics' CHAINS; empty where they may be trees.
 
-        Else what was generated before a row is read from the rows in front, as of a chain.
+        What was generated before a row is then read from the rows in front, as of a chain: on a
+        side path of a tree the target's row would not be its own.
         """
-        chains = self.structured or self.restricted or self.thinks_within
-        return self.penalty is None and not chains
+        causes = {
+            "penalties": self.penalty is not None,
+            "grammar": self.structured,
+            "restricted": self.restricted,
+            "thinking": self.thinks_within,
+        }
+        return next((cause for cause, found in causes.items() if found), "")
 
     @property
     def random(self) -> bool:

@@ -147,7 +147,7 @@ class RunnerV1:
 
     def _takes_trees(self, req_id: str) -> bool:
         params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
-        return params.takes_trees
+        return not params.keeps_chain
 
     def check_trees(self) -> None:
         """See Runner."""

@@ -211,9 +211,8 @@ class RunnerV2:
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """See Runner."""
-        self._trees = {
-            req_id: rows for req_id, rows in trees.items() if self._params_of(req_id).takes_trees
-        }
+        chains = {req_id for req_id in trees if self._params_of(req_id).keeps_chain}
+        self._trees = {req_id: trees[req_id] for req_id in trees.keys() - chains}
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""

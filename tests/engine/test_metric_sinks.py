@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the log and the metrics of a front end are told; no engine runs."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vllm_hetero_spec
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, DraftStats
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter
+
+
+def test_every_cause_of_a_chain_is_counted_somewhere() -> None:
+    folder = Path(vllm_hetero_spec.__file__).parent
+    code = "".join(file.read_text() for file in folder.rglob("*.py"))
+    assert [because for because in CHAINS if code.count(f'"{because}"') < 2] == []
+
+
+def test_a_kept_chain_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    stats = DraftStats()
+    with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
+        for because in ("drawn", "not_worth_it", "drawn", "grammar"):
+            stats.keep_chain(because)
+    assert [message.split("(")[1].split(")")[0] for message in caplog.messages] == [
+        "drawn",
+        "grammar",
+    ]
+    assert stats.as_dict()["chains"] == {"drawn": 2, "not_worth_it": 1, "grammar": 1}
+
+
+class Told:
+    """A metric of Ray: it notes what it is told."""
+
+    def __init__(self, name: str, *_: Any, **__: Any) -> None:
+        self.name, self.values = name.removeprefix(PREFIX), list[float]()
+        made[self.name] = self
+
+    def labels(self, *_: str) -> "Told":
+        return self
+
+    def set(self, value: float) -> None:
+        self.values.append(value)
+
+    inc = observe = set
+
+
+made: dict[str, Told] = {}
+
+
+def test_gauges_of_ray_are_told_again() -> None:
+    """It drops those that nobody sets for a while: the size of a pool never changes."""
+    logger: Any = SimpleNamespace(
+        _counter_cls=Told, _gauge_cls=Told, _histogram_cls=Told, per_engine_labelvalues={0: ["m"]}
+    )
+    exporter = Exporter(logger, 4)
+    for growth in ({"kv_blocks": 9, "kv_blocks_held": 1, "steps": 1}, {"kv_blocks_held": 3}, {}):
+        exporter.observe(growth, 0)
+    told = {name: metric.values for name, metric in made.items() if metric.values}
+    assert told == {"kv_blocks": [9, 9, 9], "kv_blocks_held": [1, 3, 3], "steps": [1]}
