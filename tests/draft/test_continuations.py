@@ -2,6 +2,7 @@
 """What was drafted ahead is found by bytes, as a search through whole strings finds it."""
 
 import random
+from functools import partial
 
 from vllm_hetero_spec.draft.continuations import Remainder, find_remainder
 
@@ -10,7 +11,9 @@ TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", 
 TOKENS += ["é".encode(), "€".encode(), b"b\xc3", b"\x82\xac", b"\xa9 a", b"aa"]
 
 
-def searched(branches: list[list[int]], outcome: bytes, held: bytes) -> Remainder | None:
+def searched(
+    branches: list[list[int]], outcome: bytes, held: bytes, unfit: int
+) -> Remainder | None:
     """By strings: the first that has more than the outcome, else one that agrees so far."""
     agrees = None
     for rank, ids in enumerate(branches):
@@ -20,15 +23,21 @@ def searched(branches: list[list[int]], outcome: bytes, held: bytes) -> Remainde
             for first in range(len(ids), -1, -1):
                 before = b"".join(TOKENS[i] for i in ids[:first])
                 if len(before) <= len(outcome):
+                    if (ids[first] + len(outcome) - len(before)) % 5 == unfit:
+                        break
                     return Remainder(rank, ids[first:], len(outcome) - len(before))
-        if wanted.startswith(text) or text == outcome:
+        elif wanted.startswith(text) or text == outcome:
             agrees = Remainder(rank, [])
     return agrees
 
 
+def _fits(unfit: int, token: int, known: int) -> bool:
+    return (token + known) % 5 != unfit
+
+
 def test_continuations_are_found_as_by_a_naive_search() -> None:
     chance = random.Random(4)
-    kinds = {"none": 0, "cut": 0, "whole": 0, "held": 0, "short": 0, "side": 0}
+    kinds = {"none": 0, "cut": 0, "whole": 0, "held": 0, "short": 0, "side": 0, "unfit": 0}
     for _ in range(200_000):
         alphabet = chance.choice((3, 8, len(TOKENS)))
         branches = [
@@ -46,8 +55,11 @@ def test_continuations_are_found_as_by_a_naive_search() -> None:
         whole = written.decode(errors="ignore").encode() if chance.random() < 0.5 else written
         held = written[len(whole) :] if written.startswith(whole) else b""
         outcome = written[: len(written) - len(held)]
-        found = find_remainder(branches, outcome, held, TOKENS.__getitem__)
-        expected = searched(branches, outcome, held)
+        unfit = chance.choice((-1, -1, 0, 1))
+        fits = partial(_fits, unfit)
+        found = find_remainder(branches, outcome, held, TOKENS.__getitem__, fits)
+        expected = searched(branches, outcome, held, unfit)
+        kinds["unfit"] += expected != searched(branches, outcome, held, -1)
         assert found == expected, (branches, outcome, held)
         kinds["none"] += found is None
         if found is not None:
@@ -65,6 +77,20 @@ def test_the_first_that_reaches_further_is_used() -> None:
     assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == Remainder(0, [])
     assert find_remainder(branches, b"a", b"", TOKENS.__getitem__) == Remainder(0, [8], 1)
     assert find_remainder(branches, b"b", b"", TOKENS.__getitem__) is None
+
+
+def test_what_the_target_would_have_joined_is_passed_over() -> None:
+    branches = [[0, 1, 2], [0, 8]]  # "a", then "b", or what goes on with "ab"
+    seen = []
+
+    def fits(token: int, known: int) -> bool:
+        seen.append((token, known))
+        return token != 1
+
+    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__, fits) == Remainder(1, [8])
+    assert find_remainder(branches[:1], b"a", b"", TOKENS.__getitem__, fits) is None
+    find_remainder(branches[1:], b"aa", b"", TOKENS.__getitem__, fits)
+    assert seen == [(1, 0), (8, 0), (1, 0), (8, 1)]
 
 
 def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> None:

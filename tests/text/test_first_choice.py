@@ -91,6 +91,13 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     safe = drafter.encode("\n")[0]
     assert bridge.first_choices(context, [half, other, safe]) == [other, safe]
     assert bridge.first_choices(context, [half, half]) == [half]
+    assert not bridge.may_follow(context, half, 0)
+    assert bridge.may_follow(context, other, 0)
+    rest = drafter.token_bytes[half]
+    longer = next(
+        token for token, data in enumerate(drafter.token_bytes) if data[1:].endswith(rest)
+    )
+    assert not bridge.may_follow(context, longer, len(drafter.token_bytes[longer]) - len(rest))
 
 
 def test_first_choice_spells_the_character_that_was_begun(

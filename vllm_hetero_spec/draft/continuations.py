@@ -30,8 +30,9 @@ def find_remainder(
     outcome: bytes,
     held: bytes,
     bytes_of: Callable[[int], bytes],
+    fits: Callable[[int, int], bool] = lambda token, known: True,
 ) -> Remainder | None:
-    """The first continuation that begins with the outcome and reaches further.
+    """The first continuation that begins with the outcome and reaches further, as a target may.
 
     Args:
         continuations: Drafter tokens behind the text before, the most likely first.
@@ -39,14 +40,16 @@ def find_remainder(
         held: The first bytes of a character that the target has begun behind the outcome; the
             remainder begins with them.
         bytes_of: A drafter token's bytes, at least one.
+        fits: Whether a target that has written the outcome may go on with a drafter token, of which
+            the outcome has so many bytes: it would have joined some to what it ended with.
 
     Returns:
-        None where no continuation agrees with the outcome.
+        None where no continuation agrees with the outcome, or only some that do not fit.
     """
     found = None
     for rank, ids in enumerate(continuations):
         remainder = _behind(ids, outcome + held, len(outcome), bytes_of)
-        if remainder is None:
+        if remainder is None or (remainder[0] and not fits(remainder[0][0], remainder[1])):
             continue
         found = Remainder(rank, *remainder)
         if found.ids:

@@ -56,6 +56,9 @@ class Bridge(Protocol):
     def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
         """All of them that fit, or the first where none does."""
 
+    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
+        """Whether an id fits, whose leading `known` bytes the target has written already."""
+
     def to_target(
         self,
         contexts: Sequence[Context],
@@ -101,6 +104,9 @@ class IdentityBridge:
 
     def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
         return list(candidates)
+
+    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
+        return True
 
     def to_target(
         self,
@@ -173,6 +179,14 @@ class TextBridge:
             self.failures["draft_error"] += 1
             logger.debug("candidates could not be judged", exc_info=True)
             return list(candidates)
+
+    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
+        try:
+            return self._drafts.may_follow(cast(TextContext, context), drafter_id, known)
+        except Exception:
+            self.failures["draft_error"] += 1
+            logger.debug("a draft's beginning could not be judged", exc_info=True)
+            return True
 
     def to_target(
         self,

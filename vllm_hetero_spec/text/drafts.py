@@ -91,13 +91,17 @@ class DraftTranslator:
             return list(candidates)
         return [c for c in candidates if self._continues(context, c)] or list(candidates[:1])
 
-    def _continues(self, context: TextContext, drafter_id: int) -> bool:
+    def may_follow(self, context: TextContext, drafter_id: int, known: int) -> bool:
+        """Whether the target may go on with an id, of which it has written `known` bytes."""
+        return self._same or self._continues(context, drafter_id, known)
+
+    def _continues(self, context: TextContext, drafter_id: int, known: int = 0) -> bool:
         table = self._drafter.token_bytes
         if not 0 <= drafter_id < len(table):
             return False  # rows of an embedding that no token has
         if drafter_id in self._special.drafter_control:
             return drafter_id in self._special.proposed and not context.held
-        data = table[drafter_id]
+        data = table[drafter_id][known:]
         if context.held:
             return data.startswith(context.held) or context.held.startswith(data)
         last = context.target_ids[-1] if context.target_ids else -1

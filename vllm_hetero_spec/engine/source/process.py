@@ -12,6 +12,7 @@ Drafts are greedy. Whatever the process does, or does not, the target decides wh
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.continuations import Remainder, find_remainder
@@ -150,7 +151,9 @@ class ProcessSource:
         if now.startswith(told):
             lines = (line.ids for line in self._lines(text, seen))
             outcome = now[len(told) :]
-            remainder = find_remainder(lines, outcome, context.held, self._bytes.__getitem__)
+            fits = partial(self._bridge.may_follow, context)
+            spelled = self._bytes.__getitem__
+            remainder = find_remainder(lines, outcome, context.held, spelled, fits)
         if task.lookahead:
             self._count(remainder)
         if remainder is None:
