@@ -7,9 +7,8 @@ drafter's ids of the text so far. An accepted draft thus keeps its KV; a rejecte
 by the same rule.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.config import ModelConfig, VllmConfig
@@ -113,19 +112,23 @@ class DraftingRank:
         """Begin to draft for a step, without waiting for anything; `finish` has to follow."""
         self._step, self._begun = step, False
         if self.source.early:
-            with self._no_fault(step):
+            try:
                 self._begin(step)
+            except Exception as error:
+                self._failed(step, error)
 
     def finish(self) -> list[Draft]:
         """Drafts for the step; none where the drafter fails, which is counted, or rests."""
-        step, drafts = self._step, []
-        if step is not None:
-            with self._no_fault(step):
-                if not self._begun:
-                    self._begin(step)
-                drafts = self._finish(step)
-        self._step = None
-        return drafts
+        step, self._step = self._step, None
+        if step is None:
+            return []
+        try:
+            if not self._begun:
+                self._begin(step)
+            return self._finish(step)
+        except Exception as error:
+            self._failed(step, error)
+            return []
 
     def pass_by(self, num_requests: int) -> None:
         """Count a step without a view, in which so many requests are left alone."""
@@ -145,18 +148,14 @@ class DraftingRank:
         self._stats.side_tokens_accepted = self.control.side_tokens_accepted
         self.source.show(self._stats)
 
-    @contextlib.contextmanager
-    def _no_fault(self, step: StepView) -> Iterator[None]:
+    def _failed(self, step: StepView, error: Exception) -> None:
         """A broken drafter must not fail a request: it drafts nothing, and rests for a while."""
-        try:
-            yield
-        except Exception as error:
-            logger.debug("drafter failed", exc_info=True)
-            # No part of its state can be trusted.
-            self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
-            self.reset()
-            self._rest = min(2**self._failures, _LONGEST_REST)
-            self._failures += 1
+        logger.debug("drafter failed", exc_info=True)
+        # No part of its state can be trusted.
+        self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
+        self.reset()
+        self._rest = min(2**self._failures, _LONGEST_REST)
+        self._failures += 1
 
     def _begin(self, step: StepView) -> None:
         self._begun = True
@@ -172,8 +171,10 @@ class DraftingRank:
         drafts = self.source.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:
-            tree = draft.rows is not None
-            self._stats.drafted(draft.depth, len(draft.tokens) if tree else 0)
+            if draft.rows is None:
+                self._stats.drafted(len(draft.tokens))
+            else:
+                self._stats.drafted(draft.depth, len(draft.tokens))
         if drafts:
             self._failures = 0
         return drafts
@@ -210,19 +211,16 @@ class DraftingRank:
         self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted) - plan.num_waiting)
         if not wanted:
             return []
-        tasks = []
+        tasks, draws, index_of = [], self.source.draws, step.index_of
         for request, state in self.requests.read(step, wanted):
-            useful = request.params.useful_lookahead(
-                plan.lookahead[step.index_of[request.req_id]],
+            params, paths = request.params, 0
+            useful = params.useful_lookahead(
+                plan.lookahead[index_of[request.req_id]],
                 request.num_tokens,
                 request.num_output_tokens,
                 step.max_model_len,
             )
-            draw = None
-            if self.source.draws and useful:
-                draw = state.draw_of(request, races=self._races)
-            params = request.params
-            paths = 0
+            draw = state.draw_of(request, races=self._races) if draws and useful else None
             if useful > 0 and step.trees is not None:
                 alike = not params.random or (draw is not None and draw.races)
                 because = params.keeps_chain if alike else "drawn"

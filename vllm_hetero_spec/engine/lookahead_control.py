@@ -148,18 +148,19 @@ class LookaheadControl:
             step: The step.
             unread: Context tokens that the drafter has yet to read of each request.
         """
-        first_tokens = any(request.begins for request in step.requests)
+        begins = [request.begins for request in step.requests]
+        first_tokens = any(begins)
         longest = max(step.tiers, default=step.lookahead)
         limits, num_waiting = [], 0
         self._stopped = False
         self._own = {}
-        for request, left in zip(step.requests, unread, strict=True):
-            limit = longest if request.new_tokens else 0
+        for request, begun, left in zip(step.requests, begins, unread, strict=True):
+            limit, asked = longest if request.new_tokens else 0, request.params.lookahead
             waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
-            if limit and (request.begins or waits):
+            if limit and (begun or waits):
                 limit, num_waiting = 0, num_waiting + 1
-            if request.params.lookahead is not None:
-                self._own[request.req_id] = min(request.params.lookahead, limit)
+            if asked is not None:
+                self._own[request.req_id] = min(asked, limit)
                 limit = 0
             limits.append(limit)
         self._plan = self._planned(step, limits, unread)
@@ -296,6 +297,8 @@ class LookaheadControl:
         for draft in drafts:
             if draft.req_id in judged:
                 self._verifying[draft.req_id] = self._noted(draft)
+        if not judged:
+            return list(drafts)
         lengths = self.controller.trim(self._in_order(judged))
         return [
             draft.first(lengths[self._index_of[draft.req_id]]) if draft.req_id in judged else draft

@@ -5,10 +5,9 @@ No fault of the drafter reaches a request: whatever goes wrong, it is counted, s
 request goes on undrafted.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -150,10 +149,12 @@ class HeteroProposer:
         if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
         self._drafts = [[] for _ in range(num_requests)]
-        with self._no_fault():
+        try:
             self._step = view()
             if self._drafting is not None:
                 self._drafting.begin(self._step)
+        except Exception as error:
+            self._failed(error)
         self._beginning = time.perf_counter() - began
         return self._drafts
 
@@ -172,9 +173,11 @@ class HeteroProposer:
         step, self._step = self._step, None
         if step is None:
             return
-        with self._no_fault():
+        try:
             for draft, tokens in zip(self._drafts, self.propose_batch(step), strict=True):
                 draft[:] = tokens
+        except Exception as error:
+            self._failed(error)
         self.seam.handed_out()
         self.stats.propose_seconds += self._beginning + time.perf_counter() - began
 
@@ -194,14 +197,10 @@ class HeteroProposer:
         agreed: dict[str, TreeRows] = group.broadcast_object(trees, src=0)
         return agreed
 
-    @contextlib.contextmanager
-    def _no_fault(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            logger.debug("proposing failed", exc_info=True)
-            text = f"{type(error).__name__}: {error}"
-            self.stats.skip("drafter_error", text, len(self._drafts))
+    def _failed(self, error: Exception) -> None:
+        logger.debug("proposing failed", exc_info=True)
+        text = f"{type(error).__name__}: {error}"
+        self.stats.skip("drafter_error", text, len(self._drafts))
 
     def snapshot(self) -> DraftStats:
         """The counters as they stand; zeros on other than the first rank, which drafts alike."""

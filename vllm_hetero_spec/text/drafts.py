@@ -83,7 +83,10 @@ class DraftTranslator:
         """
         if self._same:
             return candidates[0]
-        return next((c for c in candidates if self._continues(context, c)), candidates[0])
+        for candidate in candidates:
+            if self._continues(context, candidate):
+                return candidate
+        return candidates[0]
 
     def first_choices(self, context: TextContext, candidates: Sequence[int]) -> list[int]:
         """All candidates that the target may mean; the first where none will do."""

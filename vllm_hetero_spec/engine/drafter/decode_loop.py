@@ -148,7 +148,8 @@ class Drafter:
         spans = [False] * len(rows)
         if self.merges:
             spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: (spans[i], -rows[i].steps))
+        places = [(merges, -row.steps) for merges, row in zip(spans, rows, strict=True)]
+        order = sorted(range(len(rows)), key=places.__getitem__)
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
         current = self._round = self._planned(rows, order, singles)
@@ -158,8 +159,9 @@ class Drafter:
                 self.model.copy_blocks(copies)
             if current.own:
                 current.own.pick(logits, self._steps.picked, 0)
-            self._steps.picked.fork(current.plan.count, self._steps.forks)
-            current.own.fork(self._steps.picked)
+            if current.plan.forks.size:
+                self._steps.picked.fork(current.plan.count, self._steps.forks)
+                current.own.fork(self._steps.picked)
         self.forwards += 1
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
@@ -245,7 +247,8 @@ class Drafter:
         """Everything behind catching up, to the way of what was picked to the host."""
         judged = any(row.choose for row in current.rows)
         if judged:
-            best = logits[: current.plan.active[0]].topk(min(_CANDIDATES, logits.shape[1]), -1)
+            with self._stopwatch:
+                best = logits[: current.plan.active[0]].topk(min(_CANDIDATES, logits.shape[1]), -1)
             current.candidates = self._receiver_own.fetch(best.indices)
             if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
                 self._judge(current)
@@ -253,15 +256,14 @@ class Drafter:
         self._fetch(current)
 
     def _take_steps(self, current: Round, control: Control | None) -> None:
-        asks = control is not None and control.can_stop_early
         picked, current.taken = self._steps.picked, 1
-        confidences: dict[str, list[float]] = {row.task.req_id: [] for row in current.rows}
+        confidences: dict[str, list[float]] = {}
         for number in range(1, current.plan.steps):
-            if asks and control is not None:
+            if control is not None and control.can_stop_early:
                 count = current.plan.active[number - 1]
                 rows = [row for row in current.rows[:count] if row.steps >= number]
                 for row, peak in zip(rows, picked.read(number - 1, count), strict=False):
-                    confidences[row.task.req_id].append(peak)
+                    confidences.setdefault(row.task.req_id, []).append(peak)
                 drafting = {row.task.req_id for row in rows}
                 so_far = {key: of for key, of in confidences.items() if key in drafting}
                 if not control.continue_drafting(so_far):
@@ -315,10 +317,11 @@ class Drafter:
             del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids += ids[:-1]
-            beside = picked.beside(index, count) if row.task.paths else None
-            places = range(place, place := place + len(row.forks))
-            forks = [(picked.ids[at][:wanted], picked.beside(at, wanted)) for at in places]
-            tokens = DrafterTokens(ids, count == wanted, peaks[:count], beside=beside, forks=forks)
+            tokens = DrafterTokens(ids, count == wanted, peaks[:count])
+            if row.task.paths:
+                places = range(place, place := place + len(row.forks))
+                forks = [(picked.ids[at][:wanted], picked.beside(at, wanted)) for at in places]
+                tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
             drafted.append(tokens)
         if (draws := current.own.draws) is not None:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()

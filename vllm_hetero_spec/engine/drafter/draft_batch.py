@@ -53,25 +53,18 @@ class _Greedy:
     beside: list[Beside]
     forks: list[Fork]
 
-    @property
-    def missing(self) -> int:
-        """Target tokens still to be covered."""
-        return self.task.lookahead - len(self.proposal)
-
 
 class _Round(NamedTuple):
     """A round that has begun.
 
     Attributes:
         rows: Its requests.
-        lent: Blocks for side branches.
         control: Of this round.
         before: Counters as they stood.
         seconds: That it took to begin.
     """
 
     rows: list[DraftRow]
-    lent: BlockTable
     control: Control | None
     before: tuple[float, ...]
     seconds: float
@@ -97,6 +90,7 @@ class DraftBatchRunner:
         self._stats = stats
         self._budget = budget
         self._forks = Forks(pool)
+        self._lent = BlockTable()  # blocks for side branches of this round
         self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
 
@@ -114,11 +108,13 @@ class DraftBatchRunner:
             control: Asked between drafter steps whether to go on, and told what they took.
         """
         before, began = self._counts(), time.perf_counter()
-        rows, lent = self._lend_side_blocks(self._admit(tasks, outside))
+        rows = self._admit(tasks, outside)
+        if self._drafter.merges:
+            rows = self._lend_side_blocks(rows)
         rows = self._forks.lend(rows, self._drafter.has_room)
         if rows:
             self._drafter.begin(rows, control)
-        self._round = _Round(rows, lent, control, before, time.perf_counter() - began)
+        self._round = _Round(rows, control, before, time.perf_counter() - began)
 
     def finish(self) -> list[Draft]:
         """What was begun: a draft for each request that is drafted for, in target tokens."""
@@ -147,7 +143,7 @@ class DraftBatchRunner:
     def _drafts(self, current: "_Round") -> list[Draft]:
         rows, control = current.rows, current.control
         drafted = self._drafter.finish()
-        self._pool.close(current.lent)
+        self._pool.close(self._lent)
         self._forks.close()
         self._publish(rows, drafted)
         drafts: list[Draft] = []
@@ -156,11 +152,9 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                made = _Greedy(row.task, row.steps, [], [], [], [], [])
-                greedy.append((made, row, tokens))
+                greedy.append((_Greedy(row.task, row.steps, [], [], [], [], []), row, tokens))
                 continue
-            self._stats.drafter_tokens += len(tokens.tokens)
-            self._settle(row.task, tokens)
+            self._count(row.task, tokens)
             if tokens.beside is not None and control is not None:
                 drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
             else:
@@ -169,16 +163,16 @@ class DraftBatchRunner:
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
-        rows = []
-        budget = self._budget
+        rows, budget = [], self._budget
+        judged = not self._bridge.identity
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
-            state = task.state
-            room = self._drafter.max_length - len(state.context.ids)
+            state, start = task.state, task.state.num_kv_valid
+            length = len(state.context.ids)
+            room, pending = self._drafter.max_length - length, length - start
             if room < bool(task.lookahead):
                 self._skip(task, "drafter_length")
                 continue
             steps = self._steps(task, min(room, self._drafter.most_steps))
-            pending = state.num_uncached
             if pending > budget:
                 self._skip(task, "catching_up")
                 pending, steps = budget, 0
@@ -190,10 +184,13 @@ class DraftBatchRunner:
                 state.close(self._pool)
                 continue
             budget -= pending
-            self._stats.catch_up_tokens += pending
-            start = state.num_kv_valid
+            assert state.sequence is not None
+            choose = None
+            if judged and steps and task.draw is None:
+                choose = partial(self._bridge.first_choice, state.context)
             ids = state.context.ids[start : start + pending]
-            rows.append(self._row(task, ids, steps, first=True))
+            rows.append(DraftRow(task, state.sequence, ids, steps, choose))
+        self._stats.catch_up_tokens += self._budget - budget
         return rows
 
     def _steps(self, task: DraftTask, room: int) -> int:
@@ -229,25 +226,23 @@ class DraftBatchRunner:
             other.close(self._pool)
         return True
 
-    def _lend_side_blocks(self, rows: list[DraftRow]) -> tuple[list[DraftRow], BlockTable]:
+    def _lend_side_blocks(self, rows: list[DraftRow]) -> list[DraftRow]:
         """Blocks for side branches, for as many requests as they and the round's tokens allow.
 
         A token fed there takes those of its block along, which are read anew.
         """
-        lent, tokens = BlockTable(), self._budget
-        if not self._drafter.merges:
-            return rows, lent
+        self._lent, tokens = BlockTable(), self._budget
         with_blocks = list(rows)
         for index, row in enumerate(rows):
             branches = self._drafter.span(row.task).candidates - 1
             if not branches or not row.steps:
                 continue
-            blocks = len(lent.blocks) + branches
+            blocks = len(self._lent.blocks) + branches
             tokens -= branches * self._pool.block_size
-            if tokens < 0 or not self._pool.grow(lent, blocks * self._pool.block_size):
+            if tokens < 0 or not self._pool.grow(self._lent, blocks * self._pool.block_size):
                 break
-            with_blocks[index] = row._replace(side_blocks=lent.blocks[-branches:])
-        return with_blocks, lent
+            with_blocks[index] = row._replace(side_blocks=self._lent.blocks[-branches:])
+        return with_blocks
 
     def _publish(self, rows: Sequence[DraftRow], drafted: Sequence[DrafterTokens]) -> None:
         """Let later requests find the KV of what was caught up."""
@@ -266,23 +261,26 @@ class DraftBatchRunner:
         while round_:
             for made, _, tokens in round_:
                 made.drafted += tokens.tokens
-                made.peaks += tokens.confidences[: len(tokens.tokens)]
-                made.beside += [tokens.beside] if tokens.beside is not None else []
-                made.forks += tokens.forks
-                self._stats.drafter_tokens += len(tokens.tokens)
-                self._stats.drafter_tokens += sum(len(ids) for ids, _ in tokens.forks)
+                made.peaks += tokens.confidences
+                if tokens.beside is not None:
+                    made.beside.append(tokens.beside)
+                    made.forks += tokens.forks
+                    self._stats.drafter_tokens += sum(len(ids) for ids, _ in tokens.forks)
+                self._count(made.task, tokens)
             self._translate([made for made, _, _ in round_])
-            short = []
-            for made, row, tokens in round_:
-                self._settle(made.task, tokens)
-                if (longer := self._continued(made, row, tokens)) is not None:
-                    short.append((made, longer))
+            short = [
+                (made, longer)
+                for made, row, tokens in round_
+                if (longer := self._continued(made, row, tokens)) is not None
+            ]
             rows = [row for _, row in short]
             drafted = self._drafter.run(rows, control) if rows else []
             round_ = [(*pair, tokens) for pair, tokens in zip(short, drafted, strict=True)]
         drafts = [
             Draft.chain(made.task.req_id, made.proposal, self._confidences(made)) for made in every
         ]
+        if not any(made.beside for made in every):
+            return drafts
         followed = [Followed(m.task, m.drafted, m.beside, m.forks) for m in every]
         return self._trees.greedy(followed, drafts)
 
@@ -299,22 +297,20 @@ class DraftBatchRunner:
 
     def _continued(self, made: _Greedy, row: DraftRow, tokens: DrafterTokens) -> DraftRow | None:
         """The row that goes on for a draft still short of its lookahead, None where it is done."""
+        if self._drafter.waits or len(made.proposal) >= made.task.lookahead:
+            return None
         stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
         ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
-        if (
-            self._drafter.waits
-            or made.missing <= 0
-            or ended
-            or (left := self._most_steps(made.task) - made.steps) <= 0
-        ):
+        if ended or (left := self._most_steps(made.task) - made.steps) <= 0:
             return None
         covered = len(made.proposal) or 1
-        steps = max(1, round(made.missing * len(made.drafted) / covered))
+        missing = made.task.lookahead - len(made.proposal)
+        steps = max(1, round(missing * len(made.drafted) / covered))
         steps = min(left, steps, self._drafter.most_steps)
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return None
         made.steps += steps
-        return self._row(made.task, tokens.tokens[-1:], steps, first=False)
+        return DraftRow(made.task, row.sequence, tokens.tokens[-1:], steps)
 
     def _confidences(self, made: _Greedy) -> list[float]:
         """The drafter's confidence in each proposed token: in all ids that only it needs."""
@@ -326,15 +322,8 @@ class DraftBatchRunner:
             start = max(start, end)
         return confidences
 
-    def _row(self, task: DraftTask, pending: list[int], steps: int, *, first: bool) -> DraftRow:
-        state = task.state
-        assert state.sequence is not None
-        choose = None
-        if first and steps and task.draw is None and not self._bridge.identity:
-            choose = partial(self._bridge.first_choice, state.context)
-        return DraftRow(task, state.sequence, pending, steps, choose)
-
-    def _settle(self, task: DraftTask, tokens: DrafterTokens) -> None:
+    def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
+        self._stats.drafter_tokens += len(tokens.tokens)
         if not tokens.finite:
             self._skip(task, "nan_logits")
             task.state.retire("nan_logits", self._pool)

@@ -5,9 +5,11 @@ A round catches every request up in one forward and then takes single steps. All
 from the start, so positions and KV slots of all steps are too: they cross to the device at once.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from operator import neg
 from typing import NamedTuple
 
 import numpy as np
@@ -104,31 +106,39 @@ class Planner:
             forks: Of each request; they are drafted for as far as it is.
         """
         count, rounds = len(sequences), max(1, steps[0])
-        cached = np.array([len(sequence.kv_ids) for sequence in sequences], np.int64)
+        cached = [len(sequence.kv_ids) for sequence in sequences]
         pairs = [(line, rank) for line, own in enumerate(forks) for rank in range(1, len(own) + 1)]
-        of = np.array([*range(count), *(line for line, _ in pairs)], np.int64)
-        table = self.table([*sequences, *chain.from_iterable(forks)], size)
+        of = [line for line, _ in pairs]
+        every = [*sequences, *chain.from_iterable(forks)]
+        after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
+        after += [after[line] for line in of]
+        begin = cached + [after[line] - 1 for line in of]
+        drafted = [*steps, *(steps[line] for line in of)]
+        table = self.table(every, size)
         size = len(table)
-        feed = self.ragged(table, cached, pending)
-        after = cached + np.diff(feed.starts)
+        fed, slots = [], list[int]()
+        for sequence, start, end, own in zip(every, begin, after, drafted, strict=True):
+            rest = max(own, 1) - 1  # tokens that are fed behind the first
+            walk = self._slots(sequence.table.blocks, range(start, end + rest))
+            fed.append(walk[: end - start])
+            slots += walk[end - start - 1 :] + [NOWHERE] * (rounds - 1 - rest)
+        idle = size - len(every)
+        slots += [NOWHERE] * (rounds * idle)
+        feed = self._feed(cached, pending, fed[:count])
         if width:
-            feed = self._uniform(feed, sequences, after, size, width)
-        lengths = np.ones((rounds, size), np.int32)
-        used = len(of)
-        np.minimum(after[of] + np.arange(rounds)[:, None], self._max_length, out=lengths[:, :used])
-        places = np.zeros((rounds, 2, size), np.int64)
-        places[:, 1, used:] = NOWHERE
-        positions, slots = places[:, 0, :used], places[:, 1, :used]
-        np.subtract(lengths[:, :used], 1, out=positions)
-        blocks = np.minimum(positions // self.block_size, table.shape[1] - 1)  # that ended
-        slots[:] = table[np.arange(used), blocks]
-        slots *= self.block_size
-        slots += positions % self.block_size
+            feed = self._uniform(feed, sequences, np.array(after[:count]), size, width)
+        lengths = (
+            np.array(after + [1] * idle, np.int32) + np.arange(rounds, dtype=np.int32)[:, None]
+        )
+        np.minimum(lengths, self._max_length, out=lengths)
+        places = np.empty((rounds, 2, size), np.int64)
+        places[:, 0] = lengths - 1
+        places[:, 1] = np.array(slots).reshape(size, rounds).T
         lengths[0, count:] = 1  # they begin behind the request that is caught up
-        drafting = np.array(steps)[of] > np.arange(rounds)[:, None]
-        slots[~drafting] = NOWHERE
-        last = np.where(drafting, np.arange(1, used + 1), 0)
-        active = [int(last[0, :count].max()), *last[1:].max(1).tolist()]
+        chains, others = drafted[:count], drafted[count:]
+        forking = [_num_above(step, others) for step in range(1, rounds)]
+        active = [_num_above(step, chains) for step in range(rounds)]
+        active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
             count, feed, table, lengths, places, active,
             np.array(pairs, np.int64).reshape(-1, 2).T, width > 0,
@@ -144,27 +154,35 @@ class Planner:
         return table
 
     def ragged(
-        self, table: np.ndarray, cached: np.ndarray, pending: Sequence[Sequence[int]]
+        self,
+        blocks: Sequence[Sequence[int]],
+        cached: Sequence[int],
+        pending: Sequence[Sequence[int]],
     ) -> Feed:
         """Every line's pending ids, behind the tokens that it has cached.
 
         Args:
-            table: int32 [n, W] or more.
-            cached: int64 [n], tokens of each line whose KV is written.
+            blocks: KV blocks of each line.
+            cached: Tokens of each line whose KV is written.
             pending: Drafter ids to feed, at least one for each line.
         """
+        lines = zip(blocks, cached, pending, strict=True)
+        slots = [self._slots(own, range(start, start + len(ids))) for own, start, ids in lines]
+        return self._feed(cached, pending, slots)
+
+    @staticmethod
+    def _feed(
+        cached: Sequence[int], pending: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]
+    ) -> Feed:
         counts = [len(ids) for ids in pending]
-        starts = np.zeros(len(pending) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        tokens = np.empty((3, starts[-1]), np.int64)
-        ids, positions, slots = tokens
-        ids[:] = list(chain.from_iterable(pending))
-        lines = np.repeat(np.arange(len(pending)), counts)
-        np.add((cached - starts[:-1])[lines], np.arange(len(ids)), out=positions)
-        slots[:] = table[lines, positions // self.block_size]
-        slots *= self.block_size
-        slots += positions % self.block_size
-        return Feed(tokens, starts, max(counts))
+        starts = np.array([0, *accumulate(counts)], np.int32)
+        ranges = [range(start, start + n) for start, n in zip(cached, counts, strict=True)]
+        tokens = [list(chain.from_iterable(of)) for of in (pending, ranges, slots)]
+        return Feed(np.array(tokens, np.int64), starts, max(counts))
+
+    def _slots(self, blocks: Sequence[int], positions: range) -> list[int]:
+        size = self.block_size
+        return [blocks[place // size] * size + place % size for place in positions]
 
     @staticmethod
     def _uniform(
@@ -184,3 +202,8 @@ class Planner:
                 ids[line, : width - query] = sequence.kv_ids[query - width :]
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
         return Feed(tokens.reshape(3, -1), starts, width)
+
+
+def _num_above(step: int, steps: Sequence[int]) -> int:
+    """How many of some numbers, none of which rises, are above another."""
+    return bisect_left(steps, -step, key=neg)

@@ -8,7 +8,7 @@ lossless; cutting it by what its tokens are is so for greedy drafts, of which no
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,12 +58,12 @@ class RequestParams:
     thinks_within: bool = False
     lookahead: int | None = None
 
-    @property
+    @cached_property
     def restricted(self) -> bool:
         """Whether it forbids any target token at any place."""
         return bool(self.bad_words) or self.allowed_ids is not None or self.min_tokens > 0
 
-    @property
+    @cached_property
     def keeps_chain(self) -> str:
         """Why its drafts are chains, one of the metrics' CHAINS; empty where they may be trees.
 
@@ -78,7 +78,7 @@ class RequestParams:
         }
         return next((cause for cause, found in causes.items() if found), "")
 
-    @property
+    @cached_property
     def random(self) -> bool:
         """Whether the target draws its tokens instead of taking the likeliest."""
         return self.temperature >= _COLDEST

@@ -98,17 +98,19 @@ class RunnerV1:
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
         self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
         nodes = {} if self.sides is None else self.sides.nodes
+        token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
             state, rows = states[req_id], len(drafted.get(req_id, ()))
+            verified = nodes.get(req_id, rows)
             requests.append(
                 RequestView(
                     req_id=req_id,
                     params=self._params_of(req_id, state.sampling_params),
-                    token_ids=batch.token_ids_cpu[index, : lengths[index]],
+                    token_ids=token_ids[index, : lengths[index]],
                     num_prompt_tokens=state.num_prompt_tokens,
                     new_tokens=tokens,
-                    num_drafted=nodes.get(req_id, rows),
-                    num_padding=rows - nodes.get(req_id, rows),
+                    num_drafted=verified,
+                    num_padding=rows - verified,
                     has_text=state.prompt_embeds is None,
                     media=media_of(state.mm_features),
                 )

@@ -135,17 +135,17 @@ class StepView:
     @property
     def num_new_tokens(self) -> int:
         """Target tokens sampled in this step, over all requests."""
-        return sum(len(request.new_tokens) for request in self.requests)
+        return sum([len(request.new_tokens) for request in self.requests])
 
-    @property
+    @cached_property
     def num_sampled(self) -> int:
         """Requests that sampled in this step, and may be drafted for."""
-        return sum(bool(request.new_tokens) for request in self.requests)
+        return sum([bool(request.new_tokens) for request in self.requests])
 
     @property
     def decodes_only(self) -> bool:
         """Whether nothing of a prompt was computed: a plain step of decoding, or of verifying."""
-        rows = sum(1 + request.num_drafted + request.num_padding for request in self.requests)
+        rows = sum([1 + request.num_drafted + request.num_padding for request in self.requests])
         return not self.started and self.num_rows == rows
 
     def in_order(self, drafts: Sequence[Draft]) -> list[list[int]]:
