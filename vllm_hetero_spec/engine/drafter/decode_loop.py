@@ -234,12 +234,12 @@ class Drafter:
         sequences = [row.sequence for row in rows]
         pending = [row.pending for row in rows]
         longest = max(map(len, pending))
-        context = min(len(row.sequence.kv_ids) + len(row.pending) for row in rows)
+        context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
-        places = len(rows) + sum(len(row.forks) for row in rows)
-        shape = self._steps.shape(places, longest, context)
         forks = [row.forks for row in rows[:singles]]
-        plan = self._planner.plan(sequences, pending, steps, *shape, forks)
+        num_forks = sum(map(len, forks))
+        shape = self._steps.shape(len(rows) + num_forks, longest, context)
+        plan = self._planner.plan(sequences, pending, steps, *shape, forks if num_forks else ())
         own = OwnPicks(rows[:singles], self._rules, self._send_own, plan)
         return Round(rows, order, plan, own)
 

@@ -41,17 +41,18 @@ _STEPS_BETWEEN_TRIES = 8
 class _Greedy:
     """A greedy draft in the making: what is drafted, and what of it the target may read.
 
-    `beside` is what is known of the rows of `drafted`, in parts, and `forks` are other paths; empty
-    for a chain.
+    `tokens` came of `row` in the newest round. `beside` is what is known of the rows of `drafted`,
+    in parts, and `forks` are other paths; empty for a chain.
     """
 
-    task: DraftTask
+    row: DraftRow
+    tokens: DrafterTokens
     steps: int
     drafted: list[int]
     peaks: list[float]
     proposal: list[int]
-    beside: list[Beside]
-    forks: list[Fork]
+    beside: Sequence[Beside] = ()
+    forks: Sequence[Fork] = ()
 
 
 class _Round(NamedTuple):
@@ -147,12 +148,12 @@ class DraftBatchRunner:
         self._forks.close()
         self._publish(rows, drafted)
         drafts: list[Draft] = []
-        greedy: list[tuple[_Greedy, DraftRow, DrafterTokens]] = []
+        greedy: list[_Greedy] = []
         for row, tokens in zip(rows, drafted, strict=True):
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                greedy.append((_Greedy(row.task, row.steps, [], [], [], [], []), row, tokens))
+                greedy.append(_Greedy(row, tokens, row.steps, [], [], []))
                 continue
             self._count(row.task, tokens)
             if tokens.beside is not None and control is not None:
@@ -253,64 +254,62 @@ class DraftBatchRunner:
                 stable = state.num_kv_valid - _UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
 
-    def _cover(
-        self, round_: list[tuple[_Greedy, DraftRow, DrafterTokens]], control: Control | None
-    ) -> list[Draft]:
+    def _cover(self, every: Sequence[_Greedy], control: Control | None) -> list[Draft]:
         """Translate greedy drafts, and draft on for those that do not cover their lookahead yet."""
-        every = [made for made, _, _ in round_]
-        while round_:
-            for made, _, tokens in round_:
+        making = every
+        while making:
+            for made in making:
+                tokens = made.tokens
                 made.drafted += tokens.tokens
                 made.peaks += tokens.confidences
                 if tokens.beside is not None:
-                    made.beside.append(tokens.beside)
-                    made.forks += tokens.forks
+                    made.beside = [*made.beside, tokens.beside]
+                    made.forks = [*made.forks, *tokens.forks]
                     self._stats.drafter_tokens += sum(len(ids) for ids, _ in tokens.forks)
-                self._count(made.task, tokens)
-            self._translate([made for made, _, _ in round_])
-            short = [
-                (made, longer)
-                for made, row, tokens in round_
-                if (longer := self._continued(made, row, tokens)) is not None
-            ]
-            rows = [row for _, row in short]
+                self._count(made.row.task, tokens)
+            self._translate(making)
+            making = [made for made in making if self._goes_on(made)]
+            rows = [made.row for made in making]
             drafted = self._drafter.run(rows, control) if rows else []
-            round_ = [(*pair, tokens) for pair, tokens in zip(short, drafted, strict=True)]
+            for made, tokens in zip(making, drafted, strict=True):
+                made.tokens = tokens
         drafts = [
-            Draft.chain(made.task.req_id, made.proposal, self._confidences(made)) for made in every
+            Draft.chain(made.row.task.req_id, made.proposal, self._confidences(made))
+            for made in every
         ]
         if not any(made.beside for made in every):
             return drafts
-        followed = [Followed(m.task, m.drafted, m.beside, m.forks) for m in every]
+        followed = [Followed(m.row.task, m.drafted, m.beside, m.forks) for m in every]
         return self._trees.greedy(followed, drafts)
 
     def _translate(self, drafts: Sequence[_Greedy]) -> None:
         began = time.perf_counter()
         proposals = self._bridge.to_target(
-            [made.task.state.context for made in drafts],
+            [made.row.task.state.context for made in drafts],
             [made.drafted for made in drafts],
-            [made.task.lookahead for made in drafts],
+            [made.row.task.lookahead for made in drafts],
         )
         self._stats.translate_seconds += time.perf_counter() - began
         for made, proposal in zip(drafts, proposals, strict=True):
             made.proposal = proposal
 
-    def _continued(self, made: _Greedy, row: DraftRow, tokens: DrafterTokens) -> DraftRow | None:
-        """The row that goes on for a draft still short of its lookahead, None where it is done."""
-        if self._drafter.waits or len(made.proposal) >= made.task.lookahead:
-            return None
+    def _goes_on(self, made: _Greedy) -> bool:
+        """Plan another round for a draft that is still short of its lookahead; whether there is."""
+        row, tokens = made.row, made.tokens
+        missing = row.task.lookahead - len(made.proposal)
+        if self._drafter.waits or missing <= 0:
+            return False
         stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
         ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
-        if ended or (left := self._most_steps(made.task) - made.steps) <= 0:
-            return None
-        covered = len(made.proposal) or 1
-        missing = made.task.lookahead - len(made.proposal)
-        steps = max(1, round(missing * len(made.drafted) / covered))
+        if ended or (left := self._most_steps(row.task) - made.steps) <= 0:
+            return False
+        steps = max(1, round(missing * len(made.drafted) / (len(made.proposal) or 1)))
         steps = min(left, steps, self._drafter.most_steps)
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
-            return None
+            return False
         made.steps += steps
-        return DraftRow(made.task, row.sequence, tokens.tokens[-1:], steps)
+        made.row = DraftRow(row.task, row.sequence, tokens.tokens[-1:], steps)
+        return True
 
     def _confidences(self, made: _Greedy) -> list[float]:
         """The drafter's confidence in each proposed token: in all ids that only it needs."""

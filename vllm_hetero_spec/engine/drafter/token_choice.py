@@ -4,6 +4,7 @@
 What is picked stays on the device, where the next step feeds it, and is fetched at the end.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -210,9 +211,10 @@ class PickedTokens:
         self.peaks: list[list[float]] = [[]] * packet.shape[2]
         if confidences:
             self.peaks = packet[:, 2].view(np.float32).T.tolist()
-        finite = np.isfinite(packet[:, 1].view(np.float32))
+        scores = packet[:, 1].view(np.float32)
         self.sound = [steps] * packet.shape[2]
-        if not finite.all():
+        if not math.isfinite(sum(map(sum, scores.tolist()))):
+            finite = np.isfinite(scores)
             self.sound = np.where(finite.all(0), steps, finite.argmin(0)).tolist()
         self._packet = packet
 
