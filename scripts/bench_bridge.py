@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import permutations
+from itertools import cycle, islice, permutations
 from pathlib import Path
 
 import tokenizers
@@ -139,33 +139,36 @@ def measure(
     ]
 
 
-def in_engine(target: str, drafter: str, prompts: str) -> None:
-    """Prints what a round of proposing at batch 8 is made of, in milliseconds."""
+def in_engine(batch: int, target: str, drafter: str, prompts: str) -> None:
+    """Prints what a round of proposing is made of, and what it is for each draft."""
     from vllm_hetero_spec.measure.load import Load
     from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
-    texts = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()[:16]]
+    known = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
+    texts = list(islice(cycle(known), 4 * batch))
     spec = {
         "method": "slem",
         "model": drafter,
         "num_speculative_tokens": 4,
         "controller": "fixed",
     }
-    with VllmEngine(EngineSpec(target, spec, max_batch_size=8)) as engine:
-        worker = engine.run(Load(texts, max_tokens=96, batch_size=8)).worker
-    rounds, whole = worker["steps"], worker["propose_seconds"]
+    with VllmEngine(EngineSpec(target, spec, max_batch_size=batch)) as engine:
+        worker = engine.run(Load(texts, max_tokens=96, batch_size=batch)).worker
+    rounds, drafts, whole = worker["steps"], worker["drafts"], worker["propose_seconds"]
     forwards, translating = worker["forward_seconds"], worker["translate_seconds"]
     columns: list[Column[tuple[str, float]]] = [
         Column("part", lambda part: part[0]),
         Column("ms", lambda part: number(1e3 * part[1] / rounds)),
+        Column("us per draft", lambda part: number(1e6 * part[1] / drafts)),
         Column("share", lambda part: percent(part[1] / whole)),
     ]
     parts = [
-        ("drafter forwards", forwards),
+        ("drafter forwards, tokens picked", forwards),
         ("translation", translating),
         ("other host time", whole - forwards - translating),
+        ("beside it: verification", worker["verify_seconds"]),
     ]
-    title = f"one round of proposing, batch 8, mean of {rounds}"
+    title = f"one round of proposing, batch {batch}, mean of {rounds}"
     Console().print(terminal_table(columns, parts, title))
 
 
@@ -184,11 +187,12 @@ def main() -> None:
         "--engine",
         nargs=3,
         metavar=("TARGET", "DRAFTER", "PROMPTS"),
-        help="measure proposing in a vLLM engine at batch 8 instead: how much is not the drafter's",
+        help="measure proposing in a vLLM engine instead: how much is not the drafter's",
     )
+    parser.add_argument("--batch", type=int, default=8, help="requests of that engine")
     options = parser.parse_args()
     if options.engine:
-        in_engine(*options.engine)
+        in_engine(options.batch, *options.engine)
         return
 
     clock = time.perf_counter if options.clock == "wall" else time.thread_time

@@ -82,9 +82,9 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
         lend, lent = rounds._lend_side_blocks, []
 
         def counted(rows: list) -> object:
-            rows, table = lend(rows)
+            rows, table = lend(rows), rounds._lent
             lent.append((len(rows), len(table.blocks), table))
-            return rows, table
+            return rows
 
         rounds._lend_side_blocks = counted
         llm.generate([text[:60] for text in code_prompts[:8]], PARAMS, use_tqdm=False)
