@@ -25,8 +25,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.ray]
 
 # Ray shows no counter before it counts: these prompts are too short to share KV, and trees are off.
 COUNTLESS = {
-    f"ray_vllm_hetero_spec_{name}_total"
-    for name in ("reused_tokens", "trees", "tree_tokens", "side_tokens_accepted")
+    f"ray_vllm_hetero_spec_{name}"
+    for name in (
+        "reused_tokens_total",
+        "trees_total",
+        "tree_tokens_total",
+        "side_tokens_accepted_total",
+        "drafts_guessed_total",
+        "drafts_waited_total",
+        "wait_seconds_sum",
+    )
 }
 BOARD = REPO / "examples" / "grafana" / "hetero_spec.json"
 PROMPTS = (

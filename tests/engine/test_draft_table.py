@@ -33,10 +33,10 @@ def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) 
     assert reader.read(1) == Drafted(8, 2, [], [])
     writer.write(1, 0, Drafted(9, 0, list(range(9)), [1.0] * 9))
     assert reader.read(1).ids == list(range(LONGEST))
-    assert reader.counts == (0, 0, 0, 0)
-    writer.count(forwards=3, tokens=5, blocks=2)
-    writer.count(forwards=4, tokens=6, blocks=1)
-    assert reader.counts == (2, 4, 6, 1)
+    assert reader.counts == (0, 0, 0, 0, 0, 0.0)
+    writer.count(forwards=3, tokens=5, blocks=2, read=7, seconds=0.25)
+    writer.count(forwards=4, tokens=6, blocks=1, read=8, seconds=0.5)
+    assert reader.counts == (2, 4, 6, 1, 8, 0.5)
 
 
 def test_a_writer_that_stops_half_way_is_not_believed(

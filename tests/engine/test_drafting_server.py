@@ -96,7 +96,7 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
     world.commit(Row(0, -1, [3, 4, 5], [], 4))
     world.work()
     ahead = world.drafted(0).ids
-    world.commit(Row(0, 3, [ahead[0]], ahead[1:], 9, at_stake=2, beside=4))
+    world.commit(Row(0, 3, [ahead[0]], ahead[1:], 9, at_stake=2, beside=4, guesses=SIDES))
     world.work()
     for rank in range(1, 1 + SIDES):
         side = world.table.read(0, rank)
@@ -146,7 +146,9 @@ def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
             drafted = chance.choices(range(1, VOCAB), k=chance.randint(0, 3))
             drafted_of[slot] = drafted
             at_stake, beside = chance.randint(0, len(drafted)), chance.choice((0, 3))
-            rows.append(Row(slot, keep, ids, drafted, chance.randint(0, 8), at_stake, beside))
+            rows.append(
+                Row(slot, keep, ids, drafted, chance.randint(0, 8), at_stake, beside, SIDES)
+            )
         world.commit(*rows, closed=tuple(closed))
         if chance.random() < 0.5:
             for _ in range(chance.randint(0, 3)):

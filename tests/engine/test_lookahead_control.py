@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.ahead_control import AheadControl
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams, params_of
@@ -137,6 +138,41 @@ def test_other_batches_come_before_a_draft_is_verified() -> None:
     assert controller.verified == []
     observed({"a": [1, 2, 3]}, {"a": 4}, live="abc")
     assert controller.verified == [(4, 2)]
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_drafts_that_were_not_there_are_learnt_from(probe: bool) -> None:
+    """Not in a probe, which has none ahead and waits for its own; nor what a request asks for."""
+    controller = Scripted(4, probe=probe)
+    control = AheadControl(controller, can_stop_early=False)
+    step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
+    control.observe(step)
+    control.plan(step, [0, 0, 0])
+    control.drafted(DraftTiming(0.1, 0.01, 0, 0, 0), drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
+    assert controller.verified == ([] if probe else [(0, 0)])
+    tokens, seconds = control.wait({"a": 3, "b": 2}, 1.0, 0)
+    assert tokens == (3 if probe else 0)  # nothing has a price here: else nothing is waited for
+    assert 0 <= seconds <= 0.1
+    assert control.guesses(2, 5.0, 8) == 8
+
+
+def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
+    """Prices come from what was seen: what is not exposed costs nothing, and is still timed."""
+    costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
+    known = Estimates.of(costs, 4)
+    control = AheadControl(Goodput(known), can_stop_early=False)
+    for _ in range(100):
+        step = step_of({"a": [1]})
+        control.observe(step)
+        control.plan(step, [0])
+        timing = DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0)
+        control.drafted(timing, drafts_of({"a": 4}, 0.9))
+    assert costs.drafter(1) == pytest.approx(0.008, rel=0.3)  # of a forward, beside the target
+    assert costs.drafting(1, known.steps.expected(4)) == pytest.approx(0.003, abs=0.003)
+    tokens, seconds = control.wait({"a": 4}, 1.0, 0)
+    assert tokens > 0
+    assert seconds < 0.2
+    assert control.wait({"a": 4}, 20.0, 0) == (0, 0.0)
 
 
 def test_what_requests_ask_for_goes_first() -> None:

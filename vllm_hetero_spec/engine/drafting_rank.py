@@ -15,6 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.ahead_control import AheadControl
 from vllm_hetero_spec.engine.drafter.request_state import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
@@ -182,9 +183,12 @@ class DraftingRank:
     def _controlled(self, known: Estimates) -> LookaheadControl:
         # On a GPU a look at the confidences between two steps would cost a wait for the device.
         name, cpu = self._options.controller, self._device.type == "cpu"
-        can_stop = self._planning is None and (name == "confidence" or (name == "goodput" and cpu))
+        ahead = self._options.parallel == "process"  # nobody is there to be stopped
+        can_stop = self._planning is None and not ahead
+        can_stop = can_stop and (name == "confidence" or (name == "goodput" and cpu))
         controller = controller_of(self._options, known, can_stop_early=can_stop)
-        return LookaheadControl(controller, can_stop_early=can_stop, values=known.trees)
+        kind = AheadControl if ahead else LookaheadControl
+        return kind(controller, can_stop_early=can_stop, values=known.trees)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """The plan of the first rank, on all ranks that draft together."""

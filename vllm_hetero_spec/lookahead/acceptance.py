@@ -208,7 +208,7 @@ class StepsOfDraft:
 
     def observe(self, tokens: int, steps: float) -> None:
         """One round: target tokens of its longest draft, and the steps it took."""
-        if tokens <= 0 or steps <= 0:
+        if tokens <= 0 or steps < 0:
             return
         new = (1.0, tokens, tokens**2, steps, steps * tokens)
         keep = 0.5 ** (1.0 / _HALF_LIFE)

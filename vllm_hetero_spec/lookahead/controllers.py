@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
+from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 # Of the drafter's own for a tree: a third one has hardly been worth anything yet.
 MOST_PATHS = 2
@@ -61,11 +62,13 @@ class Controller(ABC):
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
         sides: To be told of trees; None where that is of no interest.
+        policy: Prices in the present step; None where nothing has one.
     """
 
     regime = "drafting"
     off = False
     sides: SideBranches | None = None
+    policy: StepPolicy | None = None
 
     @abstractmethod
     def plan(
@@ -140,6 +143,7 @@ class Controller(ABC):
         overhead: float = 0.0,
         fed: int = 0,
         longest: int = 0,
+        exposed: float | None = None,
     ) -> None:
         """The drafting of one step took so long.
 
@@ -150,6 +154,7 @@ class Controller(ABC):
             overhead: Seconds of the rest: translation, copies, picking.
             fed: Context tokens fed in the catch-up, over all requests.
             longest: Target tokens of the longest draft.
+            exposed: Those of the forwards that the target waited for; all where None.
         """
 
     def observe_acceptance(  # noqa: B027

@@ -83,7 +83,6 @@ class Goodput(Controller):
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
         self._lookahead, self._tokens_per_second = 0, 0.0
-        self._policy: StepPolicy | None = None  # none in a probe, which goes all the way
         self._since_plain = 0  # steps
         # The last forecast, the load it is for, its age in steps, and how many that load has had.
         self._forecast: Forecast | None = None
@@ -101,7 +100,7 @@ class Goodput(Controller):
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
-        self._batch, self._load, self._policy = batch, (batch, quarters), None
+        self._batch, self._load, self.policy = batch, (batch, quarters), None
         probed = self._budget.end()
         nothing = LookaheadPlan((0,) * len(limits))
         if not any(limits) or not self._costs.knows_target:
@@ -125,21 +124,21 @@ class Goodput(Controller):
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
         lookahead = _lookahead_of(chosen[: self._familiar()], self._lookahead, limits)
         most = batch + sum(lookahead)
-        self._policy = StepPolicy(self.known, self._tokens_per_second, batch, most, self._random)
+        self.policy = StepPolicy(self.known, self._tokens_per_second, batch, most, self._random)
         return LookaheadPlan(lookahead)
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        rule = self._policy.continue_drafting if self._policy else super().continue_drafting
+        rule = self.policy.continue_drafting if self.policy else super().continue_drafting
         return rule(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many proposed tokens to verify; see `Controller`."""
-        return self._policy.trim(confidences) if self._policy else super().trim(confidences)
+        return self.policy.trim(confidences) if self.policy else super().trim(confidences)
 
     def paths(self) -> int:
         """None where trees do not pay, several where they cost the drafter little."""
-        if self._policy is None:  # a probe explores
+        if self.policy is None:  # a probe explores
             return 1
         if self._trees() is None:
             return 0
@@ -151,11 +150,11 @@ class Goodput(Controller):
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring; see `Controller`."""
-        return self._policy.row_price(rows) if self._policy else 0.0
+        return self.policy.row_price(rows) if self.policy else 0.0
 
     def side_price(self, context: int) -> float:
         """Tokens that a side sequence has to bring; see `Controller`."""
-        return self._policy.side_price(context) if self._policy else 0.0
+        return self.policy.side_price(context) if self.policy else 0.0
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         """A target step took so long; see `Controller`."""
@@ -172,12 +171,14 @@ class Goodput(Controller):
         overhead: float = 0.0,
         fed: int = 0,
         longest: int = 0,
+        exposed: float | None = None,
     ) -> None:
         """The drafting of one step took so long; see `Controller`."""
+        waited = steps if exposed is None else exposed
         if self._budget.probing:
-            self._budget.charge(seconds + overhead)
+            self._budget.charge(seconds * waited / steps + overhead)
         self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
-        self.known.steps.observe(longest, steps)
+        self.known.steps.observe(longest, waited)
 
     def observe_acceptance(
         self,
@@ -264,9 +265,8 @@ class Goodput(Controller):
         if not self._warming_up():
             return 0.0
         good = self.known._replace(acceptance=AcceptanceStats(self._positions))
-        found = forecast(
-            good, self._batch, limits, [False], self._tokens_per_second, self._can_stop_early
-        )
+        prices = self._tokens_per_second, self._can_stop_early
+        found = forecast(good, self._batch, limits, [False], *prices)
         return max(found.hopeful) / found.alone
 
     def _choose(self, found: Forecast) -> int:

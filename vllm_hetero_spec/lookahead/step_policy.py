@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
+_ON_ITS_WAY = 0.5  # of a drafter step, which has to end before one for the new text begins
+
 
 class StepPolicy(NamedTuple):
     """The drafts of one step.
@@ -61,6 +63,53 @@ class StepPolicy(NamedTuple):
                     still_alive.append(i)
             alive = still_alive
         return kept
+
+    def wait(
+        self, missing: Sequence[int], longest: int, each: float, unread: int
+    ) -> tuple[int, float]:
+        """How far to wait for drafts that were not made ahead: while nothing else can be done.
+
+        Args:
+            missing: The requests that have none.
+            longest: Target tokens of a draft.
+            each: Drafter steps for each of them.
+            unread: Context tokens that it reads before.
+
+        Returns:
+            Target tokens of each draft that are worth it, 0 for none; and the seconds in which all
+            that they bring would be lost.
+        """
+        step = self.known.costs.drafter(len(missing))
+        begins = _ON_ITS_WAY * step + self.known.costs.catch_up(unread)
+        rates = [self.known.acceptance.rates(self.random[index]) for index in missing]
+        alive = [1.0] * len(missing)
+        rows, gain = self.batch, 0.0
+        best, most, seconds = 0.0, 0, 0.0
+        for tokens in range(1, longest + 1):
+            alive = [chance * of[tokens - 1] for chance, of in zip(alive, rates, strict=True)]
+            gain += sum(alive) - len(missing) * self.row_price(rows)
+            rows += len(missing)
+            takes = begins + each * tokens * step
+            if gain - self.tokens_per_second * takes > best:
+                best = gain - self.tokens_per_second * takes
+                most, seconds = tokens, gain / self.tokens_per_second
+        return most, seconds
+
+    def guesses(self, drafting: int, steps: float, most: int) -> int:
+        """Lines beside each chain that a process of its own drafts while the target verifies.
+
+        Args:
+            drafting: Chains.
+            steps: Of the drafter, for a draft.
+            most: Lines at most.
+
+        Returns:
+            As many as are done before the target is; the chain itself comes first.
+        """
+        costs = self.known.costs
+        left = costs.target(self.batch, self.most) / max(steps, 1.0)
+        counts = range(most, 0, -1)
+        return next((n for n in counts if costs.drafter(drafting * (1 + n)) <= left), 0)
 
     def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""

@@ -120,6 +120,7 @@ class DraftTiming(NamedTuple):
         caught_up: Context tokens that were read.
         trees: Trees that were found,
         tree_seconds: and the seconds that they took besides.
+        exposed: Those of the forwards that the target waited for; all where None.
     """
 
     seconds: float
@@ -129,6 +130,7 @@ class DraftTiming(NamedTuple):
     caught_up: int
     trees: int = 0
     tree_seconds: float = 0.0
+    exposed: float | None = None
 
 
 class Control(Protocol):

@@ -94,6 +94,11 @@ class DraftStats:
     ] = field(default_factory=Counter)
     drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
     drafts_guessed: Annotated[int, _count("Of those, behind a guess beside the chain.")] = 0
+    drafts_waited: Annotated[
+        int, _count("Drafts that nobody foresaw, and that the target waited for.")
+    ] = 0
+    hit_rate: Annotated[float, _gauge("Share of recent look-ups that found a draft.")] = 0.0
+    guesses: Annotated[int, _gauge("Lines that are drafted beside each chain at present.")] = 0
     restarts: Annotated[int, _count("Drafter processes that took the place of one that ended.")] = 0
     lengths: Annotated[
         Counter[int],
@@ -101,6 +106,7 @@ class DraftStats:
     ] = field(default_factory=Counter)
     translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
     forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
+    wait_seconds: Annotated[float, _seconds("Waiting for drafts that nobody foresaw.")] = 0.0
     propose_seconds: Annotated[float, _seconds("The whole proposer, both above included.")] = 0.0
     verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
     fuzzy_tokens: Annotated[int, _count("Tokens that only fuzzy verification accepted.")] = 0

@@ -75,14 +75,14 @@ class Text:
         serial: Of the last commit that named it.
         num_text: Ids of it that the target has written.
         at_stake: Ids behind them that the target is verifying.
-        budget: Guesses at most.
+        guesses: How many of them to make at most.
         guessed: Whether guesses were made since the commit.
     """
 
     def __init__(self, slot: int, salt: str | None) -> None:
         self.slot = slot
         self.lines = [Line(RequestState(str(slot), IdentityContext(), salt))]
-        self.serial = self.num_text = self.at_stake = self.budget = 0
+        self.serial = self.num_text = self.at_stake = self.guesses = 0
         self.guessed = True
         self._beside = 0
 
@@ -114,8 +114,8 @@ class Text:
         chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
         chain.ids, chain.peaks = [], []
         self.serial, self.num_text = serial, keep + len(row.ids)
-        self.at_stake, self._beside = row.at_stake, row.beside
-        self.guessed = not row.beside
+        self.at_stake, self._beside, self.guesses = row.at_stake, row.beside, row.guesses
+        self.guessed = not row.beside or not row.guesses
         chain.state.align(pool, keep)
 
     def rivals(self) -> Sequence[Rival] | None:

@@ -87,13 +87,12 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     length = given.drafter_config.max_model_len
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
     scheduler = target.scheduler_config
-    most_rows = scheduler.max_num_seqs + given.sides
     drafter = Drafter(
         model,
         given.banned,
         given.vocab_size,
         options.num_speculative_tokens,
-        most_rows,
+        given.most_rows,
         ends=given.ends,
         confidences=True,
         beside=RIVALS,
@@ -102,7 +101,7 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     table = DraftTable(memory, given.slots, given.longest, given.sides)
     budget = scheduler.max_num_batched_tokens
     messages.send(encode(Ready(model.num_blocks, model.block_size)))
-    return DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
+    return DraftingServer(drafter, pool, table, given.ends, budget, given.most_rows)
 
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:

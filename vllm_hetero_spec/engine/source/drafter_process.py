@@ -54,8 +54,7 @@ class Deployment:
         cores: Of the CPU that it runs on; none for those of the engine.
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
-        sides: Lines beside the chain, over all texts that the target is verifying; at least one for
-            each.
+        sides: Lines beside the chain of a text.
     """
 
     vllm_config: VllmConfig
@@ -69,6 +68,11 @@ class Deployment:
     slots: int
     longest: int
     sides: int = _SIDES
+
+    @property
+    def most_rows(self) -> int:
+        """Lines of a forward."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs) + self.sides
 
     @classmethod
     def of(

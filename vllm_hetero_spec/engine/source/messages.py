@@ -20,7 +20,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         drafted: What is taken to come behind the text: the target is verifying it.
         wanted: Ids to have behind the text in all, those in `drafted` included.
         at_stake: Leading ones of `drafted` that the target is verifying.
-        beside: Ids to have of each guess of where the target leaves them; 0 guesses nothing.
+        beside: Ids to have of each guess of where the target leaves them.
+        guesses: How many of them to make.
         salt: Whose KV it may share.
     """
 
@@ -31,6 +32,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     wanted: int
     at_stake: int = 0
     beside: int = 0
+    guesses: int = 0
     salt: str | None = None
 
 

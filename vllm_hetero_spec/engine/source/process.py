@@ -4,7 +4,8 @@
 After a step of the target, a request's next draft is what has been drafted behind the text that the
 step has written, if that is among what was drafted ahead: a look into a table, and a translation.
 Then the process is told what the texts are now, and what is taken to come; it drafts on behind
-that. A request whose text went another way is left to the target for a step.
+that. Where a text went another way, its draft is waited for if that pays, or the request left to
+the target for a step.
 
 Drafts are greedy. Whatever the process does, or does not, the target decides what is written.
 """
@@ -12,10 +13,8 @@ Drafts are greedy. Whatever the process does, or does not, the target decides wh
 import math
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import cast
 
-from vllm_hetero_spec.draft.continuations import Remainder, find_remainder
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTiming
@@ -23,35 +22,14 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.drafter_process import Deployment
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
+from vllm_hetero_spec.engine.source.look_up import Found, LookUp, bytes_of_tokens, text_of
 from vllm_hetero_spec.engine.source.messages import MOST_IDS, Commit, Row
-from vllm_hetero_spec.engine.source.sent_texts import SentText, SentTexts
+from vllm_hetero_spec.engine.source.protocol import AheadControl
+from vllm_hetero_spec.engine.source.sent_texts import SentTexts
 
-
-class _Found(NamedTuple):
-    """What was drafted ahead for a request.
-
-    Attributes:
-        task: The request.
-        ids: Drafter tokens, see `Remainder`.
-        known: Leading bytes of them that its text has.
-        peaks: The drafter's largest probability in the place of each.
-        proposal: The draft in target tokens.
-        ends: Leading ones of `ids` that each of them needs.
-    """
-
-    task: DraftTask
-    ids: list[int]
-    known: int
-    peaks: list[float]
-    proposal: Sequence[int] = ()
-    ends: Sequence[int] = ()
-
-
-class _Line(NamedTuple):
-    """Drafter tokens behind a text, and the drafter's largest probability in the place of each."""
-
-    ids: list[int]
-    peaks: list[float]
+_A_MOMENT = 1e-4  # seconds between two looks into the table
+_LONGEST_FORWARD = 10.0  # seconds that one is waited for at start-up
+_FADE = 0.05  # weight of the newest look-up in `hit_rate`
 
 
 class ProcessSource:
@@ -68,43 +46,57 @@ class ProcessSource:
     """
 
     draws = False
-    early = True
+    early = True  # up to the waiting
 
     def __init__(
         self, deployment: Deployment, pair: Pair, stats: DraftStats, max_length: int
     ) -> None:
         self._bridge, self._stats = pair.bridge, stats
-        self._bytes = bytes_of_tokens(pair)
+        self._some_id = next(iter(bytes_of_tokens(pair)))
         self._process = KeptProcess(deployment)
+        self._look = LookUp(self._process, pair, stats)
         ready = self._process.start()
         self.pool = SentTexts(deployment.slots, ready.num_blocks - 1, ready.block_size)
         self.max_length, self.most_steps = max_length, deployment.longest
+        self._most_rows = deployment.most_rows
         self._serial = 0
-        self._drafts: list[Draft] = []
+        # Of the step that was begun.
+        self._control: AheadControl
+        self._found: list[Found] = []
+        self._took = 0.0
+        self._before = self._process.counts  # in the step before
+        self._unheard = -1  # signs of life when it was waited for in vain
 
     def begin(
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
         """See `DraftSource`: look drafts up, and tell the process what the texts are now."""
         began = time.perf_counter()
-        if not self._process.up:
+        self._control, self._found = cast(AheadControl, control), []
+        if self._process.up:
+            tasks = [task for task in tasks if self._admit(task, outside)]
+            self._found = self._look.translated([self._look_up(task) for task in tasks])
+            self._commit(self._found)
+        else:
             self._stats.skip("drafter_down", times=sum(task.lookahead > 0 for task in tasks))
-            return
-        tasks = [task for task in tasks if self._admit(task, outside)]
-        found = [self._look_up(task) for task in tasks]
-        found = self._translated(found)
-        self._drafts = [
-            Draft.chain(of.task.req_id, list(of.proposal), self._confidences(of))
-            for of in found
-            if of.task.lookahead
-        ]
-        self._commit(found)
-        took = time.perf_counter() - began
-        control.drafted(DraftTiming(took, 0.0, 1, len(tasks), 0), self._drafts)
+        self._took = time.perf_counter() - began
 
     def finish(self) -> list[Draft]:
-        """See `DraftSource`."""
-        drafts, self._drafts = self._drafts, []
+        """See `DraftSource`: wait for drafts that were not foreseen, where that pays."""
+        began, waited = time.perf_counter(), self._stats.wait_seconds
+        found, self._found = self._found, []
+        came = self._waited([of for of in found if of.missing])
+        waited = self._stats.wait_seconds - waited
+        if came:
+            self._commit(came)
+        late = {of.task.req_id: of for of in came}
+        found = [late.get(of.task.req_id, of) for of in found]
+        for of in found:
+            self._stats.skip(of.missing, times=bool(of.missing))
+        drafts = [of.draft for of in found if of.task.lookahead]
+        if found:
+            overhead = self._took + time.perf_counter() - began - waited
+            self._tell(waited, overhead, drafts)
         return drafts
 
     def record(self) -> int:
@@ -112,23 +104,28 @@ class ProcessSource:
         return 0
 
     def step(self, batch: int) -> None:
-        """See `DraftSource`: nothing is waited for."""
+        """See `DraftSource`: a forward of the process, and the way there and back."""
+        self._forward([[self._some_id]] * batch)
 
     def read(self, tokens: int) -> None:
-        """See `DraftSource`: nothing is waited for."""
+        """See `DraftSource`."""
+        self._forward([[self._some_id] * tokens])
 
     def reset(self) -> None:
         """See `DraftSource`."""
+        self._found = []
         self.pool.reset()
 
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
-        stats.restarts = self._process.restarts
-        _, stats.forwards, stats.drafter_tokens, stats.kv_blocks_held = self._process.counts
+        counts = self._process.counts
+        stats.restarts, stats.forwards = self._process.restarts, counts.forwards
+        stats.drafter_tokens, stats.kv_blocks_held = counts.tokens, counts.blocks
+        stats.forward_seconds = counts.seconds
 
     def _admit(self, task: DraftTask, outside: Iterator[RequestState]) -> bool:
         """Whether a request has a slot; one outside the batch gives its own up for it."""
-        text = _text(task)
+        text = text_of(task)
         while not self.pool.admit(text):
             other = next(outside, None)
             if other is None:
@@ -137,89 +134,58 @@ class ProcessSource:
             other.close(self.pool)
         return True
 
-    def _look_up(self, task: DraftTask) -> _Found:
+    def _look_up(self, task: DraftTask) -> Found:
         """What was drafted ahead behind a request's text as it is now; counted."""
-        text, context = _text(task), task.state.context
+        text = text_of(task)
         if not text.serial or text.life != self._process.life:
             self._begin_anew(task)
-            self._stats.skip("not_ready", times=task.lookahead > 0)
-            return _Found(task, [], 0, [])
-        told = self._spelled(text.gone)
-        now = self._spelled(context.ids[task.state.num_kv_valid :])
-        seen: list[_Line] = []
-        remainder = None
-        if now.startswith(told):
-            lines = (line.ids for line in self._lines(text, seen))
-            outcome = now[len(told) :]
-            fits = partial(self._bridge.may_follow, context)
-            spelled = self._bytes.__getitem__
-            remainder = find_remainder(lines, outcome, context.held, spelled, fits)
+            return Found(task, missing="not_ready" if task.lookahead else "")
+        found = self._look.behind(task)
         if task.lookahead:
-            self._count(remainder)
-        if remainder is None:
-            return _Found(task, [], 0, [])
-        ids, peaks = seen[remainder.rank]
-        first = len(ids) - len(remainder.ids)
-        return _Found(task, remainder.ids, remainder.known, peaks[first:])
+            hit = bool(found.ids)
+            self._stats.hit_rate += _FADE * (hit - self._stats.hit_rate)
+            self._stats.drafts_ahead += hit
+            self._stats.drafts_guessed += found.rank > 0
+        return found
 
-    def _lines(self, text: SentText, seen: "list[_Line]") -> Iterator["_Line"]:
-        """What was drafted behind a text as it was told, the chain first; kept in `seen`."""
-        table = self._process.table
-        chain = _Line(text.drafted, text.peaks)
-        for rank in range(1 + table.sides):
-            of = table.read(text.slot, rank)
-            line = chain if not rank else None
-            if of is not None and of.serial == text.serial and of.place <= len(chain.ids):
-                line = _Line(chain.ids[: of.place] + of.ids, chain.peaks[: of.place] + of.peaks)
-            if line is not None:
-                chain = chain if rank else line
-                seen.append(line)
-                yield line
-
-    def _count(self, remainder: Remainder | None) -> None:
-        if remainder is None:
-            self._stats.skip("not_guessed")
-        elif not remainder.ids:
-            self._stats.skip("not_ready")
-        else:
-            self._stats.drafts_ahead += 1
-            self._stats.drafts_guessed += remainder.rank > 0
+    def _waited(self, missing: Sequence[Found]) -> list[Found]:
+        """What came of drafts that were not there, if they are worth waiting for."""
+        told = [of for of in missing if of.text.serial == self._serial]
+        beats = self._process.counts.beats
+        if not told or beats == self._unheard:
+            return []
+        ratios = [of.task.state.context.ratio for of in told]
+        lookaheads = {of.task.req_id: of.task.lookahead for of in told}
+        unread = sum(of.text.unread for of in told)
+        tokens, seconds = self._control.wait(lookaheads, max(ratios), unread)
+        if not tokens:
+            return []
+        began, came, left = time.perf_counter(), list[Found](), list(zip(told, ratios, strict=True))
+        while left:
+            time.sleep(_A_MOMENT)
+            late = time.perf_counter() - began > seconds
+            looked = [(self._look.behind(of.task), ratio) for of, ratio in left]
+            ended = [late or self._look.done(of, math.ceil(tokens * ratio)) for of, ratio in looked]
+            came += [of for (of, _), end in zip(looked, ended, strict=True) if end and of.ids]
+            left = [pair for pair, end in zip(looked, ended, strict=True) if not end]
+        self._unheard = -1 if came else self._process.counts.beats
+        self._stats.drafts_waited += len(came)
+        self._stats.wait_seconds += time.perf_counter() - began
+        return self._look.translated(came)
 
     def _begin_anew(self, task: DraftTask) -> None:
         """The process knows nothing of a text, or is another one than that which did."""
-        text, state = _text(task), task.state
+        text, state = text_of(task), task.state
         assert state.sequence is not None
         state.sequence.kv_ids.clear()
         state.num_kv_valid = text.serial = 0
 
-    def _translated(self, found: Sequence[_Found]) -> list[_Found]:
-        began = time.perf_counter()
-        proposals = self._bridge.to_target(
-            [of.task.state.context for of in found],
-            [of.ids for of in found],
-            [of.task.lookahead for of in found],
-            [of.known for of in found],
-        )
-        self._stats.translate_seconds += time.perf_counter() - began
-        return [
-            of._replace(proposal=proposal, ends=self._bridge.ids_covering(of.ids, proposal))
-            for of, proposal in zip(found, proposals, strict=True)
-        ]
-
-    @staticmethod
-    def _confidences(found: _Found) -> list[float]:
-        confidences, start = [], 0
-        for end in found.ends:
-            confidences.append(math.prod(found.peaks[start:end]))
-            start = max(start, end)
-        return confidences
-
-    def _commit(self, found: Sequence[_Found]) -> None:
+    def _commit(self, found: Sequence[Found]) -> None:
         """Tell the process what the texts are, and what the target is about to verify."""
         self._serial += 1
-        rows, room = [], MOST_IDS
+        rows, room, guesses = [], MOST_IDS, self._guesses(found)
         for of in found:
-            state, text = of.task.state, _text(of.task)
+            state, text = of.task.state, of.text
             if room <= 0:
                 break
             ids = state.context.ids[state.num_kv_valid :][:room]
@@ -228,20 +194,63 @@ class ProcessSource:
             room -= len(ids) + len(drafted)
             wanted = self._wanted(of.task, 2) if whole else 0
             beside = self._wanted(of.task, 1) if whole else 0
+            sides = guesses if beside else 0
             at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
-            rows.append(Row(text.slot, keep, ids, drafted, wanted, at_stake, beside, text.salt))
+            told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, sides, text.salt)
+            rows.append(Row(*told))
         if not self._process.send(Commit(self._serial, [*self.pool.closed], rows)):
             return  # it has not read the last ones: told next time
         self.pool.closed.clear()
         for of, row in zip(found, rows, strict=False):
-            state, text = of.task.state, _text(of.task)
+            state, text = of.task.state, of.text
             assert state.sequence is not None
             text.sent = state.sequence.kv_ids
             text.sent += row.ids
+            text.unread = len(row.ids)
             state.num_kv_valid += len(row.ids)
             text.serial, text.life, text.gone = self._serial, self._process.life, []
-            text.drafted, text.peaks = row.drafted, of.peaks[: len(row.drafted)]
+            text.drafted, text.peaks = row.drafted, [*of.peaks[: len(row.drafted)]]
+
+    def _guesses(self, found: Sequence[Found]) -> int:
+        """Lines beside the chain of each request that is drafted for."""
+        steps = [of.task.lookahead * of.task.state.context.ratio for of in found]
+        count = sum(step > 0 for step in steps)
+        if not count:
+            return 0
+        most = min(self._process.table.sides, self._most_rows // count - 1)
+        self._stats.guesses = self._control.guesses(count, max(steps) + 1, max(most, 0))
+        return self._stats.guesses
+
+    def _tell(self, waited: float, overhead: float, drafts: Sequence[Draft]) -> None:
+        """Tell the controller what was done since the step before, and what was waited for."""
+        now, before = self._process.counts, self._before
+        self._before = now
+        forwards, seconds = now.forwards - before.forwards, now.seconds - before.seconds
+        if forwards <= 0 or seconds <= 0:  # nothing, or another process
+            forwards, exposed = 0, 0.0
+        else:
+            exposed = waited * forwards / seconds
+        tokens = now.tokens - before.tokens
+        fed = max(0, now.read - before.read - tokens)
+        timing = DraftTiming(seconds, overhead, forwards, tokens, fed, exposed=exposed)
+        self._control.drafted(timing, drafts)
+
+    def _forward(self, texts: Sequence[list[int]]) -> None:
+        """Read texts of nobody's, and draft a token behind each."""
+        self._serial += 1
+        salt = f"timing {self._serial}"
+        rows = [Row(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
+        if not self._process.send(Commit(self._serial, [], rows)):
+            raise RuntimeError("the drafter's process reads nothing")
+        deadline = time.perf_counter() + _LONGEST_FORWARD
+        for row in rows:
+            while (of := self._process.table.read(row.slot)) is None or of.serial != self._serial:
+                if time.perf_counter() > deadline:
+                    raise TimeoutError("the drafter's process does not answer")
+                time.sleep(_A_MOMENT)
+        self.pool.closed |= {row.slot for row in rows}
+        self._before = self._process.counts
 
     def _wanted(self, task: DraftTask, drafts: int) -> int:
         """Drafter tokens for so many drafts, and the target's own token between or before them."""
@@ -249,27 +258,3 @@ class ProcessSource:
             return 0
         tokens = drafts * task.lookahead + 1
         return min(self.most_steps, math.ceil(tokens * task.state.context.ratio) + 1)
-
-    def _spelled(self, ids: Sequence[int]) -> bytes:
-        return b"".join(map(self._bytes.__getitem__, ids))
-
-
-class _TokenBytes(dict[int, bytes]):
-    """Bytes of drafter ids; of those that are no text, bytes that no text has."""
-
-    def __missing__(self, token: int) -> bytes:
-        return b"\xff" + token.to_bytes(5, "little", signed=True)
-
-
-def bytes_of_tokens(pair: Pair) -> dict[int, bytes]:
-    """By drafter id: what it spells; something of its own for a control token, or any other id."""
-    control = pair.bridge.special.drafter_control
-    table = pair.drafter.token_bytes
-    return _TokenBytes({i: data for i, data in enumerate(table) if data and i not in control})
-
-
-def _text(task: DraftTask) -> SentText:
-    assert task.state.sequence is not None
-    table = task.state.sequence.table
-    assert isinstance(table, SentText)
-    return table

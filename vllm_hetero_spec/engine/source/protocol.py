@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank that drafts asks of whoever makes its drafts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -61,3 +61,28 @@ class DraftSource(Protocol):
 
     def show(self, stats: DraftStats) -> None:
         """Bring the counters that are kept elsewhere up to date."""
+
+
+class AheadControl(Control, Protocol):
+    """Who is asked, and told, where drafts are made ahead."""
+
+    def wait(self, missing: Mapping[str, int], each: float, unread: int) -> tuple[int, float]:
+        """How far to wait for drafts that were not foreseen.
+
+        Args:
+            missing: Target tokens that each of them is to have, at least one.
+            each: Drafter tokens for each of these.
+            unread: Context tokens that the drafter reads before.
+
+        Returns:
+            Target tokens to wait for, 0 for none, and seconds at most.
+        """
+
+    def guesses(self, drafting: int, steps: float, most: int) -> int:
+        """How many lines the drafter is to follow beside each chain.
+
+        Args:
+            drafting: Chains.
+            steps: Drafter tokens of a draft.
+            most: Lines at most.
+        """

@@ -17,6 +17,7 @@ class SentText(BlockTable):
         life: Of the process that was told.
         sent: Its leading ids that were told and still stand; the request's `kv_ids`.
         gone: Ids behind them that were told, and do not stand any more.
+        unread: How many ids were new to the process then.
         drafted: What was told to come behind the text then.
         peaks: The drafter's largest probability in the place of each.
     """
@@ -26,6 +27,7 @@ class SentText(BlockTable):
     life: int = 0
     sent: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
+    unread: int = 0
     drafted: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
 

@@ -58,7 +58,7 @@ class DraftingServer:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
         self._texts: dict[int, Text] = {}
-        self._tokens = 0
+        self._tokens = self._read = 0
 
     @property
     def busy(self) -> bool:
@@ -76,7 +76,6 @@ class DraftingServer:
             text = self._texts.get(row.slot)
             if text is None:
                 text = self._texts[row.slot] = Text(row.slot, row.salt)
-            text.budget = max(1, self._table.sides // len(commit.rows)) if self._table.sides else 0
             text.renew(row, commit.serial, self._pool)
             self._guess(text)
 
@@ -98,6 +97,7 @@ class DraftingServer:
         if not work:
             return
         drafted = self._drafter.run([of.row for of in work])
+        self._read += sum(len(of.row.pending) for of in work)
         for of, tokens in zip(work, drafted, strict=True):
             of.line.book(of.row, tokens, self._ends)
             self._tokens += len(tokens.tokens)
@@ -113,7 +113,9 @@ class DraftingServer:
         self._count()
 
     def _count(self) -> None:
-        self._table.count(self._drafter.forwards, self._tokens, self._pool.held)
+        drafter = self._drafter
+        done = drafter.forwards, self._tokens, self._pool.held, self._read
+        self._table.count(*done, drafter.forward_seconds)
 
     def _lines(self) -> Iterator[tuple[Text, int, Line]]:
         """All lines, with their texts and ranks."""
@@ -128,14 +130,15 @@ class DraftingServer:
     def _guess(self, text: Text) -> None:
         """Begin lines beside the chain, once it is known what the drafter thinks of all of it."""
         rivals = text.rivals()
-        if rivals is None or not text.budget:
+        if rivals is None:
             return
         text.guessed = True
         follows = [
             dict(zip(of.tokens, of.shares, strict=True)).get(of.chosen, 0.0) for of in rivals
         ]
         copies = []
-        for guess in choose_guesses(rivals, follows, text.budget):
+        most = min(text.guesses, self._table.sides)
+        for guess in choose_guesses(rivals, follows, most):
             sequence = text.chain.state.sequence
             at = text.num_text + guess.place
             if sequence is None or at > len(sequence.kv_ids):

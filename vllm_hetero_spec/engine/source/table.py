@@ -42,12 +42,16 @@ class Counts(NamedTuple):
         forwards: Of the drafter.
         tokens: Drafted.
         blocks: Of its KV that are held at present.
+        read: Tokens that the forwards were of.
+        seconds: That they took.
     """
 
     beats: int = 0
     forwards: int = 0
     tokens: int = 0
     blocks: int = 0
+    read: int = 0
+    seconds: float = 0.0
 
 
 class DraftTable:
@@ -63,22 +67,24 @@ class DraftTable:
     def __init__(self, file: int, slots: int, longest: int, sides: int) -> None:
         self.sides, self.longest = sides, longest
         memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides)), np.int32)
-        self._counts, records = np.split(memory, [len(Counts._fields)])
+        counts, records = np.split(memory, [2 * len(Counts._fields)])
+        self._counts = counts.view(np.float64)
         self._records = records.reshape(slots, 1 + sides, -1)
 
     @staticmethod
     def size(slots: int, longest: int, sides: int) -> int:
         """Bytes of a table."""
-        return 4 * (len(Counts._fields) + slots * (1 + sides) * (_HEAD + 2 * longest))
+        return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * (_HEAD + 2 * longest))
 
     @property
     def counts(self) -> Counts:
         """What was counted last."""
-        return Counts(*self._counts.tolist())
+        *whole, seconds = self._counts.tolist()
+        return Counts._make([*map(int, whole), seconds])
 
-    def count(self, forwards: int, tokens: int, blocks: int) -> None:
+    def count(self, forwards: int, tokens: int, blocks: int, read: int, seconds: float) -> None:
         """Let the reader see a sign of life, and what `Counts` says."""
-        self._counts[:] = (self._counts[0] + 1, forwards, tokens, blocks)
+        self._counts[:] = (self._counts[0] + 1, forwards, tokens, blocks, read, seconds)
 
     def write(self, slot: int, rank: int, drafted: Drafted) -> None:
         """Put a record in the place of the one before; that of the chain is number 0."""

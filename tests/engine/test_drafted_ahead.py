@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts made ahead are as good as those that are made on the spot, and found by bytes."""
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import Outputs, generate, greedy
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.draft.continuations import Remainder
+from vllm_hetero_spec.engine.source import look_up
+from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
+from vllm_hetero_spec.text.bridge import TextBridge
+
+pytestmark = pytest.mark.engine
+
+CORE = max(os.sched_getaffinity(0))
+
+
+class Counts(NamedTuple):
+    """Of one load."""
+
+    drafts: int
+    accepted: int
+    hits: int
+    waited: int
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.drafts
+
+
+class Load:
+    """The same texts, again and again, on one engine."""
+
+    def __init__(self, llm: Any, texts: list[str]) -> None:
+        self.llm, self.texts = llm, texts
+
+    def run(self) -> tuple[Outputs, Counts]:
+        before = self._counts()
+        outputs = generate(self.llm, self.texts, greedy(max_tokens=64))
+        return outputs, Counts(*(a - b for a, b in zip(self._counts(), before, strict=True)))
+
+    def _counts(self) -> Counts:
+        metrics, stats = metrics_of(self.llm), read_stats(self.llm)
+        drafts, accepted = metrics["num_drafts"], metrics["num_accepted_tokens"]
+        return Counts(drafts, accepted, stats["drafts_ahead"], stats["drafts_waited"])
+
+
+class Compared(NamedTuple):
+    """A pair whose drafter is in a process of its own, and what it did on the spot."""
+
+    load: Load
+    outputs: Outputs
+    inline: Counts
+
+
+@pytest.fixture(scope="module", params=["demo", "code"])
+def pair(request: pytest.FixtureRequest, code_prompts: list[str]) -> Iterator[Compared]:
+    if request.param == "demo":
+        folder = request.getfixturevalue("demo_pair")
+        target, drafter = folder / "target", folder / "drafter"
+    else:
+        folder = request.getfixturevalue("shared") / "models"
+        target, drafter = folder / "code-target-13M", folder / "code-draft-1.7M"
+    texts = [text[:400] for text in code_prompts[:8]]
+    with engine(target, slem(drafter)) as llm:
+        outputs, inline = Load(llm, texts).run()
+    del llm
+    gc.collect()
+    with engine(target, process(drafter)) as llm:
+        yield Compared(Load(llm, texts), outputs, inline)
+
+
+def process(drafter: Path) -> dict[str, Any]:
+    return slem(drafter, parallel="process", drafter_device=str(CORE))
+
+
+@pytest.fixture
+def waits(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft that is not there is waited for, whatever that costs."""
+    control = proposer_of(pair.load.llm).drafting.control
+    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
+
+
+def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.drafts == pytest.approx(pair.inline.drafts, rel=0.05)
+    assert counts.accepted == pytest.approx(pair.inline.accepted, rel=0.05)
+    assert counts.hits > 0.25 * counts.drafts
+    assert counts.waited > 0
+    assert counts.hits + counts.waited >= counts.drafts
+
+
+def test_without_waiting_what_is_there_is_no_worse(pair: Compared) -> None:
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.waited == 0
+    assert 0 < counts.drafts <= counts.hits
+    assert counts.acceptance_length > 0.9 * pair.inline.acceptance_length
+
+
+def test_what_the_target_would_have_joined_is_hardly_accepted(
+    pair: Compared, waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first test is not blind to that judgement."""
+    monkeypatch.setattr(TextBridge, "may_follow", lambda *_: True)
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.acceptance_length < 0.95 * pair.inline.acceptance_length
+
+
+def test_wrong_guesses_are_never_hit(
+    pair: Compared, waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, pool = DraftTable.read, proposer_of(pair.load.llm).drafting.source
+    written = b"".join(
+        pool._look._spelled(
+            pool._look._bridge.extend([context := pool._look._bridge.open()], [ids]) and context.ids
+        )
+        for ids in pair.outputs.values()
+    )
+    wrong = next(
+        i for i, data in pool._look._bytes.items() if data.isascii() and data not in written
+    )
+
+    def misread(table: DraftTable, slot: int, rank: int = 0) -> Drafted | None:
+        found = read(table, slot, rank)
+        return found and found._replace(ids=[wrong] * len(found.ids))
+
+    monkeypatch.setattr(DraftTable, "read", misread)
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.hits == counts.accepted == 0
+    assert counts.drafts > 0
+
+
+def test_remainders_of_other_texts_are_not_accepted(
+    pair: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lossless even where the match by bytes is left out, but that shows."""
+
+    def unmatched(lines: Any, *_: Any) -> Remainder | None:
+        chain = next(iter(lines), None)
+        return None if chain is None else Remainder(0, list(chain))
+
+    monkeypatch.setattr(look_up, "find_remainder", unmatched)
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.drafts > 0
+    assert counts.acceptance_length < 0.75 * pair.inline.acceptance_length

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts made ahead: what is not there counts, waiting has its price, and nothing is for free."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.step_policy import StepPolicy
+
+TARGET, ROW, LOOK_UP, LONGEST = 0.03, 0.0005, 0.0005, 4
+SIZES = (1, 2, 4, 8, 16)
+
+
+class Seen(NamedTuple):
+    """Shares of the later half of all steps."""
+
+    on: float
+    waited: float
+    gain: float
+
+
+def simulated(hits: float, accepts: float, drafter: float, steps: int = 600) -> Seen:
+    """A request whose drafts are there with one probability, and accepted with another."""
+    chance, now = random.Random(5), 0.0
+    costs = CostModel(
+        target=[(n, TARGET + ROW * (n - 1)) for n in SIZES],
+        drafter=[(n, drafter) for n in SIZES],
+        catch_up=0.0,
+    )
+    controller = Goodput(Estimates.of(costs, LONGEST), clock=lambda: now)
+    on = waits = tokens = 0
+    began = 0.0
+    for step in range(steps):
+        if step == steps // 2:
+            on = waits = tokens = 0
+            began = now
+        plan = controller.plan(1, [LONGEST])
+        wanted, there, waited, emitted, took = plan.lookahead[0], 0, 0.0, 1, 0.0
+        if wanted:
+            on += not plan.probe
+            there = wanted if chance.random() < hits else 0
+            if not there:
+                policy = controller.policy
+                there, _ = (wanted, 0.0) if policy is None else policy.wait([0], wanted, 1.0, 0)
+                waited = there * drafter
+                waits += there > 0
+            accepted = next((n for n in range(there) if chance.random() >= accepts), there)
+            if there or not plan.probe:
+                controller.observe_acceptance(there, accepted, [0.7] * there, wanted)
+            controller.observe_draft(
+                1,
+                LONGEST,
+                LONGEST * drafter,
+                overhead=LOOK_UP,
+                longest=wanted,
+                exposed=waited / drafter,
+            )
+            emitted, took = 1 + accepted, waited + LOOK_UP
+        verified = TARGET + ROW * there
+        controller.observe_step(1, 1 + there, verified)
+        controller.emitted(emitted, took + verified)
+        now += took + verified
+        tokens += emitted
+    half = steps - steps // 2
+    return Seen(on / half, waits / half, tokens * TARGET / (now - began))
+
+
+def test_drafts_that_are_there_are_used_however_slow_the_drafter_is() -> None:
+    seen = simulated(hits=0.7, accepts=0.8, drafter=0.05)
+    assert seen.on > 0.8
+    assert seen.waited < 0.05
+    assert seen.gain > 1.3
+
+
+def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
+    seen = simulated(hits=0.5, accepts=0.8, drafter=0.002)
+    assert seen.on > 0.8
+    assert seen.waited > 0.3 * seen.on
+    assert seen.gain > simulated(hits=0.5, accepts=0.8, drafter=0.05).gain
+
+
+@pytest.mark.parametrize(
+    ("hits", "accepts", "drafter"), [(1.0, 0.0, 0.002), (0.0, 0.9, 0.05), (0.0, 0.0, 0.002)]
+)
+def test_a_useless_drafter_ends_at_no_speculation(
+    hits: float, accepts: float, drafter: float
+) -> None:
+    """Wrong, or never there and too slow to be waited for."""
+    seen = simulated(hits, accepts, drafter, steps=1200)
+    assert seen.on < 0.05
+    assert seen.gain > 0.98
+
+
+def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0, batch: int = 1) -> StepPolicy:
+    costs = CostModel(
+        target=[(n, TARGET + row * n) for n in SIZES],
+        drafter=[(n, drafter * n) for n in SIZES],
+        catch_up=0.001,
+    )
+    known = Estimates.of(costs, LONGEST)
+    return StepPolicy(known, rate, batch, 5 * batch, [False] * batch)
+
+
+def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
+    cheap, seconds = policy_of(0.001).wait([0], LONGEST, 1.0, 0)
+    assert cheap == LONGEST
+    # Never longer than all that such a draft brings: 0.7 + 0.7^2 + ... tokens, at 40 a second.
+    assert 0.001 * LONGEST < seconds == pytest.approx(1.773 / 40, rel=0.1)
+    some, _ = policy_of(0.011).wait([0], LONGEST, 1.0, 0)
+    assert 0 < some < LONGEST
+    assert policy_of(0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
+    assert policy_of(0.011).wait([0], LONGEST, 3.0, 0) == (0, 0.0)  # many tokens for one
+    assert policy_of(0.001).wait([0], LONGEST, 1.0, 100) == (0, 0.0)  # much to be read before
+    assert policy_of(0.001, rate=4000.0).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
+    assert policy_of(0.001, row=0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)  # rows too dear
+
+
+def test_guesses_are_those_that_are_done_in_time() -> None:
+    """Lines of a forward cost; the chain comes first, and may be alone."""
+    assert policy_of(0.0001).guesses(1, 5, 8) == 8
+    few = policy_of(0.002).guesses(1, 5, 8)
+    assert 5 * 0.002 * (1 + few) <= TARGET < 5 * 0.002 * (2 + few)
+    assert policy_of(0.002).guesses(4, 5, 8) < few
+    assert policy_of(0.02).guesses(1, 5, 8) == 0
+    assert policy_of(0.0001).guesses(1, 5, 0) == 0
+
+
+def test_steps_that_nobody_waits_for_cost_nothing() -> None:
+    steps = StepsOfDraft()
+    for _ in range(200):
+        steps.observe(LONGEST, 0)
+    assert steps.expected(LONGEST) < 0.5
+    for _ in range(400):
+        steps.observe(LONGEST, 6)
+    assert steps.expected(LONGEST) > 4.5

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller and drafts that are made ahead, in a process of their own.
+
+What the target waits for is what drafting costs: a look-up in every step, and where a draft was not
+foreseen, as much of the drafter's time as such a draft is worth, at the controller's own prices.
+That a draft was not there is learnt like a drafter that has nothing to propose: in what is
+expected of the next drafts it counts with those that were.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+
+# Seconds that a probe waits for drafts at most: it has none ahead, and shows nothing without any.
+_PROBE = 0.1
+
+
+class AheadControl(LookaheadControl):
+    """A `LookaheadControl` where drafts are made ahead."""
+
+    def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
+        """A step's drafts were looked up, or waited for."""
+        planned = self._plan.lookahead
+        for draft in drafts if not self._plan.probe else ():
+            if not draft.tokens and draft.req_id not in self._own:
+                index = self._index_of[draft.req_id]
+                self.controller.observe_acceptance(0, 0, (), planned[index], self._random[index])
+        if timing.forwards:
+            self.controller.observe_draft(
+                timing.picked / timing.forwards,
+                timing.forwards,
+                timing.seconds,
+                overhead=timing.overhead,
+                fed=timing.caught_up,
+                longest=max(planned, default=0),
+                exposed=timing.exposed,
+            )
+
+    def wait(self, missing: Mapping[str, int], each: float, unread: int) -> tuple[int, float]:
+        """See `engine.source.protocol.AheadControl`."""
+        longest, policy = max(missing.values()), self.controller.policy
+        if self._plan.probe:
+            return longest, _PROBE
+        if policy is None:
+            return 0, 0.0
+        indices = [self._index_of[req_id] for req_id in missing]
+        return policy.wait(indices, longest, each, unread)
+
+    def guesses(self, drafting: int, steps: float, most: int) -> int:
+        """See `engine.source.protocol.AheadControl`."""
+        policy = self.controller.policy
+        return most if policy is None else policy.guesses(drafting, steps, most)
