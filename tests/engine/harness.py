@@ -4,6 +4,7 @@
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,34 @@ def proposer_of(llm: Any) -> Any:
     """The proposer in this process's worker."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     return worker.model_runner.drafter
+
+
+def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each step find all that its drafter is going to draft, as behind a slow target."""
+    drafting = proposer_of(llm).drafting
+    source, ends = drafting.source, drafting.bridge.drafter_eos
+    begin, wanted_of, wanted = source.begin, source._wanted, {}
+
+    def ready(text: Any) -> bool:
+        missing = wanted.get(text.slot, 0) - len(text.drafted)
+        found = source._process.table.read(text.slot)
+        ids = found.ids if found is not None and found.serial == text.serial else []
+        return not text.serial or len(ids) >= missing or bool(ids and ids[-1] in ends)
+
+    def waits(tasks: Any, *args: Any) -> None:
+        deadline = time.monotonic() + 5
+        for task in tasks:
+            while not ready(task.state.sequence.table) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        begin(tasks, *args)
+
+    def remembers(task: Any, drafts: int) -> int:
+        slot, count = task.state.sequence.table.slot, wanted_of(task, drafts)
+        wanted[slot] = max(count, wanted.get(slot, 0)) if drafts == 1 else count
+        return count
+
+    monkeypatch.setattr(source, "begin", waits)
+    monkeypatch.setattr(source, "_wanted", remembers)
 
 
 def profile(llm: Any, requests: int = 5) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import engine, metrics_of, proposer_of, slem, warnings
+from harness import engine, metrics_of, patient, proposer_of, slem, warnings
 from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -36,34 +36,6 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
 def child_of(llm: Any) -> psutil.Process:
     kept = proposer_of(llm).drafting.source._process._process
     return psutil.Process(kept.pid)
-
-
-def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each step find all that its drafter is going to draft, as behind a slow target."""
-    drafting = proposer_of(llm).drafting
-    source, ends = drafting.source, drafting.bridge.drafter_eos
-    begin, wanted_of, wanted = source.begin, source._wanted, {}
-
-    def ready(text: Any) -> bool:
-        missing = wanted.get(text.slot, 0) - len(text.drafted)
-        found = source._process.table.read(text.slot)
-        ids = found.ids if found is not None and found.serial == text.serial else []
-        return not text.serial or len(ids) >= missing or bool(ids and ids[-1] in ends)
-
-    def waits(tasks: Any, *args: Any) -> None:
-        deadline = time.monotonic() + 5
-        for task in tasks:
-            while not ready(task.state.sequence.table) and time.monotonic() < deadline:
-                time.sleep(0.001)
-        begin(tasks, *args)
-
-    def remembers(task: Any, drafts: int) -> int:
-        slot, count = task.state.sequence.table.slot, wanted_of(task, drafts)
-        wanted[slot] = max(count, wanted.get(slot, 0)) if drafts == 1 else count
-        return count
-
-    monkeypatch.setattr(source, "begin", waits)
-    monkeypatch.setattr(source, "_wanted", remembers)
 
 
 def wait_until_up(llm: Any) -> None:
@@ -97,6 +69,33 @@ def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
     drafting = proposer_of(llm).drafting
     assert len(drafting.requests) <= 1
     assert len(drafting.source.pool._free) >= drafting.source.pool._num_slots - 1
+
+
+def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Outputs) -> None:
+    """Each is one forward of so many tokens, never one that was kept from before."""
+    source = proposer_of(llm).drafting.source
+
+    def done() -> tuple[int, int, int]:
+        counts = source._process.counts
+        return counts.forwards, counts.tokens, counts.read
+
+    def grown(before: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:
+        deadline = time.monotonic() + 10
+        while True:
+            grew = tuple(b - a for a, b in zip(before, done(), strict=True))
+            if grew >= wanted or time.monotonic() > deadline:
+                return grew == wanted
+            time.sleep(0.001)
+
+    for step, size, wanted in (
+        (source.step, 4, (1, 4, 4)),
+        (source.read, 64, (1, 1, 64)),
+        (source.read, 64, (1, 1, 64)),
+    ):
+        before = done()
+        step(size)
+        assert grown(before, wanted)
+    assert generate(llm, texts, greedy()) == alone
 
 
 def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:

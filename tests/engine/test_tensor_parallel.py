@@ -46,6 +46,18 @@ def test_same_tokens_on_two_ranks(
     assert set(counts["skipped"]) <= {"catching_up"}
 
 
+def test_a_drafter_in_a_process_of_its_own_beside_two_ranks(
+    demo_pair: Path, texts: list[str], alone: Outputs
+) -> None:
+    spec = slem(demo_pair / "drafter", parallel="process")
+    with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        counts = read_stats(llm)
+    assert counts["forwards"] > 0
+    assert counts["drafts"] <= counts["drafts_ahead"]
+    assert set(counts["skipped"]) <= {"catching_up", "not_guessed", "not_ready"}
+
+
 def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -> None:
     """Both walk through the same trees, and copy the same KV home."""
     spec = slem(demo_pair / "drafter", 8, tree_nodes=8)
