@@ -71,6 +71,19 @@ def refused(out: Out, *arguments: str) -> str:
     return printed.err
 
 
+def test_settings_are_measured_side_by_side(
+    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
+) -> None:
+    fakes.worlds = {
+        ALONE: World((10,)), "small:chain": World((12,)), "small:tree": World((15,))
+    }  # fmt: skip
+    settings = json.dumps({"chain": {}, "tree": {"tree_nodes": 8}})
+    found = advice(capsys, target, small, *options, "--settings", settings)
+    assert [each["drafter"] for each in found["measured"]] == ["small:tree", "small:chain"]
+    assert found["recommended"]["tree_nodes"] == 8
+    assert len(found["drafters"]) == 1
+
+
 def test_figures_of_a_load(
     capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
 ) -> None:

@@ -3,6 +3,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from bench_fakes import GOOD
 
 from vllm_hetero_spec.bench import datasets, suite_file
 from vllm_hetero_spec.bench.methods import KINDS, PEERS
+from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, speculative_config
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import METHODS, ConfigError
@@ -90,6 +92,35 @@ engines_at_once: 2
     assert {len(text) for text in suite.prompts["other"]["built"]} == {10}
     assert (suite.batch_sizes, suite.temperatures) == ((2, 1), (1.0, 0.5))
     assert (suite.seed, suite.engines_at_once, suite.ignore_eos) == (None, 2, True)
+
+
+def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
+    """Named by drafter and setting; a setting wins over the drafter's keys, and is checked."""
+    drafter = (
+        "{model: org/small, speculative: {controller: fixed, tree_nodes: 4}, "
+        "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, parallel: process}}}"
+    )
+    suite = read_suite(write(GOOD.replace("org/small", drafter)))
+    assert [(each.name, each.speculative, each.settings) for each in suite.targets[0].drafters] == [
+        ("small:chain", {"controller": "fixed", "tree_nodes": 0}, {}),
+        ("small:ahead", {"controller": "fixed", "tree_nodes": 0, "parallel": "process"}, {}),
+    ]
+    plan = make_plan(replace(suite, methods=("slem",)), 9, lambda target, drafter: None)
+    drafting = [
+        (cell.engine.method, cell.engine.drafter)
+        for cell in plan.waves[0].groups[0]
+        if cell.engine.drafter
+    ]
+    assert drafting[:3] == [
+        ("slem", "small:chain"),
+        ("slem", "small:ahead"),
+        ("vllm_tli", "small:chain"),  # peers run the model once
+    ]
+    assert len(drafting) == 5
+    wrong = drafter.replace("parallel: process", "parallel: thread")
+    line, sentence = refused(write(GOOD.replace("org/small", wrong)))
+    assert line == 3
+    assert "parallel" in sentence
 
 
 def test_every_method_has_a_kind() -> None:
@@ -320,11 +351,11 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("name", ["demo", "paper", "spec_bench"])
+@pytest.mark.parametrize("name", ["demo", "lookahead", "parallel", "paper", "spec_bench", "trees"])
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name != "demo":  # its prompts are elsewhere
+    if name in ("paper", "spec_bench"):  # their prompts are elsewhere
         monkeypatch.setattr(suite_file, "load_dataset", lambda dataset: ["a prompt"] * 64)
         monkeypatch.setattr(suite_file, "in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)

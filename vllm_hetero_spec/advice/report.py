@@ -9,6 +9,7 @@ from rich.console import Console
 
 from vllm_hetero_spec.advice.drafters import DrafterFacts
 from vllm_hetero_spec.advice.measuring import DATASET, Candidate, Measured, engine_name
+from vllm_hetero_spec.advice.prospects import prospects
 from vllm_hetero_spec.bench.rows import Row
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.inputs.model_folder import widened_columns
@@ -87,6 +88,9 @@ def show(
     )
     title = "ranking, by the geometric mean over the loads"
     console.print(terminal_table(ranking, measured.ranking, title))
+    first = measured.ranking[0]
+    for sentence in prospects(measured.rows, first.rows, first.config):
+        say(f"{engine_name(first.engine)}: {sentence}")
     if measured.recommended is None:
         say(_none_is_faster(measured), "bold")
         return

@@ -45,11 +45,14 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
         return HuggingFaceEngine(HuggingFaceSpec(target.model, **drafting), verbose=verbose)
     from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
+    config = vllm_config(engine, drafter)
+    # The side paths of a tree, fewer than its tokens, take places beside the requests'.
+    places = 1 + ((config or {}).get("tree_nodes") or 0)
     return VllmEngine(
         EngineSpec(
             model=target.model,
-            speculative_config=vllm_config(engine, drafter),
-            max_batch_size=max(suite.batch_sizes),
+            speculative_config=config,
+            max_batch_size=max(suite.batch_sizes) * places,
             engine=device_share(at_once) | target.engine,
         ),
         verbose=verbose,

@@ -6,14 +6,14 @@ each of them. Within a wave every engine runs the same load in turn, and each ro
 another engine, so that a machine that drifts drifts for all.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from vllm_hetero_spec.bench.methods import ALONE, KINDS
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.config import METHODS, ConfigError
 
 
 class EngineId(NamedTuple):
@@ -172,9 +172,19 @@ def _engines(suite: Suite, target: Target) -> list[EngineId]:
     return [EngineId(target.name, method) for method in alone] + [
         EngineId(target.name, method, drafter.name, lookahead)
         for method in drafting
-        for drafter in target.drafters
+        for drafter in _drafters(target, method)
         for lookahead in suite.num_speculative_tokens
     ]
+
+
+def _drafters(target: Target, method: str) -> Iterable[Drafter]:
+    """Peers know nothing of our settings: they run each model once, as the first of its name."""
+    if method in METHODS:
+        return target.drafters
+    first: dict[str, Drafter] = {}
+    for drafter in target.drafters:
+        first.setdefault(drafter.model, drafter)
+    return first.values()
 
 
 def _cells(suite: Suite, target: Target, engine: EngineId) -> list[Cell]:

@@ -3,8 +3,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, field, replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
@@ -64,11 +64,32 @@ class Named(Part):
 
 @dataclass(frozen=True, config=strict)
 class Drafter(Named):
-    """A drafter; `speculative` are further keys of our methods' configuration."""
+    """A drafter.
+
+    Attributes:
+        name: What reports call it.
+        model: A Hugging Face name or a folder.
+        speculative: Further keys of our methods' configuration.
+        settings: By name, further keys with which it is measured side by side; in the rows each is
+            a drafter of its own, DRAFTER:SETTING.
+    """
 
     name: Text
     model: DrafterName
     speculative: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def in_each_setting(self) -> Iterator["Drafter"]:
+        """The drafters that are measured: one for each setting, or this one alone."""
+        if not self.settings:
+            yield self
+        for name, more in self.settings.items():
+            yield replace(
+                self,
+                name=f"{self.name}:{name}",
+                speculative=self.speculative | more,
+                settings={},
+            )
 
 
 @dataclass(frozen=True, config=strict)
@@ -157,8 +178,9 @@ def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], look
         ConfigError: The drafter's further keys do not fit some method, or the target.
     """
     ranks = target.engine.get("tensor_parallel_size", 1)
-    for method in methods:
-        parse(speculative_config(method, drafter, lookahead), target_tensor_parallel=ranks)
+    for each in drafter.in_each_setting():
+        for method in methods:
+            parse(speculative_config(method, each, lookahead), target_tensor_parallel=ranks)
 
 
 def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[str, Any]:

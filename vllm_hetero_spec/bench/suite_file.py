@@ -62,7 +62,16 @@ def read_suite(file: Path) -> Suite:
     )
     suite = asked.suite(name=asked.name or file.stem, targets=targets)
     _check_configurations(source, suite)
-    return replace(suite, prompts=_prompts(source, suite, asked.datasets))
+    apart = tuple(
+        replace(
+            target,
+            drafters=tuple(
+                each for drafter in target.drafters for each in drafter.in_each_setting()
+            ),
+        )
+        for target in targets
+    )
+    return replace(suite, targets=apart, prompts=_prompts(source, suite, asked.datasets))
 
 
 def _check_configurations(source: YamlFile, suite: Suite) -> None:

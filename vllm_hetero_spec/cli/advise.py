@@ -18,7 +18,15 @@ from vllm_hetero_spec.advice.report import as_json, show
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
-from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
+from vllm_hetero_spec.cli.options import (
+    DEFAULT,
+    MODEL,
+    add_engines,
+    add_load,
+    add_output,
+    dictionary,
+    positive,
+)
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import MeasurementError
@@ -74,6 +82,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--statistics-only", action="store_true", help="stop before any weights are read"
     )
+    parser.add_argument(
+        "--settings",
+        type=dictionary,
+        default={},
+        metavar="JSON",
+        help="measure each drafter in several ways side by side: by name, further keys of "
+        '--speculative-config, as {"chain": {}, "tree": {"tree_nodes": 8}}',
+    )
     add_engines(parser)
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code of the models' repositories"
@@ -102,7 +118,12 @@ def run(arguments: argparse.Namespace) -> None:
         trust_remote_code=trust,
     )
     drafters = [_left_out(target.model, facts, arguments.statistics_only) for facts in drafters]
-    chosen = tuple(facts.drafter for facts in drafters if not facts.not_measured)
+    chosen = tuple(
+        each
+        for facts in drafters
+        if not facts.not_measured
+        for each in facts.drafter.in_each_setting()
+    )
     measured = None
     if chosen:
         suite = replace(suite, targets=(replace(target, drafters=chosen),))
@@ -162,6 +183,7 @@ def _drafters(arguments: argparse.Namespace) -> Iterator[Drafter]:
             name=short if shared[short] == 1 else name,
             model=name,
             speculative=arguments.speculative_config,
+            settings=arguments.settings,
         )
 
 
