@@ -3,7 +3,6 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,12 +99,13 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
         "{model: org/small, speculative: {controller: fixed, tree_nodes: 4}, "
         "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, parallel: process}}}"
     )
-    suite = read_suite(write(GOOD.replace("org/small", drafter)))
+    good = "methods: [slem]\n" + GOOD
+    suite = read_suite(write(good.replace("org/small", drafter)))
     assert [(each.name, each.speculative, each.settings) for each in suite.targets[0].drafters] == [
         ("small:chain", {"controller": "fixed", "tree_nodes": 0}, {}),
         ("small:ahead", {"controller": "fixed", "tree_nodes": 0, "parallel": "process"}, {}),
     ]
-    plan = make_plan(replace(suite, methods=("slem",)), 9, lambda target, drafter: None)
+    plan = make_plan(suite, 9, lambda target, drafter: None)
     drafting = [
         (cell.engine.method, cell.engine.drafter)
         for cell in plan.waves[0].groups[0]
@@ -118,8 +118,8 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     ]
     assert len(drafting) == 5
     wrong = drafter.replace("parallel: process", "parallel: thread")
-    line, sentence = refused(write(GOOD.replace("org/small", wrong)))
-    assert line == 3
+    line, sentence = refused(write(good.replace("org/small", wrong)))
+    assert line == 4
     assert "parallel" in sentence
 
 
