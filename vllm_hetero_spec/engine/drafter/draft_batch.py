@@ -8,7 +8,7 @@ round drafts the expected number, translates, and goes on only for requests stil
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -48,9 +48,9 @@ class _Greedy:
     row: DraftRow
     tokens: DrafterTokens
     steps: int
-    drafted: list[int]
-    peaks: list[float]
-    proposal: list[int]
+    drafted: Sequence[int] = ()
+    peaks: Sequence[float] = ()
+    proposal: list[int] = field(init=False)
     beside: Sequence[Beside] = ()
     forks: Sequence[Fork] = ()
 
@@ -153,7 +153,7 @@ class DraftBatchRunner:
             if not row.steps:
                 continue
             if tokens.proposal is None:
-                greedy.append(_Greedy(row, tokens, row.steps, [], [], []))
+                greedy.append(_Greedy(row, tokens, row.steps))
                 continue
             self._count(row.task, tokens)
             if tokens.beside is not None and control is not None:
@@ -260,8 +260,9 @@ class DraftBatchRunner:
         while making:
             for made in making:
                 tokens = made.tokens
-                made.drafted += tokens.tokens
-                made.peaks += tokens.confidences
+                made.drafted = [*made.drafted, *tokens.tokens]
+                if tokens.confidences:
+                    made.peaks = [*made.peaks, *tokens.confidences]
                 if tokens.beside is not None:
                     made.beside = [*made.beside, tokens.beside]
                     made.forks = [*made.forks, *tokens.forks]

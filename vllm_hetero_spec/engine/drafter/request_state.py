@@ -259,7 +259,8 @@ class Requests:
             news.append(new)
             known.append((request, state))
         ready = []
-        for (request, state), unchanged in zip(known, self._extend(known, news), strict=True):
+        for pair, unchanged in zip(known, self._extend(known, news), strict=True):
+            request, state = pair
             if state.context.broken:
                 state.retire("untranslatable", self._pool)
             if state.context.broken or not state.context.ids:
@@ -267,7 +268,7 @@ class Requests:
                     self._stats.skip("untranslatable")
                 continue
             state.align(self._pool, unchanged)
-            ready.append((request, state))
+            ready.append(pair)
         return ready
 
     def _extend(

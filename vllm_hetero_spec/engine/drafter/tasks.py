@@ -103,7 +103,7 @@ class DrafterTokens(NamedTuple):
 
     tokens: list[int]
     finite: bool = True
-    confidences: list[float] | tuple[()] = ()
+    confidences: Sequence[float] = ()
     proposal: Draft | None = None
     beside: Beside | None = None
     forks: Sequence[Fork] = ()

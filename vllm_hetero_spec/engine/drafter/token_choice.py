@@ -208,7 +208,7 @@ class PickedTokens:
     def __init__(self, packet: np.ndarray, *, confidences: bool) -> None:
         steps = len(packet)
         self.ids: list[list[int]] = packet[:, 0].T.tolist()
-        self.peaks: list[list[float]] = [[]] * packet.shape[2]
+        self.peaks: list[Sequence[float]] = [()] * packet.shape[2]
         if confidences:
             self.peaks = packet[:, 2].view(np.float32).T.tolist()
         scores = packet[:, 1].view(np.float32)

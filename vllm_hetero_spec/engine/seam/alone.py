@@ -9,8 +9,6 @@ the drafts to all ranks; what sampled ones were drawn from is broadcast (`verifi
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from vllm.distributed import parallel_state
@@ -50,18 +48,24 @@ def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordin
     return group
 
 
-@contextmanager
-def alone(groups: Groups) -> Iterator[None]:
-    """Hide the KV connector, and exchange the tensor parallel and the pipeline group.
+class Alone:
+    """While it is entered, hides the KV connector, and exchanges both groups. Not to be nested.
 
     Args:
         groups: Of the drafter.
     """
-    agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
-    held = parallel_state._TP, parallel_state._PP
-    parallel_state._TP, parallel_state._PP = groups
-    try:
-        yield
-    finally:
-        parallel_state._TP, parallel_state._PP = held
-        kv_transfer_state._KV_CONNECTOR_AGENT = agent
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._held = parallel_state._TP, parallel_state._PP
+        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+
+    def __enter__(self) -> None:
+        self._held = parallel_state._TP, parallel_state._PP
+        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        parallel_state._TP, parallel_state._PP = self._groups
+
+    def __exit__(self, *error: object) -> None:
+        parallel_state._TP, parallel_state._PP = self._held
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._agent

@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.alone import Groups, alone
+from vllm_hetero_spec.engine.seam.alone import Alone, Groups
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     drafting_mode,
@@ -64,11 +64,11 @@ class InlineSource:
         likeliest: int | None,
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
-        self._groups = Groups.of_drafter(solo=solo)
+        self._alone = Alone(Groups.of_drafter(solo=solo))
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
-        with alone(self._groups), torch.random.fork_rng(used, device_type=device.type):
+        with self._alone, torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
                 drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
                 device,
@@ -113,27 +113,27 @@ class InlineSource:
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
         """See `DraftSource`."""
-        with alone(self._groups):
+        with self._alone:
             self.rounds.begin(tasks, outside, control)
 
     def finish(self) -> list[Draft]:
         """See `DraftSource`."""
-        with alone(self._groups):
+        with self._alone:
             return self.rounds.finish()
 
     def record(self) -> int:
         """See `DraftSource`."""
-        with alone(self._groups):
+        with self._alone:
             return self._recording.record()
 
     def step(self, batch: int) -> None:
         """See `DraftSource`."""
-        with alone(self._groups):
+        with self._alone:
             self.drafter.step(batch)
 
     def read(self, tokens: int) -> None:
         """See `DraftSource`."""
-        with alone(self._groups):
+        with self._alone:
             self.drafter.read(tokens)
 
     def reset(self) -> None:
