@@ -78,17 +78,17 @@ def pair(request: pytest.FixtureRequest, code_prompts: list[str]) -> Iterator[Co
         yield Compared(request.param, Load(llm, texts), outputs, inline)
 
 
-def process(drafter: Path) -> dict[str, Any]:
-    return slem(drafter, parallel="process", drafter_device=str(CORE))
+def process(drafter: Path, **changes: Any) -> dict[str, Any]:
+    return slem(drafter, parallel="process", drafter_device=str(CORE), **changes)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def slow_target(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
     patient(pair.load.llm, monkeypatch)
 
 
 @pytest.fixture
-def waits(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
+def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft that is not there is waited for, whatever that costs."""
     control = proposer_of(pair.load.llm).drafting.control
     monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
@@ -104,7 +104,7 @@ def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None)
     assert counts.hits + counts.waited >= counts.drafts
 
 
-def test_without_waiting_what_is_there_is_no_worse(pair: Compared) -> None:
+def test_without_waiting_what_is_there_is_no_worse(pair: Compared, slow_target: None) -> None:
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
     assert counts.waited == 0
@@ -146,7 +146,7 @@ def test_wrong_guesses_are_never_hit(
 
 
 def test_remainders_of_other_texts_are_not_accepted(
-    pair: Compared, monkeypatch: pytest.MonkeyPatch
+    pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lossless even where the match by bytes is left out, but that shows."""
 
@@ -159,3 +159,23 @@ def test_remainders_of_other_texts_are_not_accepted(
     assert outputs == pair.outputs
     assert counts.drafts > 0
     assert counts.acceptance_length < 0.75 * pair.inline.acceptance_length
+
+
+def test_goodput_knows_what_the_process_costs(
+    demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From start-up on, and what the target has waited for afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = process(demo_pair / "drafter", controller="goodput")
+    with engine(demo_pair / "target-wide", spec) as llm:
+        controller = proposer_of(llm).drafting.control.controller
+        costs = controller.known.costs
+        assert costs.knows_drafter
+        before = costs.drafting(1, controller.known.steps.expected(4))
+        assert before > 2 * costs.drafter(1)  # as if all of it were to be waited for
+        generate(llm, [code_prompts[0][:400]], greedy(max_tokens=64))
+        stats = read_stats(llm)
+        assert stats["drafts_ahead"] > 0
+        assert stats["forward_seconds"] > stats["wait_seconds"]
+        assert controller.known.steps.expected(4) < 4
+        assert 0 < stats["hit_rate"] <= 1
