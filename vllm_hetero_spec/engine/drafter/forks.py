@@ -33,6 +33,8 @@ class Forks:
             has_room: Whether a round may have so many rows and forks; with fewer there are none.
         """
         self._lent, rows = [], list(rows)
+        if all(row.task.paths <= 1 for row in rows):
+            return rows
         # Forks of drawn requests draw beside these, which may not end sooner.
         together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
         able = (row.steps > 1 and (row.task.draw is None or together) for row in rows)
