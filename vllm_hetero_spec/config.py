@@ -15,6 +15,7 @@ from vllm_hetero_spec.config_checks import (
     check_fuzzy,
     check_process,
     check_rows,
+    check_trees,
     check_verification,
     integer,
     listed,
@@ -35,8 +36,10 @@ CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
 PARALLEL_MODES = ("off", "process")
 PIPELINE_MODES = ("refuse", "one_batch")
+TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
+MAX_TREE_WIDTH = 2  # a third path of the drafter's was worth nothing on the pairs measured
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
 # Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A
@@ -64,6 +67,10 @@ class HeteroOptions:
         model: The drafter: a Hugging Face name or a folder.
         num_speculative_tokens: Lookahead, in TARGET tokens per request and step.
         tree_nodes: Most tokens of a draft that may be a tree; 0 where all drafts are chains.
+        tree_width: Most paths that the drafter follows for a tree: 1 knows the siblings of one
+            path alone, 2 follows a second one from the next likeliest first token on.
+        tree_values: By what nodes of trees are chosen: "learnt" by all that the drafter knows of
+            them, "rank" by their place among their siblings alone (ERSD's Algorithm 3).
         tokenizer: The drafter's tokenizer; its model's where None.
         tokenizer_mode: vLLM's tokenizer mode for the drafter ("auto", "mistral", ...).
         revision: Version of the drafter's repository (weights and configuration).
@@ -110,6 +117,8 @@ class HeteroOptions:
     model: str
     num_speculative_tokens: int
     tree_nodes: int = 0
+    tree_width: int = MAX_TREE_WIDTH
+    tree_values: str = "learnt"
     tokenizer: str | None = None
     tokenizer_mode: str = "auto"
     revision: str | None = None
@@ -205,6 +214,8 @@ def parse(
     )
     if given.get("tree_nodes") is not None:
         given["tree_nodes"] = integer("tree_nodes", given["tree_nodes"], 0, MAX_TREE_NODES)
+    if given.get("tree_width") is not None:
+        given["tree_width"] = integer("tree_width", given["tree_width"], 1, MAX_TREE_WIDTH)
     if given.get("context") is not None:
         given["context"] = integer("context", given["context"], MIN_CONTEXT, 1 << 31)
     if given.get("kv_cache_memory_bytes") is not None:
@@ -227,6 +238,7 @@ def parse(
         ("divergence", DIVERGENCES),
         ("chat_template", CHAT_TEMPLATES),
         ("controller", CONTROLLERS),
+        ("tree_values", TREE_VALUES),
     ):
         if given.get(key) is not None:
             one_of(key, given[key], choices)
@@ -235,6 +247,7 @@ def parse(
             raise ConfigError(f"{key} is {given[key]!r}; it must be true or false.")
     check_fuzzy(given)
     check_confidence(given)
+    check_trees(given)
     check_rows(given, target_tensor_parallel)
     check_process(given)
     # An explicit null means "the default", as it does in vLLM.

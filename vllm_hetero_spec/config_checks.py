@@ -65,6 +65,15 @@ def check_confidence(given: Mapping[str, Any]) -> None:
         )
 
 
+def check_trees(given: Mapping[str, Any]) -> None:
+    for key in ("tree_width", "tree_values"):
+        if given.get(key) is not None and not given.get("tree_nodes"):
+            raise ConfigError(
+                f'{key} is about draft trees, and there are none without "tree_nodes" above 0; '
+                "leave it out or ask for them."
+            )
+
+
 def check_process(given: Mapping[str, Any]) -> None:
     """A drafter in a process of its own drafts greedily, in chains."""
     device = given.get("drafter_device")

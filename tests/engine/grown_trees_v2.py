@@ -46,11 +46,15 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
     return run(demo_pair, few)
 
 
-@pytest.fixture(scope="module", params=["fixed", "goodput"])
+@pytest.fixture(scope="module", params=["fixed", "goodput", "rank"])
 def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_scratch, "_SHARE", 3)  # so that a small cache has scratch
-        more = {"tree_nodes": NODES, "controller": request.param, "calibrate": False}
+        more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "calibrate": False}
+        if request.param == "rank":
+            more |= {"tree_values": "rank", "tree_width": 1}
+        else:
+            more["controller"] = request.param
         yield run(demo_pair, few, **more)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees beside the drafter's usual chains, from its rows to what the target is fed."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,9 +29,10 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
-from vllm_hetero_spec.lookahead.tree_values import TreeValues
+from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
 
@@ -370,6 +372,44 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     after = shares()
     assert after[1] > after[0]
     assert values.race.to_dict() == TreeValues.unknown().race.to_dict()
+
+
+@pytest.mark.parametrize("raced", [False, True])
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
+def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: bool) -> None:
+    """The largest sum of products of rates, of all trees that are in what was found."""
+    values, room = RankValues.unknown(), TreeRoom(nodes=6, rows=40, sides=6)
+    for of_kind in values:
+        of_kind._taken[:] = 0.0
+        of_kind._taken[: len(rates)] = np.array(rates) * of_kind._nodes
+    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    step, world = step_of(TEXTS, room=room, raced=raced), World(raced=raced)
+    control.observe(step)
+    control.plan(step, [0] * 3)
+    drafts = world.draft(TEXTS, control)
+    for tree in control.trim(list(drafts.values())):
+        explored = drafts[tree.req_id].explored
+        assert explored is not None
+        found = by_ranks(explored.tree.parents, explored.tree.tokens)
+        worth = defaultdict[tuple[int, ...], float](float)
+        for ranks in found:
+            worth[ranks] = float(np.prod([dict(enumerate(rates)).get(r, 0.0) for r in ranks]))
+        best = ref.best_tree(worth.__getitem__, KNOWN, room.nodes)
+        texts = {text: ranks for ranks, text in found.items()}
+        own = [worth[texts[text]] for text in by_ranks(tree.parents, tree.tokens).values()]
+        assert len(own) == room.nodes
+        assert sum(own) == pytest.approx(sum(map(worth.__getitem__, best)))
+
+
+def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, ...], Any]:
+    """The text of each node of a tree, by its path of ranks."""
+    paths: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    born = [0] * (len(tokens) + 1)
+    for parent, token in zip(parents, tokens, strict=True):
+        ranks, text = paths[parent] if parent >= 0 else ((), ())
+        paths.append(((*ranks, born[parent]), (*text, token)))
+        born[parent] += 1
+    return dict(paths)
 
 
 def test_trees_that_were_cut_teach_nothing() -> None:

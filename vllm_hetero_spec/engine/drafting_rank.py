@@ -30,6 +30,7 @@ from vllm_hetero_spec.engine.source.process import ProcessSource
 from vllm_hetero_spec.engine.source.protocol import DraftSource
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.tree_values import RankValues
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -187,8 +188,10 @@ class DraftingRank:
         can_stop = self._planning is None and not ahead
         can_stop = can_stop and (name == "confidence" or (name == "goodput" and cpu))
         controller = controller_of(self._options, known, can_stop_early=can_stop)
+        by_rank = self._options.tree_values == "rank"
+        values = RankValues.unknown() if by_rank else known.trees
         kind = AheadControl if ahead else LookaheadControl
-        return kind(controller, can_stop_early=can_stop, values=known.trees)
+        return kind(controller, can_stop_early=can_stop, values=values)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """The plan of the first rank, on all ranks that draft together."""
@@ -233,7 +236,7 @@ class DraftingRank:
                 if because:
                     self._stats.keep_chain(because)
                 else:
-                    paths = plan.paths
+                    paths = min(plan.paths, self._options.tree_width)
             tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
         return tasks
 

@@ -26,7 +26,7 @@ from vllm_hetero_spec.engine.tree_control import TreeControl
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.tree_values import TreeValues
+from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -104,7 +104,11 @@ class LookaheadControl:
     """
 
     def __init__(
-        self, controller: Controller, *, can_stop_early: bool, values: TreeValues | None = None
+        self,
+        controller: Controller,
+        *,
+        can_stop_early: bool,
+        values: TreeValues | RankValues | None = None,
     ) -> None:
         self.asks = 0
         self._trees = TreeControl(values or TreeValues.unknown())

@@ -20,6 +20,8 @@ from vllm_hetero_spec.lookahead.controllers import Controller
 from vllm_hetero_spec.lookahead.tree_prices import PricedTree, trim
 from vllm_hetero_spec.lookahead.tree_values import (
     ChildChances,
+    RankRates,
+    RankValues,
     TreeValues,
     greedy_evidence,
     race_evidence,
@@ -63,7 +65,7 @@ class TreeControl:
         side_tokens_accepted: Of trees, those that were not of the drafter's own chain.
     """
 
-    def __init__(self, values: TreeValues) -> None:
+    def __init__(self, values: TreeValues | RankValues) -> None:
         self._values, self.side_tokens_accepted = values, 0
         self.rows = sys.maxsize
         self._room: TreeRoom | None = None  # in the present step
@@ -105,7 +107,8 @@ class TreeControl:
                     tested[found.raced].append((found, children, taken))
         for req_id in self._verifying.keys() - step.live:
             del self._verifying[req_id]
-        for chances, of_kind in zip(self._values, tested, strict=True):
+        kinds = self._values.greedy, self._values.race
+        for chances, of_kind in zip(kinds, tested, strict=True):
             if of_kind:
                 _learn(chances, of_kind)
         return again
@@ -219,7 +222,7 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 
 
 def _learn(
-    chances: ChildChances, tested: Sequence[tuple[_Verifying, list[int], list[bool]]]
+    chances: ChildChances | RankRates, tested: Sequence[tuple[_Verifying, list[int], list[bool]]]
 ) -> None:
     """From the trees of one kind of requests that a step has verified."""
     parents, nodes = [], 0

@@ -10,11 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_hetero_spec.config import MAX_TREE_WIDTH
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
-
-# Of the drafter's own for a tree: a third one has hardly been worth anything yet.
-MOST_PATHS = 2
 
 
 class LookaheadPlan(NamedTuple):
@@ -110,7 +108,7 @@ class Controller(ABC):
 
     def paths(self) -> int:
         """How many paths the drafter follows in this step where drafts may be trees, 0 for none."""
-        return MOST_PATHS
+        return MAX_TREE_WIDTH
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring in a step of so many."""

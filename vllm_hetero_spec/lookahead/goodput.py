@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
-from vllm_hetero_spec.lookahead.controllers import MOST_PATHS, Controller, Gauges, LookaheadPlan
+from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
@@ -142,11 +142,11 @@ class Goodput(Controller):
             return 1
         if self._trees() is None:
             return 0
-        wide, costs = MOST_PATHS * self._batch, self._costs
+        wide, costs = super().paths() * self._batch, self._costs
         more = self.known.steps.expected(self._lookahead)
         more *= costs.drafter(wide) - costs.drafter(self._batch)
         pays = self._tokens_per_second * more < _OF_A_PATH * self._batch
-        return MOST_PATHS if pays and costs.drafter_stddev(wide) < _UNCERTAIN else 1
+        return super().paths() if pays and costs.drafter_stddev(wide) < _UNCERTAIN else 1
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring; see `Controller`."""

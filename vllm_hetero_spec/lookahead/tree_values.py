@@ -24,6 +24,7 @@ _LARGEST_STEP = 2.0  # logits that a prediction may move at once, whatever the s
 _LEAST_SCORE, _LARGEST_SCORE = -12.0, 6.0  # logits against none of the children
 _LEAST_SHARE, _LARGEST_LEAD = 1e-5, 12.0  # beyond them a child is as unlikely as another
 _PRIOR_RATES, _PRIOR_WEIGHT = (0.5, 0.15, 0.07, 0.04), 4.0  # by rank, worth so many nodes
+_RANKS = 16  # as many as anyone looks at
 
 
 def greedy_evidence(shares: np.ndarray) -> np.ndarray:
@@ -194,6 +195,23 @@ class RankRates:
         size = len(self._taken)
         self._nodes = self._nodes * keep + nodes
         self._taken = self._taken * keep + np.bincount(rank[taken], minlength=size)[:size]
+
+
+class RankValues(NamedTuple):
+    """What takes the place of `TreeValues` where trees are chosen by rank alone.
+
+    Attributes:
+        greedy: Where the target takes the likeliest token.
+        race: Where it races.
+    """
+
+    greedy: RankRates
+    race: RankRates
+
+    @classmethod
+    def unknown(cls) -> "RankValues":
+        """Before any tree."""
+        return cls(RankRates(_RANKS), RankRates(_RANKS))
 
 
 def _features(rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray) -> np.ndarray:
