@@ -351,11 +351,13 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("name", ["demo", "lookahead", "parallel", "paper", "spec_bench", "trees"])
+@pytest.mark.parametrize(
+    "name", ["demo", "long", "lookahead", "parallel", "paper", "spec_bench", "trees"]
+)
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("paper", "spec_bench"):  # their prompts are elsewhere
+    if name in ("long", "paper", "spec_bench"):  # their prompts are elsewhere
         monkeypatch.setattr(suite_file, "load_dataset", lambda dataset: ["a prompt"] * 64)
         monkeypatch.setattr(suite_file, "in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)
@@ -365,6 +367,12 @@ def test_examples_are_suites(
         (tmp_path / "question.jsonl").write_text("{}\n")
         file = tmp_path / file.name
         file.write_text(text)
+    if name == "long":
+        (tmp_path / "long").mkdir()
+        for length in (2000, 8000):
+            (tmp_path / "long" / f"prompts-{length}.jsonl").write_text("{}\n")
+        file = tmp_path / file.name
+        file.write_text(text.replace("./long/target", "org/a").replace("./long/drafter", "org/b"))
     suite = read_suite(file)
     assert suite.name == name.replace("_", "-")
     assert all(target.drafters for target in suite.targets)
