@@ -38,7 +38,7 @@ def trees(row: Row, small: Row, large: Row) -> str:
     )
     if price < gain:
         return f'{found}: measure them with --settings \'{{"tree": {{"tree_nodes": 8}}}}\'.'
-    return f"{found}: they cannot pay here, but do where rows cost little, as on most GPUs."
+    return f"{found}: they cannot pay here; where rows cost less, they may."
 
 
 def own_process(row: Row) -> str:

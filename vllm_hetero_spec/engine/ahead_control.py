@@ -27,16 +27,7 @@ class AheadControl(LookaheadControl):
             if not draft.tokens and draft.req_id not in self._own:
                 index = self._index_of[draft.req_id]
                 self.controller.observe_acceptance(0, 0, (), planned[index], self._random[index])
-        if timing.forwards:
-            self.controller.observe_draft(
-                timing.picked / timing.forwards,
-                timing.forwards,
-                timing.seconds,
-                overhead=timing.overhead,
-                fed=timing.caught_up,
-                longest=max(planned, default=0),
-                exposed=timing.exposed,
-            )
+        self._observe(timing, max(planned, default=0))
 
     def wait(self, missing: Mapping[str, int], each: float, unread: int) -> tuple[int, float]:
         """See `engine.source.protocol.AheadControl`."""

@@ -245,6 +245,9 @@ class LookaheadControl:
         """A round of drafting has ended."""
         if timing.trees and self.controller.sides is not None:
             self.controller.sides.took(timing.trees, timing.tree_seconds)
+        self._observe(timing, max((len(draft.tokens) for draft in drafts), default=0))
+
+    def _observe(self, timing: DraftTiming, longest: int) -> None:
         if timing.forwards:
             self.controller.observe_draft(
                 timing.picked / timing.forwards,
@@ -252,7 +255,8 @@ class LookaheadControl:
                 timing.seconds,
                 overhead=timing.overhead,
                 fed=timing.caught_up,
-                longest=max((len(draft.tokens) for draft in drafts), default=0),
+                longest=longest,
+                exposed=timing.exposed,
             )
 
     @property

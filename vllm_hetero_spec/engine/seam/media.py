@@ -10,8 +10,5 @@ if TYPE_CHECKING:
 
 def media_of(features: "Sequence[MultiModalFeatureSpec]") -> Sequence[slice]:
     """Parts of a prompt, one for each feature of the request."""
-    return [
-        slice(place.offset, place.offset + place.length)
-        for feature in features
-        for place in [feature.mm_position]
-    ]
+    places = [feature.mm_position for feature in features]
+    return [slice(place.offset, place.offset + place.length) for place in places]
