@@ -3,10 +3,10 @@
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions, parse, wants_us
+from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter, parse, wants_us
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
-PROCESS = {"parallel": "process"}
+PROCESS, RAY = {"parallel": "process"}, {"parallel": "ray"}
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,20 @@ def test_own_keys_reach_the_options() -> None:
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
         ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
         ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
-        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process"]),
+        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process, ray"]),
         ({"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
         (PROCESS | {"method": "tli"}, ["'tli'", "slem", "hetero"]),
         (PROCESS | {"tree_nodes": 8}, ["tree_nodes is 8", "chains"]),
         (PROCESS | {"controller": "confidence", "method": "slem"}, ["controller is 'confidence'"]),
         (PROCESS | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
+        (RAY | {"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
+        (PROCESS | {"ray_drafter": {}}, ["ray_drafter", '"parallel": "ray"']),
+        (RAY | {"tree_nodes": 8}, ["tree_nodes is 8", '"parallel": "ray"']),
+        (RAY | {"ray_drafter": 1}, ["ray_drafter is 1", "num_gpus, num_cpus, share"]),
+        (RAY | {"ray_drafter": {"gpus": 1}}, ["num_gpus, num_cpus, share"]),
+        (RAY | {"ray_drafter": {"num_cpus": -1}}, ["num_cpus of ray_drafter is -1"]),
+        (RAY | {"ray_drafter": {"num_gpus": True}}, ["num_gpus of ray_drafter is True"]),
+        (RAY | {"ray_drafter": {"share": "a b"}}, ["share of ray_drafter is 'a b'"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
@@ -123,6 +131,12 @@ def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) ->
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_an_actor_asks_for_what_the_user_says() -> None:
+    wanted = {"num_gpus": 0.5, "num_cpus": None, "share": "night"}
+    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
+    assert options.ray_drafter == RayDrafter(num_gpus=0.5, share="night")
 
 
 def test_a_split_drafter_does_not_draw() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from vllm_hetero_spec.config_checks import (
     check_confidence,
     check_fuzzy,
-    check_process,
+    check_parallel,
+    check_ray_drafter,
     check_rows,
     check_trees,
     check_verification,
@@ -34,7 +35,7 @@ TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
-PARALLEL_MODES = ("off", "process")
+PARALLEL_MODES = ("off", "process", "ray")
 PIPELINE_MODES = ("refuse", "one_batch")
 TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
@@ -55,6 +56,21 @@ _UPSTREAM_KEYS = (
     "draft_tensor_parallel_size",
     "max_model_len",
 )
+
+
+@dataclass(frozen=True)
+class RayDrafter:
+    """What the actor of a drafter asks of a Ray cluster.
+
+    Attributes:
+        num_gpus: GPUs, or a share of one; one where None and the target is on a GPU.
+        num_cpus: CPUs, also the threads of a drafter that runs on them.
+        share: Engines with the same one share the actor, if all else is alike.
+    """
+
+    num_gpus: float | None = None
+    num_cpus: float = 1
+    share: str = "default"
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,11 @@ class HeteroOptions:
         pipeline: "one_batch" serves a target in pipeline stages on Model Runner V1, with one batch
             in all of them together; "refuse" does not.
         parallel: "process" runs the drafter in a process of its own, which drafts what is likely to
-            be wanted next while the target verifies; "off" drafts between the target's steps.
+            be wanted next while the target verifies; "ray" in an actor of a Ray cluster, for all
+            engines that name it alike; "off" drafts between the target's steps.
         drafter_device: Of that process: CPU cores as "1" or "2-3,6", or a device as "cuda:1"; the
             engine's own where None.
+        ray_drafter: Of that actor.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
         verification: "token" accepts token by token, "block" the longest prefix that the draft as
@@ -133,6 +151,7 @@ class HeteroOptions:
     pipeline: str = "refuse"
     parallel: str = "off"
     drafter_device: str | None = None
+    ray_drafter: RayDrafter = RayDrafter()
     translation: str = "auto"
     verification: str = "token"
     divergence: str = "js"
@@ -249,7 +268,9 @@ def parse(
     check_confidence(given)
     check_trees(given)
     check_rows(given, target_tensor_parallel)
-    check_process(given)
+    check_parallel(given)
+    if given.get("ray_drafter") is not None:
+        given["ray_drafter"] = RayDrafter(**check_ray_drafter(given["ray_drafter"]))
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
 

@@ -74,18 +74,19 @@ def check_trees(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_process(given: Mapping[str, Any]) -> None:
-    """A drafter in a process of its own drafts greedily, in chains."""
-    device = given.get("drafter_device")
-    if given.get("parallel", "off") in (None, "off"):
-        if device is not None:
+def check_parallel(given: Mapping[str, Any]) -> None:
+    """A drafter in a process of its own, or in an actor of Ray's, drafts greedily, in chains."""
+    device, parallel = given.get("drafter_device"), given.get("parallel") or "off"
+    for key, mode in (("drafter_device", "process"), ("ray_drafter", "ray")):
+        if given.get(key) is not None and parallel != mode:
             raise ConfigError(
-                'drafter_device belongs to "parallel": "process"; leave it out or ask for that.'
+                f'{key} belongs to "parallel": "{mode}"; leave it out or ask for that.'
             )
+    if parallel == "off":
         return
     if methods.METHODS[given["method"]].needs_probs and given["method"] != methods.HETERO:
         raise ConfigError(
-            f'method {given["method"]!r} does not run with "parallel": "process", which drafts '
+            f'method {given["method"]!r} does not run with "parallel": "{parallel}", which drafts '
             'greedily; use "slem", or "hetero", which then chooses that.'
         )
     for key, supported, why in (
@@ -96,7 +97,7 @@ def check_process(given: Mapping[str, Any]) -> None:
     ):
         if (found := given.get(key)) not in supported:
             raise ConfigError(
-                f'{key} is {found!r}, which does not go with "parallel": "process": that {why}; '
+                f'{key} is {found!r}, which does not go with "parallel": "{parallel}": that {why}; '
                 "leave one of them out."
             )
     if device is not None and not re.fullmatch(_DEVICES, str(device)):
@@ -104,6 +105,30 @@ def check_process(given: Mapping[str, Any]) -> None:
             f'drafter_device is {device!r}; it must be CPU cores as "1" or "2-3,6", or a device '
             'as "cuda:1".'
         )
+
+
+def check_ray_drafter(given: Any) -> dict[str, Any]:
+    """What an actor asks of a cluster: GPUs, CPUs, and a name for those who share it."""
+    keys = ("num_gpus", "num_cpus", "share")
+    if not isinstance(given, Mapping) or not given.keys() <= set(keys):
+        raise ConfigError(
+            f"ray_drafter is {given!r}; it must be a dictionary with some of {listed(keys)}."
+        )
+    found = {key: value for key, value in given.items() if value is not None}
+    for key in found.keys() & set(keys[:2]):
+        number = found[key]
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise ConfigError(
+                f"{key} of ray_drafter is {number!r}; it must be a number of at least 0, which Ray "
+                "sets aside on one node."
+            )
+    share = found.get("share", "default")
+    if not isinstance(share, str) or not re.fullmatch(r"[\w.-]+", share):
+        raise ConfigError(
+            f"share of ray_drafter is {share!r}; it must be a name of letters, digits, '.', '_' "
+            "and '-'."
+        )
+    return found
 
 
 def check_verification(method: Any) -> None:

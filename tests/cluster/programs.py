@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,6 +93,20 @@ def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
         "greedy": found,
         "drafts": [REGISTRY.get_sample_value(f"{PREFIX}drafts_total", each) for each in labels],
     }
+
+
+def sharing(target: str, spec: dict[str, Any], texts: list[str], times: int) -> dict[str, Any]:
+    """An engine whose drafter is an actor: greedy tokens of each time, and what it has counted."""
+    from harness import engine
+
+    from vllm_hetero_spec import read_stats
+
+    with engine(Path(target), spec) as llm:
+        found = []
+        for _ in range(times):
+            found.append(generate(llm, texts, greedy()))
+            print("again", flush=True)
+        return {"greedy": found, "stats": read_stats(llm)}
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class DraftingRank:
         self._begun = False
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
-        if options.parallel == "process":
+        if options.parallel != "off":
             deployment = Deployment.of(vllm_config, drafter_config, options, pair)
             self.source = ProcessSource(deployment, pair, stats, drafter_config.max_model_len)
         else:
@@ -184,7 +184,7 @@ class DraftingRank:
     def _controlled(self, known: Estimates) -> LookaheadControl:
         # On a GPU a look at the confidences between two steps would cost a wait for the device.
         name, cpu = self._options.controller, self._device.type == "cpu"
-        ahead = self._options.parallel == "process"  # nobody is there to be stopped
+        ahead = self._options.parallel != "off"  # nobody is there to be stopped
         can_stop = self._planning is None and not ahead
         can_stop = can_stop and (name == "confidence" or (name == "goodput" and cpu))
         controller = controller_of(self._options, known, can_stop_early=can_stop)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_hetero_spec.engine.source.drafter_process import Deployment
+    from vllm_hetero_spec.engine.source.messages import Ready
     from vllm_hetero_spec.engine.source.server import DraftingServer
+    from vllm_hetero_spec.engine.source.sharing import AnyTable
 
 # Share of a device's memory that has to be free for the drafter's process to start.
 _LEAST_MEMORY = 0.01
@@ -32,30 +34,46 @@ def main() -> None:
         os.sched_setaffinity(0, cores)
     from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.engine.source.messages import Failed, encode
-    from vllm_hetero_spec.errors import one_line
+    from vllm_hetero_spec.engine.source.table import DraftTable
 
     try:
-        server = load(pickle.load(sys.stdin.buffer), memory, messages)
+        given: Deployment = pickle.load(sys.stdin.buffer)
+        table = DraftTable(memory, given.slots, given.longest, given.sides)
+        server, ready = load(given, table)
     except ConfigError as error:
         messages.send(encode(Failed(str(error))))
         return
-    except Exception as error:
-        traceback.print_exc()
-        why = f"{type(error).__name__}: {one_line(error)}"
-        messages.send(
-            encode(
-                Failed(
-                    f"the drafter cannot be loaded in a process of its own ({why}); "
-                    'leave out "parallel", or "drafter_device" where that is the reason.'
-                )
-            )
-        )
-        return
+    messages.send(encode(ready))
     serve(server, messages)
 
 
-def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "DraftingServer":
-    """The drafter in an environment of its own."""
+def load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, Ready]":
+    """The drafter in a process of its own, or in an actor of Ray's.
+
+    Args:
+        deployment: What it is to run.
+        table: Where it puts its drafts.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from vllm_hetero_spec.config import ConfigError
+    from vllm_hetero_spec.errors import one_line
+
+    try:
+        return _load(deployment, table)
+    except ConfigError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(
+            f"the drafter cannot be loaded in a process of its own ({why}); "
+            'leave out "parallel", or "drafter_device" where that is the reason.'
+        ) from error
+
+
+def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, Ready]":
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -64,9 +82,8 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
-    from vllm_hetero_spec.engine.source.messages import Ready, encode
+    from vllm_hetero_spec.engine.source.messages import Ready
     from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
-    from vllm_hetero_spec.engine.source.table import DraftTable
 
     given, options, target = deployment, deployment.options, deployment.vllm_config
     config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
@@ -98,10 +115,9 @@ def load(deployment: "Deployment", memory: int, messages: socket.socket) -> "Dra
         beside=RIVALS,
     )
     pool = KVPool(model.num_blocks, model.block_size)
-    table = DraftTable(memory, given.slots, given.longest, given.sides)
     budget = scheduler.max_num_batched_tokens
-    messages.send(encode(Ready(model.num_blocks, model.block_size)))
-    return DraftingServer(drafter, pool, table, given.ends, budget, given.most_rows)
+    server = DraftingServer(drafter, pool, table, given.ends, budget, given.most_rows)
+    return server, Ready(model.num_blocks, model.block_size)
 
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:

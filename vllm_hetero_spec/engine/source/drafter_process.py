@@ -3,10 +3,12 @@
 
 Nothing here waits for it but the start of the engine. Messages go through a pair of sockets that
 have no name, whole or not at all; drafts are read from a table in memory. The process ends when the
-engine's end of the sockets closes, however that comes about.
+engine's end of the sockets closes, however that comes about. It has the drafter itself, or carries
+all of that to an actor of Ray's which has it: here there is no difference.
 """
 
 import contextlib
+import hashlib
 import os
 import pickle
 import select
@@ -22,8 +24,10 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.source import ray_relay
 from vllm_hetero_spec.engine.source.messages import Commit, Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
+from vllm_hetero_spec.ray_session import own_address
 
 # Seconds that loading the drafter may take.
 _LONGEST_START = 600.0
@@ -36,7 +40,8 @@ _SLOTS = 2
 _SIDES = 8
 # Drafter tokens that may stand behind a text for each target token that can be drafted.
 _STEPS_PER_TOKEN = 8
-_MODULE = "vllm_hetero_spec.engine.source.drafter_main"
+# Modules that such a process runs.
+_DRAFTER, _RELAY = (f"vllm_hetero_spec.engine.source.{of}" for of in ("drafter_main", "ray_relay"))
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Deployment:
         cores: Of the CPU that it runs on; none for those of the engine.
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
+        tokenizer: Of the drafter, its fingerprint.
         sides: Lines beside the chain of a text.
     """
 
@@ -67,7 +73,34 @@ class Deployment:
     cores: Sequence[int]
     slots: int
     longest: int
+    tokenizer: str
     sides: int = _SIDES
+
+    @property
+    def program(self) -> "tuple[str, Deployment | ray_relay.Errand]":
+        """The module that the process runs, and what it is told."""
+        if self.options.parallel == "process":
+            return _DRAFTER, self
+        wanted, gpu = self.options.ray_drafter, self.vllm_config.device_config.device_type != "cpu"
+        num_gpus = float(gpu) if wanted.num_gpus is None else wanted.num_gpus
+        return _RELAY, ray_relay.Errand(
+            actor=f"hetero_spec:{self._fingerprint}:{wanted.share}",
+            resources={"num_gpus": num_gpus, "num_cpus": wanted.num_cpus},
+            deployment=pickle.dumps(self),
+            shape=(self.slots, self.longest, self.sides),
+            address=own_address(),
+            patience=ray_relay.PATIENCE,
+            idle_exit=ray_relay.IDLE_EXIT,
+        )
+
+    @property
+    def _fingerprint(self) -> str:
+        """Of all that is the same for engines that share a drafter."""
+        model = self.drafter_config
+        weights = str(model.dtype), model.max_model_len, model.hf_config.to_json_string()
+        ids = self.vocab_size, sorted(self.banned), sorted(self.ends)
+        same = self.options, weights, self.tokenizer, ids, self.longest, self.sides
+        return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
     @property
     def most_rows(self) -> int:
@@ -103,6 +136,7 @@ class Deployment:
             cores=cores_of(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=_STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
+            tokenizer=pair.drafter.fingerprint,
         )
 
 
@@ -123,11 +157,12 @@ class DrafterProcess:
         try:
             self.table = DraftTable(memory, *shape)
             with tempfile.TemporaryFile() as start, theirs:
-                pickle.dump(deployment, start)
+                module, told = deployment.program
+                pickle.dump(told, start)
                 start.seek(0)
                 arguments = theirs.fileno(), memory, *deployment.cores
                 child = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, *map(str, arguments)],
+                    [sys.executable, "-m", module, *map(str, arguments)],
                     stdin=start,
                     pass_fds=(theirs.fileno(), memory),
                     env=_environment(deployment.cores),

@@ -74,12 +74,8 @@ class KeptProcess:
             if self._process is None:
                 if now >= self._again:
                     self._launch()
-            elif self._loaded:
+            else:
                 self._watch(self._process, now)
-            elif (answer := self._process.answer()) is not None:
-                if isinstance(answer, Failed):
-                    raise ConnectionError(answer.sentence)
-                self._loaded = True
         except OSError as error:
             self._lose(error)
         return self._loaded
@@ -87,20 +83,23 @@ class KeptProcess:
     def send(self, commit: Commit) -> bool:
         """Send a commit; False where it has to be sent again, or all that it says."""
         assert self._process is not None
+        self._sent = True  # or it still has others to read
         try:
-            self._sent = self._process.send(commit)
+            return self._process.send(commit)
         except OSError as error:
             self._lose(error)
             return False
-        return self._sent
 
     def _launch(self) -> None:
         self._began = self._heard = time.monotonic()
-        self._process = DrafterProcess(self._deployment)
+        self._process, self._sent = DrafterProcess(self._deployment), False
         self.life += 1
 
     def _watch(self, process: DrafterProcess, now: float) -> None:
-        process.answer()  # it says nothing more, but this raises where it has ended
+        answer = process.answer()
+        if isinstance(answer, Failed):
+            raise ConnectionError(answer.sentence)
+        self._loaded = self._loaded or answer is not None
         beats = process.table.counts.beats
         if beats != self._beats or not self._sent:
             self._beats, self._heard, self._sent = beats, now, False

@@ -8,6 +8,8 @@ import msgspec
 
 # Ids of one message at most, so that it fits into the buffer of a socket.
 MOST_IDS = 8192
+# Where several engines share a drafter, its slots are those of one engine after the other's.
+ENGINE_SLOTS = 1 << 20
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):

@@ -6,23 +6,31 @@ which the target may leave the chain where it verifies it, each with a continuat
 fork of the chain's KV. All of them advance by one token in each forward, which stands in the table
 at once. What a commit says of a text replaces what was said before; the KV is kept of whichever
 line agrees with it furthest.
+
+The texts may be of several engines. Each has an equal share of a forward's lines and tokens; what
+one leaves goes to those behind it, and the first of them is another one each time.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.guesses import choose_guesses
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
-from vllm_hetero_spec.engine.source.messages import Commit
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
+from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit
+from vllm_hetero_spec.engine.source.sharing import AnyTable
+from vllm_hetero_spec.engine.source.table import Drafted
 
 # The last ids of a text may still merge with what follows: not published for reuse.
 _UNSTABLE_TAIL = 32
 # Of each row of the drafter's, so many tokens may be guesses.
 RIVALS = 8
+
+_Ranked = tuple[Text, int, Line]
 
 
 class _Work(NamedTuple):
@@ -50,7 +58,7 @@ class DraftingServer:
         self,
         drafter: Drafter,
         pool: KVPool,
-        table: DraftTable,
+        table: AnyTable,
         ends: Collection[int],
         budget: int,
         most_rows: int,
@@ -58,7 +66,7 @@ class DraftingServer:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
         self._texts: dict[int, Text] = {}
-        self._tokens = self._read = 0
+        self._tokens = self._read = self._turn = 0
 
     @property
     def busy(self) -> bool:
@@ -81,27 +89,21 @@ class DraftingServer:
 
     def advance(self) -> None:
         """One forward for all lines that need one, as far as tokens and blocks last."""
-        work, budget = list[_Work](), self._budget
-        waiting = [found for found in self._lines() if found[2].has_work]
-        for text, rank, line in sorted(
-            waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
-        ):
-            if not budget or len(work) == self._most_rows:
-                break
-            row = self._row(line, budget)
-            if row is None:
-                line.state.close(self._pool)
-                continue
-            work.append(_Work(text, rank, line, row))
-            budget -= len(row.pending)
+        work, tokens = list[_Work](), self._budget
+        engines = self._waiting()
+        for left, waiting in zip(range(len(engines), 0, -1), engines, strict=True):
+            most = (self._most_rows - len(work)) // left
+            chosen = self._chosen(waiting, most, tokens // left)
+            tokens -= sum(len(of.row.pending) for of in chosen)
+            work += chosen
         if not work:
             return
         drafted = self._drafter.run([of.row for of in work])
         self._read += sum(len(of.row.pending) for of in work)
-        for of, tokens in zip(work, drafted, strict=True):
-            of.line.book(of.row, tokens, self._ends)
-            self._tokens += len(tokens.tokens)
-            if tokens.finite and not of.rank:
+        for of, made in zip(work, drafted, strict=True):
+            of.line.book(of.row, made, self._ends)
+            self._tokens += len(made.tokens)
+            if made.finite and not of.rank:
                 state = of.line.state
                 stable = min(state.num_kv_valid, of.text.num_text) - _UNSTABLE_TAIL
                 self._pool.publish(of.row.sequence.table, state.context.ids, stable)
@@ -117,11 +119,38 @@ class DraftingServer:
         done = drafter.forwards, self._tokens, self._pool.held, self._read
         self._table.count(*done, drafter.forward_seconds)
 
-    def _lines(self) -> Iterator[tuple[Text, int, Line]]:
+    def _lines(self) -> Iterator[_Ranked]:
         """All lines, with their texts and ranks."""
         for text in self._texts.values():
             for rank, line in enumerate(text.lines):
                 yield text, rank, line
+
+    def _waiting(self) -> list[list[_Ranked]]:
+        """Lines that need a forward, of each engine."""
+        found: dict[int, list[_Ranked]] = {}
+        for of in self._lines():
+            if of[2].has_work:
+                found.setdefault(of[0].slot // ENGINE_SLOTS, []).append(of)
+        self._turn += 1
+        first = self._turn % max(len(found), 1)
+        engines = list(found.values())
+        return engines[first:] + engines[:first]
+
+    def _chosen(self, waiting: list[_Ranked], most: int, tokens: int) -> list[_Work]:
+        """What of an engine goes into a forward: chains first, and what is soon read."""
+        work = list[_Work]()
+        for text, rank, line in sorted(
+            waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
+        ):
+            if not tokens or len(work) == most:
+                break
+            row = self._row(line, tokens)
+            if row is None:
+                line.state.close(self._pool)
+                continue
+            work.append(_Work(text, rank, line, row))
+            tokens -= len(row.pending)
+        return work
 
     def _put(self, text: Text, rank: int, line: Line) -> None:
         drafted = Drafted(text.serial, line.place, line.ids, line.peaks)
@@ -164,13 +193,23 @@ class DraftingServer:
         if length > self._drafter.max_length:
             return None
         while not self._pool.grow(state.sequence.table, length):
-            sides_first = sorted(self._lines(), key=lambda of: of[1] == 0)
-            idle = (other.state for _, _, other in sides_first if not other.has_work)
-            lender = next((other for other in idle if other.sequence is not None), None)
+            lender = self._lender()
             if lender is None:
                 return None
             lender.close(self._pool)
         return DraftRow(DraftTask(state, steps, paths=1), state.sequence, pending, steps)
+
+    def _lender(self) -> RequestState | None:
+        """Who gives its KV up: a line that rests, of the engine that holds most; sides first."""
+        resting, held = list[tuple[int, bool, RequestState]](), Counter[int]()
+        for text, rank, line in self._lines():
+            engine, sequence = text.slot // ENGINE_SLOTS, line.state.sequence
+            if sequence is not None:
+                held[engine] += len(sequence.table.blocks)
+                if not line.has_work:
+                    resting.append((engine, rank > 0, line.state))
+        lender = max(resting, key=lambda of: (held[of[0]], of[1]), default=None)
+        return lender and lender[2]
 
     def _close(self, slot: int) -> None:
         text = self._texts.pop(slot, None)

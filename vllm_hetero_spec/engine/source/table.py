@@ -77,6 +77,17 @@ class DraftTable:
         return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * (_HEAD + 2 * longest))
 
     @property
+    def head(self) -> slice:
+        """Bytes of the memory that have the counts."""
+        return slice(self._counts.nbytes)
+
+    def span(self, slot: int, rank: int) -> slice:
+        """Bytes of the memory that have a record."""
+        of_slot, of_record, _ = self._records.strides
+        start = self._counts.nbytes + slot * of_slot + rank * of_record
+        return slice(start, start + of_record)
+
+    @property
     def counts(self) -> Counts:
         """What was counted last."""
         *whole, seconds = self._counts.tolist()
