@@ -75,7 +75,7 @@ def check_trees(given: Mapping[str, Any]) -> None:
 
 
 def check_parallel(given: Mapping[str, Any]) -> None:
-    """A drafter in a process of its own, or in an actor of Ray's, drafts greedily, in chains."""
+    """A drafter in a process of its own, or in an actor of Ray's, drafts chains token by token."""
     device, parallel = given.get("drafter_device"), given.get("parallel") or "off"
     for key, mode in (("drafter_device", "process"), ("ray_drafter", "ray")):
         if given.get(key) is not None and parallel != mode:
@@ -84,15 +84,18 @@ def check_parallel(given: Mapping[str, Any]) -> None:
             )
     if parallel == "off":
         return
-    if methods.METHODS[given["method"]].needs_probs and given["method"] != methods.HETERO:
+    method, raced = methods.METHODS[given["method"]], given.get("verification") == "race"
+    if method.needs_probs and (raced or not method.draws_ahead):
+        of_races = ' and "verification": "race"' if raced else ""
+        names = [name for name, of in methods.METHODS.items() if of.draws_ahead and not raced]
         raise ConfigError(
-            f'method {given["method"]!r} does not run with "parallel": "{parallel}", which drafts '
-            'greedily; use "slem", or "hetero", which then chooses that.'
+            f'method {given["method"]!r} does not run with "parallel": "{parallel}"{of_races}; use '
+            f'{listed(["slem", *names])}, or "hetero", which chooses among them.'
         )
     for key, supported, why in (
         ("tree_nodes", (None, 0), "drafts chains alone"),
         ("tensor_parallel", (None, "rank0"), "runs the drafter whole on one device"),
-        ("verification", (None, "token", "block", "race"), "draws nothing"),
+        ("verification", (None, "token", "block", "race"), "keeps the target's law"),
         ("controller", (None, "goodput", "fixed"), "does not wait for single drafter tokens"),
     ):
         if (found := given.get(key)) not in supported:

@@ -4,7 +4,7 @@
 import random
 from functools import partial
 
-from vllm_hetero_spec.draft.continuations import Remainder, find_remainder
+from vllm_hetero_spec.draft.continuations import Remainder, find_drawn, find_remainder
 
 # Single bytes, the parts of a character of two bytes and one of three, and tokens of several.
 TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", b" a", b"a b"]
@@ -98,3 +98,40 @@ def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> Non
     branches = [[0, TOKENS.index("é".encode())], [0, euro, 1]]
     found = find_remainder(branches, b"a", b"\xe2\x82", TOKENS.__getitem__)
     assert found == Remainder(1, [euro, 1])
+
+
+def test_drawn_lines_are_found_at_the_ends_of_tokens_alone() -> None:
+    """As a naive search finds them; nothing behind the outcome is looked at."""
+    chance = random.Random(5)
+    kinds = {"none": 0, "whole": 0, "short": 0, "side": 0}
+    for _ in range(50_000):
+        alphabet = chance.choice((3, 9, len(TOKENS)))
+        lines = []
+        for _ in range(chance.randint(1, 4)):
+            ids = [chance.randrange(alphabet) for _ in range(chance.randrange(7))]
+            lines.append((chance.randint(0, min(2, len(ids))), ids))
+        text = b"".join(TOKENS[i] for i in chance.choice(lines)[1])
+        outcome = text[: chance.randint(0, len(text))]
+        expected = None
+        for rank, (base, ids) in enumerate(lines):
+            ends = [b"".join(TOKENS[i] for i in ids[:end]) for end in range(len(ids) + 1)]
+            if outcome in ends and base <= (end := ends.index(outcome)):
+                expected = Remainder(rank, ids[end:])
+            elif outcome not in ends and outcome.startswith(ends[-1]):
+                expected = Remainder(rank, [])
+            if expected is not None and expected.ids:
+                break
+        found = find_drawn(lines, outcome, TOKENS.__getitem__)
+        assert found == expected
+        if found is not None and found.ids:
+            others = [(base, ids.copy()) for base, ids in lines]
+            own = others[found.rank][1]
+            own[-len(found.ids) :] = [chance.randrange(alphabet) for _ in found.ids]
+            again = find_drawn(others, outcome, TOKENS.__getitem__)
+            assert again is not None
+            assert (again.rank, len(again.ids)) == (found.rank, len(found.ids))
+        kinds["none"] += found is None
+        kinds["whole"] += found is not None and bool(found.ids)
+        kinds["short"] += found is not None and not found.ids
+        kinds["side"] += found is not None and found.rank > 0
+    assert min(kinds.values()) > 1000, kinds

@@ -6,17 +6,18 @@ import random
 
 import pytest
 
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
-SLOTS, LONGEST, SIDES = 3, 5, 2
+SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4
 
 
 @pytest.fixture
 def tables() -> tuple[DraftTable, DraftTable]:
-    file = make_file(SLOTS, LONGEST, SIDES)
+    file = make_file(*SHAPE)
     assert os.fstat(file).st_mode & 0o777 == 0o600
     assert os.fstat(file).st_nlink == 0
-    both = DraftTable(file, SLOTS, LONGEST, SIDES), DraftTable(file, SLOTS, LONGEST, SIDES)
+    both = DraftTable(file, *SHAPE), DraftTable(file, *SHAPE)
     os.close(file)
     return both
 
@@ -39,6 +40,27 @@ def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) 
     assert reader.counts == (2, 4, 6, 1, 8, 0.5)
 
 
+def rows_of(count: int, chance: random.Random) -> tuple[bytes, ...]:
+    return tuple(chance.randbytes(8 * LIKELIEST) for _ in range(count))
+
+
+def test_drawn_tokens_come_with_what_they_were_drawn_from(
+    tables: tuple[DraftTable, DraftTable],
+) -> None:
+    """Those at the end of a line; a line that is too long loses its last ones."""
+    writer, reader = tables
+    rows = rows_of(9, random.Random(2))
+    written = Drafted(7, 0, [3, 1, 4], [0.5, 0.25, 1.0], rows[:2])
+    writer.write(2, 1, written)
+    assert reader.read(2, 1) == written
+    writer.write(2, 1, Drafted(8, 0, [1, 5, 9], [1.0] * 3))
+    assert reader.read(2, 1) == Drafted(8, 0, [1, 5, 9], [1.0] * 3)
+    writer.write(2, 1, Drafted(9, 0, list(range(9)), [1.0] * 9, rows[:8]))
+    assert reader.read(2, 1) == Drafted(9, 0, list(range(5)), [1.0] * 5, rows[:4])
+    writer.write(2, 1, Drafted(9, 0, list(range(9)), [1.0] * 9, rows))
+    assert reader.read(2, 1) == Drafted(9, 0, list(range(4)), [1.0] * 4, rows[:4])
+
+
 def test_a_writer_that_stops_half_way_is_not_believed(
     tables: tuple[DraftTable, DraftTable],
 ) -> None:
@@ -46,14 +68,16 @@ def test_a_writer_that_stops_half_way_is_not_believed(
     writer, reader = tables
     chance = random.Random(1)
     torn = 0
+    rows = rows_of(DRAWN, chance)
     for number in range(300):
         old, new = [
-            (serial, [chance.randrange(9) for _ in range(chance.randint(0, LONGEST))])
-            for serial in (2 * number + 1, 2 * number + 2)
+            (serial, [chance.randrange(9) for _ in range(chance.randint(0, LONGEST))], drawn)
+            for serial, drawn in ((2 * number + 1, rows), (2 * number + 2, rows[::-1]))
         ]
         records = []
-        for serial, ids in (old, new):
-            writer.write(0, 0, Drafted(serial, 0, ids, [0.5] * len(ids)))
+        for serial, ids, drawn in (old, new):
+            own = drawn[: len(ids) - number % 3] if len(ids) > number % 3 else ()
+            writer.write(0, 0, Drafted(serial, 0, ids, [0.5] * len(ids), own))
             records.append(writer._records[0, 0].copy())
         places = list(range(len(records[0])))
         chance.shuffle(places)
@@ -62,5 +86,7 @@ def test_a_writer_that_stops_half_way_is_not_believed(
             writer._records[0, 0, place] = records[1][place]
         found = reader.read(0)
         torn += found is None
-        assert found is None or (found.serial, found.ids) in (old, new)
+        assert found is None or (found.serial, found.ids) in (old[:2], new[:2])
+        drawn = rows if found and found.serial % 2 else rows[::-1]
+        assert found is None or found.rows == drawn[: len(found.rows)]
     assert torn > 100

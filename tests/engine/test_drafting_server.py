@@ -3,32 +3,45 @@
 
 import os
 import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from goodness import MISSED, follows, missed
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 
+from vllm_hetero_spec.draft.drawing import Draw
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST, unpack
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.method import first_token_sampling
 from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of, encode
 from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
 SLOTS, LONGEST, BUDGET, SIDES = 6, 12, 24, 4
+SHAPE = SLOTS, LONGEST, SIDES, LONGEST
 
 ROWS = 2 * SLOTS
+# Of each drafter token the target token that it proposes: some are proposed by two, some do not.
+TARGETS = 20
+PROPOSES = torch.tensor([i % TARGETS if i % 7 else -1 for i in range(VOCAB)])
 
 
 class World:
     """A server with room for so many blocks."""
 
     def __init__(self, blocks: int = 128, ends: frozenset[int] = frozenset()) -> None:
-        file = make_file(SLOTS, LONGEST, SIDES)
-        self.table = DraftTable(file, SLOTS, LONGEST, SIDES)
+        file = make_file(*SHAPE)
+        self.table = DraftTable(file, *SHAPE)
         os.close(file)
         self.model = ToyDrafterModel()
         model: Any = self.model
-        drafter = Drafter(model, {0}, VOCAB, 3, ROWS, confidences=True, beside=RIVALS)
+        sampling = first_token_sampling(TokenMap(PROPOSES, TARGETS), model.device)
+        drafter = Drafter(model, {0}, VOCAB, 3, ROWS, sampling, confidences=True, beside=RIVALS)
         self.pool = KVPool(blocks, SIZE)
         self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, ROWS)
         self.serial = 0
@@ -206,3 +219,75 @@ def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
     assert world.drafted(0).ids == alone([3] * 10 + [6], 2)
     world.commit(closed=(0, 1, 2))
     assert world.pool.held == 0
+
+
+def rows_of(drafted: Drafted) -> torch.Tensor:
+    """draft_probs of a line's drawn tokens."""
+    ints = torch.frombuffer(bytearray(b"".join(drafted.rows)), dtype=torch.int32)
+    return unpack(ints.view(-1, 2, LIKELIEST), TARGETS)
+
+
+def lines_of(world: World, text: Sequence[int], draw: Draw, wanted: int = 5) -> list[Drafted]:
+    """What is drawn behind a text that nothing is known of, the chain first."""
+    told = [*text[:-1]], [text[-1]]
+    world.commit(Row(0, -1, *told, 1 + wanted, 1, 3, SIDES, draw=draw), closed=(0,))
+    world.work()
+    found = [world.table.read(0, rank) for rank in range(1 + SIDES)]
+    return [of for of in found if of is not None and of.serial == world.serial]
+
+
+def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(world: World) -> None:
+    """Also where another line was drawn, in whose fork of the KV a guess goes on."""
+    draw = Draw(0.7, top_k=9, seed=3, place=2)
+    lines = lines_of(world, [3, 4, 5], draw)
+    assert len(lines) == 1 + SIDES
+    assert [len(of.ids) - len(of.rows) for of in lines] == [0, *[1] * SIDES]
+    for of in lines:
+        text = [3, 4, 5, *lines[0].ids[: of.place - 1]] if of is not lines[0] else [3, 4, 5]
+        if of.place == 0:
+            text = [3, 4]
+        certain = len(of.ids) - len(of.rows)
+        rows = rows_of(of)
+        assert ((rows.sum(1) - 1).abs() < 1e-6).all()
+        for count, (row, drawn) in enumerate(zip(rows, of.ids[certain:], strict=True), certain):
+            other = World()
+            again = lines_of(other, [*text, *of.ids[:count]], Draw(0.7, 9, seed=8), wanted=1)[0]
+            assert (rows_of(again)[0] - row).abs().max() < 1e-6
+            assert row[PROPOSES[drawn]] > 0
+
+
+def test_the_law_of_what_is_drawn_is_its_row() -> None:
+    """Of a line beside the chain as well, whatever was drawn for the chain."""
+    world, samples = World(), 1500
+    drawn = Counter[int]()
+    beside: dict[tuple[int, int], tuple[Counter[int], dict]] = {}
+    for seed in range(samples):
+        chain, side = lines_of(world, [3, 4, 5], Draw(1.0, seed=seed), wanted=1)[:2]
+        drawn[int(PROPOSES[chain.ids[0]])] += 1
+        if side.place == 1:  # behind the text and what is taken to come, where the chain is drawn
+            law = dict(enumerate(rows_of(side)[0].tolist()))
+            counts, _ = beside.setdefault((chain.ids[0], side.ids[0]), (Counter(), law))
+            counts[int(PROPOSES[side.ids[1]])] += 1
+    law = dict(enumerate(rows_of(chain)[0].tolist()))
+    assert follows(drawn, law)
+    assert missed(law, dict.fromkeys(law, 1 / TARGETS), samples) < MISSED
+    counts, law = max(beside.values(), key=lambda of: of[0].total())
+    assert counts.total() > samples // 10
+    assert follows(counts, law)
+
+
+def test_what_is_drawn_follows_from_seed_place_and_line(world: World) -> None:
+    """Whatever else is drafted, and when; and from another place on it is drawn anew."""
+    draw = Draw(1.0, seed=11, place=4)
+    lines = lines_of(world, [3, 4, 5], draw)
+    for other in (Draw(1.0, seed=12, place=4), Draw(1.0, seed=11, place=5)):
+        assert lines_of(world, [3, 4, 5], other)[0].ids != lines[0].ids
+    world.commit(Row(1, -1, [7] * 9, [], 8), Row(2, -1, [6] * 9, [], 8, draw=Draw(1.3)))
+    world.server.advance()
+    again = lines_of(world, [3, 4, 5], draw)
+    assert [of.ids for of in again] == [of.ids for of in lines]
+    # What had come is taken to come: the rest is drawn as it was, behind the same text and place.
+    ahead = lines[0].ids
+    world.commit(Row(0, 2, [], [5, *ahead[:2]], 6, draw=draw))
+    world.work()
+    assert world.drafted(0).ids == ahead[2:]

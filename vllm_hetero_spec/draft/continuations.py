@@ -57,6 +57,35 @@ def find_remainder(
     return found
 
 
+def find_drawn(
+    lines: Iterable[tuple[int, Sequence[int]]], outcome: bytes, bytes_of: Callable[[int], bytes]
+) -> Remainder | None:
+    """As `find_remainder`, where tokens were drawn: what is used has to have the law of its rows.
+
+    So nothing of what is used may have had a part in its being used: an outcome ends where a token
+    does, for the rest of a token has another law than the token; a line is told by what it has up
+    to there, and the first is taken. Lines end by count.
+
+    Args:
+        lines: Of each, how many leading tokens have to be in the outcome, and its tokens.
+        outcome: As above.
+        bytes_of: As above.
+    """
+    found = None
+    for rank, (base, ids) in enumerate(lines):
+        position = count = 0
+        for data in map(bytes_of, ids):
+            if position == len(outcome) or outcome[position : position + len(data)] != data:
+                break
+            position, count = position + len(data), count + 1
+        if count < base or (position < len(outcome) and count < len(ids)):
+            continue
+        found = Remainder(rank, list(ids[count:]))
+        if found.ids:
+            break
+    return found
+
+
 def _behind(
     ids: Sequence[int], text: bytes, end: int, bytes_of: Callable[[int], bytes]
 ) -> tuple[list[int], int] | None:

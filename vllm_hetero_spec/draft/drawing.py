@@ -30,6 +30,7 @@ class Draw:
         seed: From which the request's random choices follow.
         place: Index in the request's output of the first token to be proposed.
         races: The target's tokens will be the winners of races.
+        first: Number of the first draw among all that belong to this place.
     """
 
     temperature: float
@@ -38,6 +39,7 @@ class Draw:
     seed: int = 0
     place: int = 0
     races: bool = False
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ class DrawBatch:
         self.arrivals: Arrivals | None = None
         self._beside = beside if draws[0].races else 0
         self._tokens, self._lengths, self._likeliest = tokens, method.lengths, method.likeliest
-        self.index, self._temperature, top_k, top_p, self._seeds, self._places = send(
+        self.index, self._temperature, top_k, top_p, self._seeds, self._places, self._first = send(
             np.array(rows, np.int64),
             np.array([draw.temperature for draw in draws], np.float32),
             np.array([draw.top_k for draw in draws], np.int64),
             np.array([draw.top_p for draw in draws], np.float32),
             np.array([draw.seed for draw in draws], np.int64),
             np.array([draw.place for draw in draws], np.int64),
+            np.array([draw.first for draw in draws], np.int64),
         )
         self._top_k = top_k if any(draw.top_k for draw in draws) else None
         self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
@@ -145,8 +148,8 @@ class DrawBatch:
         count = len(logits)
         table = self._table[self._used : self._used + count]
         self._used += count
-        seeds, step = self._seeds[:count], torch.full_like(self._seeds[:count], self._steps)
-        shares = uniform(seeds, self._places[:count], DRAFT, step)
+        seeds, number = self._seeds[:count], self._first[:count] + self._steps
+        shares = uniform(seeds, self._places[:count], DRAFT, number)
         self._steps += 1
         chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
         arrivals = []

@@ -107,6 +107,11 @@ class Method:
         """Whether it verifies the drafter's probabilities, and so has to have them."""
         return self.spelling is not None
 
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether its drafts may be drawn before it is known what they will follow."""
+        return self.needs_probs and self.renormalise and not self.merges
+
 
 def _promise_of_slem(pair: "PairStatistics") -> Promise | None:
     return 3, "works for every pair: greedy drafts, matched as strings"

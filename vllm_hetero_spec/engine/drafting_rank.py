@@ -25,6 +25,7 @@ from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.inline import InlineSource
 from vllm_hetero_spec.engine.source.process import ProcessSource
 from vllm_hetero_spec.engine.source.protocol import DraftSource
@@ -80,8 +81,12 @@ class DraftingRank:
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
         if options.parallel != "off":
-            deployment = Deployment.of(vllm_config, drafter_config, options, pair)
-            self.source = ProcessSource(deployment, pair, stats, drafter_config.max_model_len)
+            width = vllm_config.model_config.get_vocab_size()
+            drawn = DrawnAhead.of(options, pair, width, device)
+            tokens = None if drawn is None else drawn.tokens
+            deployment = Deployment.of(vllm_config, drafter_config, options, pair, tokens)
+            longest = drafter_config.max_model_len
+            self.source = ProcessSource(deployment, pair, stats, longest, drawn)
         else:
             self.source = InlineSource(
                 vllm_config, drafter_config, options, pair, device, stats, group, likeliest

@@ -323,13 +323,13 @@ class Drafter:
                 forks = [(picked.ids[at][:wanted], picked.beside(at, wanted)) for at in places]
                 tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
             drafted.append(tokens)
-        if (draws := current.own.draws) is not None:
+        if (draws := current.own.draws) is not None and (sampling := self.sampling) is not None:
             stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all
             for index, lines in current.own.row_of(current.taken).items():
                 tokens, task = drafted[index], current.rows[index].task
                 drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
-                draft = drawn.draft(task, self._rules, probs, stand_ins)
+                draft = drawn.draft(task, sampling, self._rules.ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was drawn for one request, as a draft in the target's tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 
 
 class Drawn(NamedTuple):
@@ -17,7 +17,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         ids: Drafter tokens.
-        rows: The row of draft_probs that each was drawn from; there may be more of them.
+        rows: The row of draft_probs that each was drawn from, -1 for one that was certain; there
+            may be more of them.
         confidences: Of each, where asked for.
     """
 
@@ -28,7 +29,8 @@ class Drawn(NamedTuple):
     def draft(
         self,
         task: DraftTask,
-        rules: PickRules,
+        sampling: SampledMethod,
+        ends: Collection[int],
         probs: torch.Tensor,
         stand_ins: np.ndarray | None,
     ) -> Draft:
@@ -38,18 +40,17 @@ class Drawn(NamedTuple):
 
         Args:
             task: The request.
-            rules: How it was drawn.
+            sampling: How it was drawn.
+            ends: Ids after which a draft ends.
             probs: float32 [R, V_T], the draft_probs of the round.
             stand_ins: int64 [R], see `DrawBatch`.
         """
-        sampling = rules.sampling
-        assert sampling is not None
         proposal: list[int] = []
         row_of: list[int] = []
         peaks: list[float] = []
         for place, (drawn, row) in enumerate(zip(self.ids, self.rows, strict=False)):
             tokens = sampling.spell(drawn)
-            ended = not len(tokens) or drawn in rules.ends
+            ended = not len(tokens) or drawn in ends
             if not len(tokens) and stand_ins is not None:
                 tokens = [int(stand_ins[row])]
             proposal += tokens

@@ -13,6 +13,7 @@ import torch
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
 from vllm_hetero_spec.draft.methods import HETERO, METHODS, SLEM, Choice, order, span, spell_same
 from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs import MergeSpan
@@ -71,13 +72,21 @@ def sampling_of(
     tokens = TokenMap(first, width, maps is None or method.renormalise)
     sampled = SampledMethod(tokens, lengths, spelling.tokens, likeliest=likeliest)
     if likeliest is not None:
-        logger.info("Ranks on several nodes: drafts are drawn from the %d likeliest.", likeliest)
+        logger.info("Drafts are drawn from the drafter's %d likeliest tokens.", likeliest)
     if maps is None or not method.merges or not options.merge_candidates or likeliest is not None:
         return sampled
     merging = PairMerges(pair.target, pair.drafter, maps, device)
     return replace(
         sampled, merging=merging, merge_span=MergeSpan(span(size), options.merge_candidates)
     )
+
+
+def first_token_sampling(tokens: TokenMap, device: torch.device) -> SampledMethod:
+    """What a drafter samples by that knows nothing of target tokens but the first of each draw."""
+    first = tokens.first.to(device)
+    map_there = TokenMap(first, tokens.width, tokens.renormalise)
+    spell = lambda drawn: tokens.first[drawn : drawn + 1].tolist()  # noqa: E731
+    return SampledMethod(map_there, torch.ones_like(first), spell, likeliest=LIKELIEST)
 
 
 def _choose(pair: Pair, maps: VocabularyMaps | None, *, merges: bool, ranks: int) -> Choice:

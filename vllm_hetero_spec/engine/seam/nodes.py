@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import in_the_same_node_as
 
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
+
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
-
-LIKELIEST = 64
 
 
 def likeliest_between(group: "GroupCoordinator") -> int | None:

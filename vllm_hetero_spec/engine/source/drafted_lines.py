@@ -2,8 +2,9 @@
 """A text in the drafter process, and the lines that are drafted behind it."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.guesses import Guess, Rival
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
@@ -22,6 +23,7 @@ class Line:
         wanted: Ids of its own to have.
         ids: Its own, the guess included.
         peaks: The drafter's largest probability in the place of each.
+        rows: What the last ids were drawn from, see `Drafted`.
         rivals: By place in the state's ids, what the drafter thought of it.
     """
 
@@ -30,6 +32,7 @@ class Line:
     wanted: int = 0
     ids: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)
     rivals: dict[int, Rival] = field(default_factory=dict)
 
     @property
@@ -44,8 +47,17 @@ class Line:
             return False
         return self.drafts or self.state.num_uncached > 1
 
-    def book(self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int]) -> None:
-        """Take in what a forward has made of a row of this line."""
+    def book(
+        self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], drawn_from: bytes | None
+    ) -> None:
+        """Take in what a forward has made of a row of this line.
+
+        Args:
+            row: What went into the forward.
+            tokens: What came of it.
+            ends: Ids after which nothing is drafted.
+            drawn_from: See `Drafted`; None for a token that was not drawn.
+        """
         state = self.state
         state.num_kv_valid += len(row.pending)
         if not row.steps:
@@ -59,6 +71,7 @@ class Line:
         state.context.ids += tokens.tokens
         self.ids += tokens.tokens
         self.peaks += tokens.confidences
+        self.rows += [] if drawn_from is None else [drawn_from]
         if not tokens.finite or tokens.tokens[0] in ends:
             self.wanted = 0
 
@@ -77,6 +90,7 @@ class Text:
         at_stake: Ids behind them that the target is verifying.
         guesses: How many of them to make at most.
         guessed: Whether guesses were made since the commit.
+        draw: How its lines are drawn, up to the number of each draw; None where they are greedy.
     """
 
     def __init__(self, slot: int, salt: str | None) -> None:
@@ -84,11 +98,12 @@ class Text:
         self.lines = [Line(RequestState(str(slot), IdentityContext(), salt))]
         self.serial = self.num_text = self.at_stake = self.guesses = 0
         self.guessed = True
+        self.draw: Draw | None = None
         self._beside = 0
 
     @property
     def chain(self) -> Line:
-        """The drafter's likeliest tokens."""
+        """The drafter's likeliest tokens, or those that it drew."""
         return self.lines[0]
 
     def renew(self, row: Row, serial: int, pool: KVPool) -> None:
@@ -112,10 +127,11 @@ class Text:
         chain.rivals = {at: of for at, of in chain.rivals.items() if at <= agreed[0]}
         chain.state.context.ids[:] = ids
         chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
-        chain.ids, chain.peaks = [], []
+        chain.ids, chain.peaks, chain.rows = [], [], []
         self.serial, self.num_text = serial, keep + len(row.ids)
         self.at_stake, self._beside, self.guesses = row.at_stake, row.beside, row.guesses
         self.guessed = not row.beside or not row.guesses
+        self.draw = row.draw
         chain.state.align(pool, keep)
 
     def rivals(self) -> Sequence[Rival] | None:
@@ -131,6 +147,18 @@ class Text:
             known[at]._replace(chosen=ids[at]) if at in known else Rival(ids[at], [ids[at]], [1.0])
             for at in range(self.num_text, last + 1)
         ]
+
+    def draw_of(self, rank: int, longest: int) -> Draw | None:
+        """How the next token of a line is drawn: each has a number of its own behind a text.
+
+        Args:
+            rank: Of the line.
+            longest: Most ids of a text, with those of the line.
+        """
+        if self.draw is None:
+            return None
+        place = len(self.lines[rank].state.context.ids) - self.num_text
+        return replace(self.draw, first=rank * longest + place)
 
     def begin_beside(self, guess: Guess, table: BlockTable) -> Line:
         """A line that leaves the chain by a guess.

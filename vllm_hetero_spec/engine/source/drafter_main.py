@@ -38,7 +38,7 @@ def main() -> None:
 
     try:
         given: Deployment = pickle.load(sys.stdin.buffer)
-        table = DraftTable(memory, given.slots, given.longest, given.sides)
+        table = DraftTable(memory, *given.table_shape)
         server, ready = load(given, table)
     except ConfigError as error:
         messages.send(encode(Failed(str(error))))
@@ -80,6 +80,7 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
 
     from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+    from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
     from vllm_hetero_spec.engine.source.messages import Ready
@@ -110,6 +111,7 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
         given.vocab_size,
         options.num_speculative_tokens,
         given.most_rows,
+        None if given.tokens is None else first_token_sampling(given.tokens, worker.device),
         ends=given.ends,
         confidences=True,
         beside=RIVALS,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source import ray_relay
 from vllm_hetero_spec.engine.source.messages import Commit, Failed, Ready, answer_of, encode
@@ -60,6 +61,7 @@ class Deployment:
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
         tokenizer: Of the drafter, its fingerprint.
+        tokens: Which target tokens are proposed, where drafts are drawn; on the host.
         sides: Lines beside the chain of a text.
     """
 
@@ -74,6 +76,7 @@ class Deployment:
     slots: int
     longest: int
     tokenizer: str
+    tokens: TokenMap | None = None
     sides: int = _SIDES
 
     @property
@@ -87,7 +90,7 @@ class Deployment:
             actor=f"hetero_spec:{self._fingerprint}:{wanted.share}",
             resources={"num_gpus": num_gpus, "num_cpus": wanted.num_cpus},
             deployment=pickle.dumps(self),
-            shape=(self.slots, self.longest, self.sides),
+            shape=self.table_shape,
             address=own_address(),
             patience=ray_relay.PATIENCE,
             idle_exit=ray_relay.IDLE_EXIT,
@@ -99,13 +102,21 @@ class Deployment:
         model = self.drafter_config
         weights = str(model.dtype), model.max_model_len, model.hf_config.to_json_string()
         ids = self.vocab_size, sorted(self.banned), sorted(self.ends)
-        same = self.options, weights, self.tokenizer, ids, self.longest, self.sides
+        proposed = self.tokens and self.tokens.first.numpy().tobytes()
+        same = self.options, weights, self.tokenizer, ids, self.longest, self.sides, proposed
         return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
     @property
     def most_rows(self) -> int:
         """Lines of a forward."""
         return int(self.vllm_config.scheduler_config.max_num_seqs) + self.sides
+
+    @property
+    def table_shape(self) -> tuple[int, int, int, int]:
+        """Texts, most tokens of a line, lines beside a chain, and most drawn tokens of a line."""
+        # Each is a target token or more: of two drafts, and of the tokens between and behind them.
+        drawn = 2 * (self.options.num_speculative_tokens + 1) * (self.tokens is not None)
+        return self.slots, self.longest, self.sides, drawn
 
     @classmethod
     def of(
@@ -114,6 +125,7 @@ class Deployment:
         drafter_config: ModelConfig,
         options: HeteroOptions,
         pair: Pair,
+        tokens: TokenMap | None = None,
     ) -> "Deployment":
         """What the drafter process of an engine runs.
 
@@ -122,6 +134,7 @@ class Deployment:
             drafter_config: The drafter's model.
             options: The user's.
             pair: The two tokenizers.
+            tokens: Which target tokens are proposed, where drafts are drawn.
         """
         where = options.drafter_device or ""
         on_cores = where[:1].isdigit()
@@ -137,6 +150,7 @@ class Deployment:
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=_STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
             tokenizer=pair.drafter.fingerprint,
+            tokens=tokens,
         )
 
 
@@ -152,7 +166,7 @@ class DrafterProcess:
 
     def __init__(self, deployment: Deployment) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        shape = deployment.slots, deployment.longest, deployment.sides
+        shape = deployment.table_shape
         memory = make_file(*shape)
         try:
             self.table = DraftTable(memory, *shape)

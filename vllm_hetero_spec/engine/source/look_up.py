@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from vllm_hetero_spec.draft.continuations import find_remainder
-from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.continuations import find_drawn, find_remainder
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 from vllm_hetero_spec.engine.source.sent_texts import SentText
 
@@ -28,6 +29,9 @@ class Found(NamedTuple):
         missing: Why there are none, though there should be.
         proposal: The draft in target tokens.
         ends: Leading ones of `ids` that each of them needs.
+        first: Tokens of its line that are before them.
+        rows: What each was drawn from, see `Drafted`; nothing where it is certain.
+        draft_probs: What the proposal was drawn from.
     """
 
     task: DraftTask
@@ -38,6 +42,9 @@ class Found(NamedTuple):
     missing: str = ""
     proposal: Sequence[int] = ()
     ends: Sequence[int] = ()
+    first: int = 0
+    rows: Sequence[bytes] = ()
+    draft_probs: DraftProbs | None = None
 
     @property
     def text(self) -> SentText:
@@ -51,14 +58,23 @@ class Found(NamedTuple):
         for end in self.ends:
             confidences.append(math.prod(self.peaks[start:end]))
             start = max(start, end)
-        return Draft.chain(self.task.req_id, list(self.proposal), confidences)
+        return Draft.chain(self.task.req_id, list(self.proposal), confidences, self.draft_probs)
 
 
 class _Line(NamedTuple):
-    """Drafter tokens behind a text, and the drafter's largest probability in the place of each."""
+    """Drafter tokens behind a text.
+
+    Attributes:
+        ids: The tokens.
+        peaks: The drafter's largest probability in the place of each.
+        rows: What each was drawn from, see `Drafted`; nothing where it is certain.
+        base: Those that it begins with, by a guess of what the target writes.
+    """
 
     ids: list[int]
     peaks: list[float]
+    rows: list[bytes]
+    base: int = 0
 
 
 class LookUp:
@@ -68,10 +84,18 @@ class LookUp:
         process: Who makes them.
         pair: The two tokenizers.
         stats: Counters to add to.
+        drawn: Makes drafts of what was drawn; None where all are greedy.
     """
 
-    def __init__(self, process: KeptProcess, pair: Pair, stats: DraftStats) -> None:
+    def __init__(
+        self,
+        process: KeptProcess,
+        pair: Pair,
+        stats: DraftStats,
+        drawn: DrawnAhead | None = None,
+    ) -> None:
         self._process, self._bridge, self._stats = process, pair.bridge, stats
+        self._drawn = drawn
         self._bytes = bytes_of_tokens(pair)
 
     def behind(self, task: DraftTask) -> Found:
@@ -82,16 +106,24 @@ class LookUp:
         if not now.startswith(told):
             return Found(task, missing="not_guessed" if task.lookahead else "")
         seen: list[_Line] = []
-        lines = (line.ids for line in self._lines(text, seen))
+        lines = self._lines(text, seen)
         outcome, spelled = now[len(told) :], self._bytes.__getitem__
-        fits = partial(self._bridge.may_follow, context)
-        remainder = find_remainder(lines, outcome, context.held, spelled, fits)
+        if task.draw is not None:
+            remainder = find_drawn(((of.base, of.ids) for of in lines), outcome, spelled)
+        else:
+            fits = partial(self._bridge.may_follow, context)
+            ids_of = (of.ids for of in lines)
+            remainder = find_remainder(ids_of, outcome, context.held, spelled, fits)
         if remainder is None or not remainder.ids:
             missing = "not_guessed" if remainder is None else "not_ready"
             return Found(task, missing=missing if task.lookahead else "")
-        ids, peaks = seen[remainder.rank]
-        first = len(ids) - len(remainder.ids)
-        return Found(task, remainder.ids, remainder.known, peaks[first:], rank=remainder.rank)
+        line, rank = seen[remainder.rank], remainder.rank
+        first = len(line.ids) - len(remainder.ids)
+        # What was chosen by what it is, is certain from then on.
+        certain = max(first, text.seen) if task.draw is not None else len(line.ids)
+        rows = [b""] * (certain - first) + line.rows[certain:]
+        found = Found(task, remainder.ids, remainder.known, line.peaks[first:], rank)
+        return found._replace(first=first, rows=rows)
 
     def done(self, found: Found, enough: int) -> bool:
         """Whether so many tokens are there, or no more will be, or no first token fits."""
@@ -107,25 +139,46 @@ class LookUp:
         began = time.perf_counter()
         proposals = self._bridge.to_target(
             [of.task.state.context for of in found],
-            [of.ids for of in found],
+            [of.ids if of.task.draw is None else () for of in found],
             [of.task.lookahead for of in found],
             [of.known for of in found],
         )
         self._stats.translate_seconds += time.perf_counter() - began
-        return [
+        found = [
             of._replace(proposal=proposal, ends=self._bridge.ids_covering(of.ids, proposal))
             for of, proposal in zip(found, proposals, strict=True)
         ]
+        if self._drawn is not None:
+            self._spell(found, self._drawn)
+        return found
+
+    def _spell(self, found: "list[Found]", drawn: DrawnAhead) -> None:
+        """With the target's tokens, where they were drawn."""
+        places = [place for place, of in enumerate(found) if of.task.draw is not None and of.ids]
+        if not places:
+            return
+        own = [found[place] for place in places]
+        drafts = drawn.drafts(
+            [of.task for of in own], [of.ids for of in own], [of.rows for of in own]
+        )
+        for place, of, draft in zip(places, own, drafts, strict=True):
+            ends = drawn.ends(of.ids)[: len(draft.tokens)]
+            probs = draft.draft_probs
+            found[place] = of._replace(proposal=draft.tokens, ends=ends, draft_probs=probs)
+            if drawn.block:
+                of.text.seen = of.first + len(of.ids)
 
     def _lines(self, text: SentText, seen: "list[_Line]") -> Iterator["_Line"]:
         """What was drafted behind a text as it was told, the chain first; kept in `seen`."""
         table = self._process.table
-        chain = _Line(text.drafted, text.peaks)
+        chain = _Line(text.drafted, text.peaks, text.rows)
         for rank in range(1 + table.sides):
             of = table.read(text.slot, rank)
             line = chain if not rank else None
             if of is not None and of.serial == text.serial and of.place <= len(chain.ids):
-                line = _Line(chain.ids[: of.place] + of.ids, chain.peaks[: of.place] + of.peaks)
+                known = chain.rows[: of.place] + [b""] * (len(of.ids) - len(of.rows))
+                ids, peaks = chain.ids[: of.place] + of.ids, chain.peaks[: of.place] + of.peaks
+                line = _Line(ids, peaks, [*known, *of.rows], (of.place + 1) * (rank > 0))
             if line is not None:
                 chain = chain if rank else line
                 seen.append(line)
@@ -133,6 +186,11 @@ class LookUp:
 
     def _spelled(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes.__getitem__, ids))
+
+
+def ids_for_each(task: DraftTask) -> float:
+    """Drafter tokens for each target token of a request's draft: a drawn one is one, or more."""
+    return task.state.context.ratio if task.draw is None else 1.0
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -6,6 +6,8 @@ The process speaks of drafter ids alone: text, requests and target tokens stay i
 
 import msgspec
 
+from vllm_hetero_spec.draft.drawing import Draw
+
 # Ids of one message at most, so that it fits into the buffer of a socket.
 MOST_IDS = 8192
 # Where several engines share a drafter, its slots are those of one engine after the other's.
@@ -25,6 +27,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         beside: Ids to have of each guess of where the target leaves them.
         guesses: How many of them to make.
         salt: Whose KV it may share.
+        draw: How tokens behind it are drawn; None takes the likeliest.
     """
 
     slot: int
@@ -36,6 +39,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     beside: int = 0
     guesses: int = 0
     salt: str | None = None
+    draw: Draw | None = None
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True):

@@ -7,7 +7,8 @@ Then the process is told what the texts are now, and what is taken to come; it d
 that. Where a text went another way, its draft is waited for if that pays, or the request left to
 the target for a step.
 
-Drafts are greedy. Whatever the process does, or does not, the target decides what is written.
+Drafts of requests that sample are drawn where the method allows that ahead (`drawn_ahead.py`), and
+greedy otherwise. Whatever the process does, or does not, the target decides what is written.
 """
 
 import math
@@ -21,8 +22,15 @@ from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTimin
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
-from vllm_hetero_spec.engine.source.look_up import Found, LookUp, bytes_of_tokens, text_of
+from vllm_hetero_spec.engine.source.look_up import (
+    Found,
+    LookUp,
+    bytes_of_tokens,
+    ids_for_each,
+    text_of,
+)
 from vllm_hetero_spec.engine.source.messages import MOST_IDS, Commit, Row
 from vllm_hetero_spec.engine.source.protocol import AheadControl
 from vllm_hetero_spec.engine.source.sent_texts import SentTexts
@@ -40,21 +48,27 @@ class ProcessSource:
         pair: The two tokenizers.
         stats: Counters to add to.
         max_length: Most drafter tokens of a text.
+        drawn: Makes drafts of what was drawn; None where all are greedy.
 
     Raises:
         ConfigError: The process cannot load the drafter.
     """
 
-    draws = False
     early = True  # up to the waiting
 
     def __init__(
-        self, deployment: Deployment, pair: Pair, stats: DraftStats, max_length: int
+        self,
+        deployment: Deployment,
+        pair: Pair,
+        stats: DraftStats,
+        max_length: int,
+        drawn: DrawnAhead | None,
     ) -> None:
+        self.draws = drawn is not None
         self._bridge, self._stats = pair.bridge, stats
         self._some_id = next(iter(bytes_of_tokens(pair)))
         self._process = KeptProcess(deployment)
-        self._look = LookUp(self._process, pair, stats)
+        self._look = LookUp(self._process, pair, stats, drawn)
         ready = self._process.start()
         self.pool = SentTexts(deployment.slots, ready.num_blocks - 1, ready.block_size)
         self.max_length, self.most_steps = max_length, deployment.longest
@@ -154,7 +168,7 @@ class ProcessSource:
         beats = self._process.counts.beats
         if not told or beats == self._unheard:
             return []
-        ratios = [of.task.state.context.ratio for of in told]
+        ratios = [ids_for_each(of.task) for of in told]
         lookaheads = {of.task.req_id: of.task.lookahead for of in told}
         unread = sum(of.text.unread for of in told)
         tokens, seconds = self._control.wait(lookaheads, max(ratios), unread)
@@ -198,7 +212,7 @@ class ProcessSource:
             at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
             told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, sides, text.salt)
-            rows.append(Row(*told))
+            rows.append(Row(*told, of.task.draw))
         if not self._process.send(Commit(self._serial, [*self.pool.closed], rows)):
             return  # it has not read the last ones: told next time
         self.pool.closed.clear()
@@ -211,10 +225,11 @@ class ProcessSource:
             state.num_kv_valid += len(row.ids)
             text.serial, text.life, text.gone = self._serial, self._process.life, []
             text.drafted, text.peaks = row.drafted, [*of.peaks[: len(row.drafted)]]
+            text.rows, text.seen = [*of.rows[: len(row.drafted)]], min(text.seen, row.at_stake)
 
     def _guesses(self, found: Sequence[Found]) -> int:
         """Lines beside the chain of each request that is drafted for."""
-        steps = [of.task.lookahead * of.task.state.context.ratio for of in found]
+        steps = [of.task.lookahead * ids_for_each(of.task) for of in found]
         count = sum(step > 0 for step in steps)
         if not count:
             return 0
@@ -257,4 +272,4 @@ class ProcessSource:
         if not task.lookahead:
             return 0
         tokens = drafts * task.lookahead + 1
-        return min(self.most_steps, math.ceil(tokens * task.state.context.ratio) + 1)
+        return min(self.most_steps, math.ceil(tokens * ids_for_each(task)) + 1)

@@ -20,6 +20,9 @@ class SentText(BlockTable):
         unread: How many ids were new to the process then.
         drafted: What was told to come behind the text then.
         peaks: The drafter's largest probability in the place of each.
+        rows: What each of `drafted` was drawn from, see `Drafted`; nothing where it is certain.
+        seen: Leading tokens of a line behind the text that a verification has looked at: certain,
+            whatever they were drawn from.
     """
 
     slot: int = -1
@@ -30,6 +33,8 @@ class SentText(BlockTable):
     unread: int = 0
     drafted: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)
+    seen: int = 0
 
 
 class SentTexts:

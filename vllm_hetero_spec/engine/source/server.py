@@ -3,27 +3,32 @@
 
 Behind a text there is a chain, the drafter's likeliest tokens, and beside it guesses: tokens with
 which the target may leave the chain where it verifies it, each with a continuation of its own, in a
-fork of the chain's KV. All of them advance by one token in each forward, which stands in the table
-at once. What a commit says of a text replaces what was said before; the KV is kept of whichever
-line agrees with it furthest.
+fork of the chain's KV. Where the target samples, tokens are drawn instead, each line's with numbers
+of its own; a guess is not, it follows from the rows. All lines advance by one token in each
+forward, which stands in the table at once. What a commit says of a text replaces what was said
+before; the KV is kept of whichever line agrees with it furthest.
 
 The texts may be of several engines. Each has an equal share of a forward's lines and tokens; what
 one leaves goes to those behind it, and the first of them is another one each time.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_hetero_spec.draft.guesses import choose_guesses
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST, pack
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
 from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit
 from vllm_hetero_spec.engine.source.sharing import AnyTable
 from vllm_hetero_spec.engine.source.table import Drafted
+from vllm_hetero_spec.staging import Receiver
 
 # The last ids of a text may still merge with what follows: not published for reuse.
 _UNSTABLE_TAIL = 32
@@ -66,6 +71,8 @@ class DraftingServer:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
         self._texts: dict[int, Text] = {}
+        row_bytes = np.dtype(np.int32).itemsize * 2 * LIKELIEST
+        self._receiver = Receiver(drafter.model.device, row_bytes * most_rows)
         self._tokens = self._read = self._turn = 0
 
     @property
@@ -100,8 +107,9 @@ class DraftingServer:
             return
         drafted = self._drafter.run([of.row for of in work])
         self._read += sum(len(of.row.pending) for of in work)
-        for of, made in zip(work, drafted, strict=True):
-            of.line.book(of.row, made, self._ends)
+        rows = self._drawn_from(drafted)
+        for of, made, drawn_from in zip(work, drafted, rows, strict=True):
+            of.line.book(of.row, made, self._ends, drawn_from)
             self._tokens += len(made.tokens)
             if made.finite and not of.rank:
                 state = of.line.state
@@ -144,7 +152,7 @@ class DraftingServer:
         ):
             if not tokens or len(work) == most:
                 break
-            row = self._row(line, tokens)
+            row = self._row(text, rank, tokens)
             if row is None:
                 line.state.close(self._pool)
                 continue
@@ -153,7 +161,7 @@ class DraftingServer:
         return work
 
     def _put(self, text: Text, rank: int, line: Line) -> None:
-        drafted = Drafted(text.serial, line.place, line.ids, line.peaks)
+        drafted = Drafted(text.serial, line.place, line.ids, line.peaks, line.rows)
         self._table.write(text.slot, rank, drafted)
 
     def _guess(self, text: Text) -> None:
@@ -162,9 +170,9 @@ class DraftingServer:
         if rivals is None:
             return
         text.guessed = True
-        follows = [
-            dict(zip(of.tokens, of.shares, strict=True)).get(of.chosen, 0.0) for of in rivals
-        ]
+        # What was drawn is followed as often as if it were the likeliest.
+        drawn = text.draw is not None
+        follows = [max(of.shares) if drawn else of.share for of in rivals]
         copies = []
         most = min(text.guesses, self._table.sides)
         for guess in choose_guesses(rivals, follows, most):
@@ -182,8 +190,21 @@ class DraftingServer:
         if copies:
             self._drafter.model.copy_blocks(copies)
 
-    def _row(self, line: Line, budget: int) -> DraftRow | None:
+    def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[bytes | None]:
+        """What the token of each row of a forward was drawn from, see `Drafted`."""
+        proposals = [of.proposal and of.proposal.draft_probs for of in drafted]
+        tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
+        if not tables:
+            return [None] * len(drafted)
+        packed = self._receiver.fetch(pack(tables[0], LIKELIEST)).wait()  # one table for all
+        return [
+            packed[probs.row_of[0]].tobytes() if probs is not None and probs.row_of else None
+            for probs in proposals
+        ]
+
+    def _row(self, text: Text, rank: int, budget: int) -> DraftRow | None:
         """What of a line goes into the next forward; None where there is no room for it."""
+        line = text.lines[rank]
         state = line.state
         assert state.sequence is not None
         start = state.num_kv_valid
@@ -197,7 +218,8 @@ class DraftingServer:
             if lender is None:
                 return None
             lender.close(self._pool)
-        return DraftRow(DraftTask(state, steps, paths=1), state.sequence, pending, steps)
+        draw = text.draw_of(rank, self._drafter.max_length)
+        return DraftRow(DraftTask(state, steps, draw=draw, paths=1), state.sequence, pending, steps)
 
     def _lender(self) -> RequestState | None:
         """Who gives its KV up: a line that rests, of the engine that holds most; sides first."""

@@ -9,12 +9,17 @@ import mmap
 import os
 import tempfile
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-# In front of a record's tokens: checksum, serial, place, count.
-_HEAD = 4
+from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
+
+# In front of a record's tokens: checksum, serial, place, how many there are, how many were drawn.
+_HEAD = 5
+# Of a row that was drawn from.
+_ROW = 2 * LIKELIEST
 
 
 class Drafted(NamedTuple):
@@ -26,12 +31,15 @@ class Drafted(NamedTuple):
             and of the chain's.
         ids: Its own.
         peaks: The drafter's largest probability in the place of each.
+        rows: What each of the last ids was drawn from, those before were not: int32 [2, LIKELIEST]
+            of `likeliest_rows`, as bytes.
     """
 
     serial: int
     place: int
     ids: list[int]
     peaks: list[float]
+    rows: Sequence[bytes] = ()
 
 
 class Counts(NamedTuple):
@@ -62,19 +70,21 @@ class DraftTable:
         slots: Texts.
         longest: Most tokens of a line.
         sides: Most lines beside the chain.
+        drawn: Most drawn tokens of a line.
     """
 
-    def __init__(self, file: int, slots: int, longest: int, sides: int) -> None:
-        self.sides, self.longest = sides, longest
-        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides)), np.int32)
+    def __init__(self, file: int, slots: int, longest: int, sides: int, drawn: int = 0) -> None:
+        self.sides, self.longest, self.drawn = sides, longest, drawn
+        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides, drawn)), np.int32)
         counts, records = np.split(memory, [2 * len(Counts._fields)])
         self._counts = counts.view(np.float64)
         self._records = records.reshape(slots, 1 + sides, -1)
 
     @staticmethod
-    def size(slots: int, longest: int, sides: int) -> int:
+    def size(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
         """Bytes of a table."""
-        return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * (_HEAD + 2 * longest))
+        record = _HEAD + 2 * longest + _ROW * drawn
+        return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * record)
 
     @property
     def head(self) -> slice:
@@ -99,31 +109,35 @@ class DraftTable:
 
     def write(self, slot: int, rank: int, drafted: Drafted) -> None:
         """Put a record in the place of the one before; that of the chain is number 0."""
-        serial, place, ids, peaks = drafted
-        record = np.zeros(self._records.shape[2], np.int32)
-        count = min(len(ids), self.longest)
-        record[1:_HEAD] = serial, place, count
-        record[_HEAD : _HEAD + count] = ids[:count]
-        peak_bits = record[_HEAD + self.longest :].view(np.float32)
-        peak_bits[:count] = peaks[:count]
+        serial, place, ids, peaks, rows = drafted
+        certain = len(ids) - len(rows)
+        count = min(len(ids), self.longest, certain + self.drawn)
+        num_drawn = max(0, count - certain)
+        head = np.array([0, serial, place, count, num_drawn], np.int32)
+        tokens = np.array(ids[:count], np.int32), np.array(peaks[:count], np.float32).view(np.int32)
+        drawn = np.frombuffer(b"".join(rows[:num_drawn]), np.int32)
+        record = np.concatenate([head, *tokens, drawn])
         record[0] = _checksum(record)
-        self._records[slot, rank] = record
+        self._records[slot, rank, : len(record)] = record
 
     def read(self, slot: int, rank: int = 0) -> Drafted | None:
         """A record as it stands; None where it is being written."""
-        record = self._records[slot, rank].copy()
-        if record[0] != _checksum(record):
+        whole = self._records[slot, rank]
+        count, num_drawn = whole[3:_HEAD].tolist()
+        record = whole[: _HEAD + 2 * count + _ROW * num_drawn].copy()
+        if [count, num_drawn] != record[3:_HEAD].tolist() or record[0] != _checksum(record):
             return None
-        _, serial, place, count, *ids = record[: _HEAD + self.longest].tolist()
-        peaks = record[_HEAD + self.longest :].view(np.float32)[:count].tolist()
-        return Drafted(serial, place, ids[:count], peaks)
+        _, serial, place, _, _, *ids = record[: _HEAD + count].tolist()
+        peaks = record[_HEAD + count : _HEAD + 2 * count].view(np.float32).tolist()
+        rows = record[_HEAD + 2 * count :].reshape(num_drawn, _ROW)
+        return Drafted(serial, place, ids, peaks, tuple(row.tobytes() for row in rows))
 
 
-def make_file(slots: int, longest: int, sides: int) -> int:
+def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
     """A file of memory for a table that nobody else can open, with nothing in it."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(DraftTable.size(slots, longest, sides))
+        file.truncate(DraftTable.size(slots, longest, sides, drawn))
         return os.dup(file.fileno())
 
 

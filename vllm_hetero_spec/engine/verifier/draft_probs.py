@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
+from vllm_hetero_spec.draft.likeliest_rows import pack, unpack
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
@@ -124,18 +125,10 @@ def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, A
     if likeliest is None:
         # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
         return {name: rows.contiguous()}
-    kept = rows.topk(min(likeliest, rows.shape[1]))
-    return {
-        name: kept.values,
-        f"{name} tokens": kept.indices.to(torch.int32),
-        f"{name} width": rows.shape[1],
-    }
+    return {name: pack(rows, likeliest), f"{name} width": rows.shape[1]}
 
 
 def _unpacked(name: str, received: Mapping[str, Any]) -> torch.Tensor:
     rows: torch.Tensor = received[name]
     width = received.get(f"{name} width")
-    if width is None:
-        return rows
-    whole = rows.new_zeros((len(rows), width))
-    return whole.scatter_(1, received[f"{name} tokens"].long(), rows)
+    return rows if width is None else unpack(rows, width)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts drawn ahead, in a process of their own: samples keep the target's law, and wrong ways are
+caught.
+"""
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from chain_pair import PROMPT
+from goodness import ALPHA, p_value
+from harness import engine, metrics_of, patient, proposer_of, slem
+from target_law import LENGTH, Ids, Setting, counted, law_of, law_of_third, load
+from vllm import SamplingParams
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.engine.source.look_up import Found, LookUp
+from vllm_hetero_spec.engine.source.messages import Row
+from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
+
+pytestmark = pytest.mark.engine
+
+CORE = max(os.sched_getaffinity(0))
+SAMPLES, WAVE = 960, 16
+# Of few sequences each is seen often.
+SETTINGS = {"hot": Setting(1.0), "few": Setting(1.6, top_k=6)}
+
+
+class Law(NamedTuple):
+    """The target's own: of the first tokens, and of the third, the first that is drafted."""
+
+    texts: dict[Ids, float]
+    third: dict[int, float]
+
+    def p_value(self, found: Counter) -> float:
+        """Of samples, by whichever tells more against them."""
+        third = Counter[int]()
+        for ids, count in found.items():
+            third[ids[2]] += count
+        return min(p_value(found, self.texts), p_value(third, self.third))
+
+
+@pytest.fixture(scope="module")
+def laws(chain_pair: Path) -> dict[str, Law]:
+    """Under every setting."""
+    model, start = load(chain_pair / "target", PROMPT)
+    return {
+        name: Law(
+            law_of(model, start, setting),
+            dict(enumerate(law_of_third(model, start, setting).tolist())),
+        )
+        for name, setting in SETTINGS.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[("tli", "token"), ("push_forward", "block")], ids="-".join)
+def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
+    method, verification = request.param
+    spec = process(chain_pair / "drafter", method, 3, verification=verification)
+    # So many rows of the drafter's that each request of a wave has guesses.
+    with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
+        yield llm
+
+
+def process(drafter: Path, method: str, lookahead: int, **changes: Any) -> dict[str, Any]:
+    where = {"parallel": "process", "drafter_device": str(CORE)}
+    return slem(drafter, lookahead, **(where | {"method": method} | changes))
+
+
+def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft that was not foreseen is waited for."""
+    control = proposer_of(llm).drafting.control
+    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
+
+
+def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter:
+    """Samples of one setting, a few at a time, every third with a seed of its own."""
+    found = Counter[Ids]()
+    for start in range(seeds, seeds + count, WAVE):
+        params = [
+            SamplingParams(
+                temperature=setting.temperature,
+                top_k=setting.top_k,
+                top_p=setting.top_p,
+                seed=None if number % 3 else number,
+                max_tokens=LENGTH + 1,
+                ignore_eos=True,
+            )
+            for number in range(start, start + WAVE)
+        ]
+        outputs = llm.generate([PROMPT] * WAVE, params, use_tqdm=False)
+        found += counted(output.outputs[0].token_ids for output in outputs)
+    return found
+
+
+def test_samples_follow_the_targets_law(
+    llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that were foreseen, and drafts that were waited for."""
+    patient(llm, monkeypatch)
+    before = read_stats(llm)
+    for name, setting in SETTINGS.items():
+        found = sample(llm, SAMPLES, setting)
+        print(f"\n{name}, foreseen: p {laws[name].p_value(found):.3f}")
+        assert laws[name].p_value(found) > ALPHA, name
+    waiting(llm, monkeypatch)
+    found = sample(llm, SAMPLES, SETTINGS["few"], seeds=SAMPLES)
+    print(f"\nfew, waited for: p {laws['few'].p_value(found):.3f}")
+    assert laws["few"].p_value(found) > ALPHA
+    stats, metrics = read_stats(llm), metrics_of(llm)
+    gained = {name: stats[name] - before[name] for name in ("drafts_ahead", "drafts_waited")}
+    print(gained, stats["drafts_guessed"], metrics, stats["skipped"])
+    assert min(gained.values()) > SAMPLES // 4
+    assert stats["drafts_guessed"] > SAMPLES // 20
+    assert 0 < metrics["num_accepted_tokens"] < metrics["num_draft_tokens"]
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+
+
+def row_of_the_draw_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind = LookUp.behind
+
+    def shifted(self: LookUp, *args: Any) -> Found:
+        found = behind(self, *args)
+        return found._replace(rows=[*found.rows[-1:], *found.rows[:-1]])
+
+    monkeypatch.setattr(LookUp, "behind", shifted)
+
+
+def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the drafter drew by what its tokens will be accepted by."""
+
+    def drawn(*told: Any) -> Row:
+        *others, draw = told
+        seed = None if draw is None else draw.seed ^ DRAFT ^ ACCEPT
+        return Row(*others, draw and replace(draw, seed=seed))
+
+    monkeypatch.setattr("vllm_hetero_spec.engine.source.process.Row", drawn)
+
+
+@pytest.mark.parametrize("wrong", [row_of_the_draw_before, numbers_of_verification])
+def test_wrong_ways_are_caught(
+    llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch, wrong: Callable
+) -> None:
+    patient(llm, monkeypatch)
+    waiting(llm, monkeypatch)
+    wrong(monkeypatch)
+    found = sample(llm, SAMPLES, SETTINGS["few"], seeds=10_000)
+    print(f"\n{wrong.__name__}: p {laws['few'].p_value(found):.2g}")
+    assert laws["few"].p_value(found) < ALPHA
+
+
+@pytest.mark.parametrize("method", ["tli", "hetero"])
+def test_a_drafter_that_is_the_target_is_nearly_always_right(
+    chain_pair: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what is not among the likeliest tokens, which it does not draw."""
+    target = chain_pair / "target"
+    with engine(target, process(target, method, 4), max_num_seqs=16) as llm:
+        patient(llm, monkeypatch)
+        waiting(llm, monkeypatch)
+        params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=41, ignore_eos=True)
+        llm.generate([PROMPT[start:] for start in range(16)], params, use_tqdm=False)
+        metrics, stats = metrics_of(llm), read_stats(llm)
+    del llm
+    gc.collect()
+    assert metrics["num_draft_tokens"] > 400
+    assert metrics["num_accepted_tokens"] / metrics["num_draft_tokens"] > 0.97
+    assert stats["drafts_ahead"] > 20
