@@ -99,33 +99,40 @@ class DraftTranslator:
         return self._same or self._continues(context, drafter_id, known)
 
     def _continues(self, context: TextContext, drafter_id: int, known: int = 0) -> bool:
-        table = self._drafter.token_bytes
-        if not 0 <= drafter_id < len(table):
-            return False  # rows of an embedding that no token has
-        if drafter_id in self._special.drafter_control:
-            return drafter_id in self._special.proposed and not context.held
-        data = table[drafter_id][known:]
-        if context.held:
-            return data.startswith(context.held) or context.held.startswith(data)
-        last = context.target_ids[-1] if context.target_ids else -1
+        if not context.held:
+            last = context.target_ids[-1] if context.target_ids else -1
+            return self._parted(last, drafter_id, known)
+        piece = self._piece(drafter_id)
+        if piece is None:
+            return False
+        data = piece[known:]
+        return data.startswith(context.held) or context.held.startswith(data)
+
+    def _splits(self, last: int, drafter_id: int, known: int) -> bool:
+        """Whether the target, given the bytes of `last` and of a drafter token alone, parts them.
+
+        If not, then no text of the target goes on with tokens that spell the latter after `last`.
+        For a stretch of tokens of a longer text is what the target makes of the stretch alone: BPE
+        would merge the same neighbours in the whole, and a segmentation of the stretch that a
+        Unigram model scores higher would raise the score of the whole. (Equal scores, as of l|ll
+        and ll|l, may be decided either way.) The reverse does not hold: with more text before or
+        behind, a token may span a place where these two are parted. Nor does a drafter token need
+        to end where one of the target does, and some pre-tokenizers look further. So this is advice
+        with which a draft begins; what is proposed is verified whatever it says.
+
+        Args:
+            last: Target id; -1 for none.
+            drafter_id: Any number: rows of an embedding may have no token.
+            known: Leading bytes of the drafter token that the target has written already.
+        """
+        piece = self._piece(drafter_id)
+        if piece is None:
+            return drafter_id in self._special.proposed
         if last < 0 or last in self._special.target_control:
             return True
+        data = piece[known:]
         if not self._inner_pairs[self._target.token_bytes[last][-1] << 8 | data[0]]:
             return True  # no target token has these two bytes side by side
-        return self._parted(last, data)
-
-    def _splits(self, last: int, data: bytes) -> bool:
-        """Whether the target, given the bytes of `last` and `data` alone, parts them.
-
-        If not, then no text of the target goes on with tokens that spell `data` after `last`. For a
-        stretch of tokens of a longer text is what the target makes of the stretch alone: BPE would
-        merge the same neighbours in the whole, and a segmentation of the stretch that a Unigram
-        model scores higher would raise the score of the whole. (Equal scores, as of l|ll and ll|l,
-        may be decided either way.) The reverse does not hold: with more text before or behind, a
-        token may span a place where these two are parted. Nor does `data` need to end with a token,
-        and some pre-tokenizers look further. So this is advice with which a draft begins; what is
-        proposed is verified whatever it says.
-        """
         left = len(self._target.token_bytes[last])
         text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)
         if used <= left:

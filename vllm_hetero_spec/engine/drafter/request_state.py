@@ -259,7 +259,8 @@ class Requests:
             news.append(new)
             known.append((request, state))
         ready = []
-        for pair, unchanged in zip(known, self._extend(known, news), strict=True):
+        kept = self._extend([state for _, state in known], news)
+        for pair, unchanged in zip(known, kept, strict=True):
             request, state = pair
             if state.context.broken:
                 state.retire("untranslatable", self._pool)
@@ -271,13 +272,9 @@ class Requests:
             ready.append(pair)
         return ready
 
-    def _extend(
-        self,
-        known: Sequence[tuple[RequestView, RequestState]],
-        news: Sequence[Sequence[int]],
-    ) -> list[int]:
+    def _extend(self, states: Sequence[RequestState], news: Sequence[Sequence[int]]) -> list[int]:
         began = time.perf_counter()
-        unchanged = self._bridge.extend([state.context for _, state in known], news)
+        unchanged = self._bridge.extend([state.context for state in states], news)
         self._stats.translate_seconds += time.perf_counter() - began
         return unchanged
 
@@ -293,7 +290,7 @@ class Requests:
             state.retired = "no_text"
             return state
         text = request.prompt_text
-        self._bridge.extend([context], [text.tolist()])
+        self._extend([state], [text.tolist()])
         state.num_prompt = context.num_dropped + len(context.ids)
         state.num_media = request.num_prompt_tokens - len(text)
         self._stats.media_tokens += state.num_media
