@@ -183,7 +183,8 @@ class LookaheadControl:
             wanted > 0 or (beside and limit > 0 and left <= _LONG)
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
         ]
-        self._trees.begin(step)
+        if step.trees is not None:
+            self._trees.begin(step)
         return StepPlan(lookahead, reads, num_waiting, paths)
 
     def _planned(
@@ -272,6 +273,8 @@ class LookaheadControl:
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts without what is not worth verifying, and trees laid out."""
         growing = [draft for draft in drafts if draft.explored is not None]
+        if not growing:
+            return self._trimmed(drafts)
         sides = self.controller.sides
         for draft in growing:
             if sides is not None and draft.req_id not in self._own:
@@ -302,11 +305,11 @@ class LookaheadControl:
             for draft in drafts
             if draft.confidences and draft.req_id not in self._own
         }
+        if not judged:
+            return list(drafts)
         for draft in drafts:
             if draft.req_id in judged:
                 self._verifying[draft.req_id] = self._noted(draft)
-        if not judged:
-            return list(drafts)
         lengths = self.controller.trim(self._in_order(judged))
         return [
             draft.first(lengths[self._index_of[draft.req_id]]) if draft.req_id in judged else draft

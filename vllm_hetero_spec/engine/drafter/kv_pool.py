@@ -134,6 +134,8 @@ class KVPool:
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens. All or nothing; False where blocks do not suffice."""
         need = -(-num_tokens // self.block_size) - len(table.blocks)
+        if need <= 0:
+            return True
         if need > self.available:
             return False
         for _ in range(need):

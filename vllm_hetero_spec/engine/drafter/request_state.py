@@ -92,12 +92,13 @@ class RequestState:
         """Target ids taken in."""
         return self.context.num_target + self.num_media
 
-    def is_behind(self, request: RequestView) -> bool:
-        """Whether vLLM has taken tokens back (a resumed or edited request)."""
+    def news(self, request: RequestView) -> Sequence[int] | None:
+        """Target ids to take in; None where vLLM has taken some back (resumed, or edited)."""
         known = self.num_target
-        if self.retired or not known:
-            return False
-        return known > request.num_tokens or request.token_ids[known - 1] != self.last_target
+        if not known:
+            return request.since(0)
+        behind = known > request.num_tokens or request.token_ids[known - 1] != self.last_target
+        return None if behind else request.since(known)
 
     def close(self, pool: Pool) -> None:
         """Give the KV back."""
@@ -247,14 +248,15 @@ class Requests:
             if index not in wanted:
                 continue
             state = self._states.get(request.req_id)
-            if state is None or state.is_behind(request):
+            new = state.news(request) if state is not None and not state.retired else ()
+            if state is None or new is None:
                 state = self._open(request)
+                new = request.since(state.num_target)
             if state.retired or state.wait:
                 state.wait -= bool(state.wait)
                 if request.new_tokens:
                     self._stats.skip(state.retired or "no_blocks")
                 continue
-            new = request.since(state.num_target)
             state.last_target = new[-1] if new else state.last_target
             news.append(new)
             known.append((request, state))

@@ -104,11 +104,11 @@ class RunnerV1:
             verified = nodes.get(req_id, rows)
             requests.append(
                 RequestView(
-                    req_id=req_id,
-                    params=self._params_of(req_id, state.sampling_params),
-                    token_ids=token_ids[index, : lengths[index]],
-                    num_prompt_tokens=state.num_prompt_tokens,
-                    new_tokens=tokens,
+                    req_id,
+                    self._params_of(req_id, state.sampling_params),
+                    token_ids[index, : lengths[index]],
+                    state.num_prompt_tokens,
+                    tokens,
                     num_drafted=verified,
                     num_padding=rows - verified,
                     has_text=state.prompt_embeds is None,

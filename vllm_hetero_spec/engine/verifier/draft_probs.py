@@ -31,16 +31,13 @@ class PendingDraftProbs:
         self._send = send
         self._pending: dict[str, DraftProbs] = {}
 
-    def put(self, req_id: str, draft_probs: DraftProbs | None) -> None:
-        """Remember what a request's newest draft was drawn from; None for a certain draft."""
-        if draft_probs is None:
-            self._pending.pop(req_id, None)
-        else:
-            self._pending[req_id] = draft_probs
+    def put(self, req_id: str, draft_probs: DraftProbs) -> None:
+        """Remember what a request's newest draft was drawn from."""
+        self._pending[req_id] = draft_probs
 
-    def keep(self, live: Collection[str]) -> None:
-        """Forget the requests that are gone."""
-        for req_id in self._pending.keys() - live:
+    def keep(self, live: Collection[str], renewed: Collection[str]) -> None:
+        """Forget the requests that are gone, and those of which there are newer drafts."""
+        for req_id in [of for of in self._pending if of not in live or of in renewed]:
             del self._pending[req_id]
 
     def batch(

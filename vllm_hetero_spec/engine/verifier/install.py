@@ -99,7 +99,7 @@ class Verifier:
             drafts: Of this step. Where ranks verify together, all of them call this, and those of
                 the first rank count.
         """
-        self._pending.keep(step.live)
+        self._pending.keep(step.live, step.index_of)
         if self._fuzzy is not None:
             self._fuzzy.keep(step.live)
         draft_probs = {
@@ -107,5 +107,5 @@ class Verifier:
         }
         if self._group is not None:
             draft_probs = shared(draft_probs, self._group, self._likeliest)
-        for request in step.requests:
-            self._pending.put(request.req_id, draft_probs.get(request.req_id))
+        for req_id, probs in draft_probs.items():
+            self._pending.put(req_id, probs)
