@@ -99,8 +99,8 @@ class World:
     def row(self, text: Sequence[int]) -> torch.Tensor:
         sequence = DraftSequence(BlockTable())
         assert self.pool.grow(sequence.table, len(text))
-        feed = self.drafter._planner.ragged([sequence.table.blocks], [0], [list(text)])
         table = self.drafter._planner.table([sequence])
+        feed = self.drafter._planner.ragged(table, [0], [list(text)])
         (row,) = self.drafter._feed(feed, table, np.array([len(text)], np.int32))
         self.pool.close(sequence.table)
         return row

@@ -104,7 +104,7 @@ class Drafter:
             confidences=confidences,
             beside=beside,
         )
-        self._planner = Planner(model.block_size, self.max_length)
+        self._planner = Planner(model.block_size)
         # Not of the packets of rounds: it feeds in the middle of one.
         self._forwards = Forwards(model, self._rules, Sender(device).send)
         self._steps: Steps = EagerSteps(model, self._rules, self._send, picked)

@@ -5,11 +5,9 @@ A round catches every request up in one forward and then takes single steps. All
 from the start, so positions and KV slots of all steps are too: they cross to the device at once.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import neg
 from typing import NamedTuple
 
 import numpy as np
@@ -78,11 +76,10 @@ class Planner:
 
     Args:
         block_size: Tokens of a KV block.
-        max_length: Most tokens of a sequence.
     """
 
-    def __init__(self, block_size: int, max_length: int) -> None:
-        self.block_size, self._max_length = block_size, max_length
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
 
     def plan(
         self,
@@ -106,39 +103,31 @@ class Planner:
             forks: Of each request; they are drafted for as far as it is.
         """
         count, rounds = len(sequences), max(1, steps[0])
-        cached = [len(sequence.kv_ids) for sequence in sequences]
         pairs = [(line, rank) for line, own in enumerate(forks) for rank in range(1, len(own) + 1)]
-        of = [line for line, _ in pairs]
-        every = [*sequences, *chain.from_iterable(forks)]
-        after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
-        after += [after[line] for line in of]
-        begin = cached + [after[line] - 1 for line in of]
-        drafted = [*steps, *(steps[line] for line in of)]
-        table = self.table(every, size)
+        table = self.table([*sequences, *chain.from_iterable(forks)], size)
         size = len(table)
-        fed, slots = [], list[int]()
-        for sequence, start, end, own in zip(every, begin, after, drafted, strict=True):
-            rest = max(own, 1) - 1  # tokens that are fed behind the first
-            walk = self._slots(sequence.table.blocks, range(start, end + rest))
-            fed.append(walk[: end - start])
-            slots += walk[end - start - 1 :] + [NOWHERE] * (rounds - 1 - rest)
-        idle = size - len(every)
-        slots += [NOWHERE] * (rounds * idle)
-        feed = self._feed(cached, pending, fed[:count])
+        cached = [len(sequence.kv_ids) for sequence in sequences]
+        feed = self.ragged(table, cached, pending)
+        after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
         if width:
-            feed = self._uniform(feed, sequences, np.array(after[:count]), size, width)
-        lengths = (
-            np.array(after + [1] * idle, np.int32) + np.arange(rounds, dtype=np.int32)[:, None]
-        )
-        np.minimum(lengths, self._max_length, out=lengths)
+            feed = self._uniform(feed, sequences, np.array(after), size, width)
+        lines = [*range(count), *(line for line, _ in pairs)]
+        idle = size - len(lines)
+        begin = np.array([after[line] - 1 for line in lines] + [0] * idle)
+        drafted = np.array([steps[line] for line in lines] + [0] * idle)
+        step = np.arange(rounds)[:, None]
         places = np.empty((rounds, 2, size), np.int64)
-        places[:, 0] = lengths - 1
-        places[:, 1] = np.array(slots).reshape(size, rounds).T
-        lengths[0, count:] = 1  # they begin behind the request that is caught up
-        chains, others = drafted[:count], drafted[count:]
-        forking = [_num_above(step, others) for step in range(1, rounds)]
-        active = [_num_above(step, chains) for step in range(rounds)]
-        active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
+        positions, slots = places[:, 0], places[:, 1]
+        np.minimum(begin + step, begin + np.maximum(drafted - 1, 0), out=positions)
+        slots[:] = self._slots(table, np.arange(size), positions)
+        ended = step >= drafted
+        slots[ended] = NOWHERE
+        lengths = (positions + 1).astype(np.int32)
+        active = (count - ended[:, :count].sum(1)).tolist()
+        if pairs:
+            lengths[0, count:] = 1  # they begin behind the request that is caught up
+            forking = (~ended[1:, count:]).sum(1).tolist()
+            active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
             count, feed, table, lengths, places, active,
             np.array(pairs, np.int64).reshape(-1, 2).T, width > 0,
@@ -154,35 +143,28 @@ class Planner:
         return table
 
     def ragged(
-        self,
-        blocks: Sequence[Sequence[int]],
-        cached: Sequence[int],
-        pending: Sequence[Sequence[int]],
+        self, table: np.ndarray, cached: Sequence[int], pending: Sequence[Sequence[int]]
     ) -> Feed:
         """Every line's pending ids, behind the tokens that it has cached.
 
         Args:
-            blocks: KV blocks of each line.
+            table: int32 [n or more, W], the KV blocks of each line.
             cached: Tokens of each line whose KV is written.
             pending: Drafter ids to feed, at least one for each line.
         """
-        lines = zip(blocks, cached, pending, strict=True)
-        slots = [self._slots(own, range(start, start + len(ids))) for own, start, ids in lines]
-        return self._feed(cached, pending, slots)
-
-    @staticmethod
-    def _feed(
-        cached: Sequence[int], pending: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]
-    ) -> Feed:
         counts = [len(ids) for ids in pending]
         starts = np.array([0, *accumulate(counts)], np.int32)
         ranges = [range(start, start + n) for start, n in zip(cached, counts, strict=True)]
-        tokens = [list(chain.from_iterable(of)) for of in (pending, ranges, slots)]
-        return Feed(np.array(tokens, np.int64), starts, max(counts))
+        tokens = np.empty((3, starts[-1]), np.int64)
+        tokens[0] = list(chain.from_iterable(pending))
+        tokens[1] = list(chain.from_iterable(ranges))
+        tokens[2] = self._slots(table, np.arange(len(counts)).repeat(counts), tokens[1])
+        return Feed(tokens, starts, max(counts))
 
-    def _slots(self, blocks: Sequence[int], positions: range) -> list[int]:
-        size = self.block_size
-        return [blocks[place // size] * size + place % size for place in positions]
+    def _slots(self, table: np.ndarray, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where tokens at some positions of some lines of a table go."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return table[lines, blocks] * self.block_size + offsets
 
     @staticmethod
     def _uniform(
@@ -202,8 +184,3 @@ class Planner:
                 ids[line, : width - query] = sequence.kv_ids[query - width :]
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
         return Feed(tokens.reshape(3, -1), starts, width)
-
-
-def _num_above(step: int, steps: Sequence[int]) -> int:
-    """How many of some numbers, none of which rises, are above another."""
-    return bisect_left(steps, -step, key=neg)

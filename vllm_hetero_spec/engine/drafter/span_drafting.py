@@ -93,7 +93,7 @@ class SpanDrafting:
             path = paths[index]
             drafted = path.drafted[max(0, start - self._cached[index]) : path.fed]
             pending[line] = [*before, *drafted, *ids[line]]
-        feed = self._planner.ragged(lines.tolist(), cached.tolist(), pending)
+        feed = self._planner.ragged(lines, cached.tolist(), pending)
         lengths = (cached + np.diff(feed.starts)).astype(np.int32)
         return self._drawn_from(self._forward(feed, lines, lengths), indices)
 
