@@ -85,6 +85,16 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
     assert not batch_of(pending, ["late"], [1], [0]).draft_probs
 
 
+def test_older_drafts_are_forgotten() -> None:
+    """Those of requests that are gone, or are drafted for anew, if only by a certain draft."""
+    pending = PendingDraftProbs()
+    for name, draft in zip(("gone", "waits", "anew"), drafted([1, 1, 1]), strict=True):
+        pending.put(name, draft.draft_probs)
+    pending.keep({"waits", "anew"}, {"anew"})
+    batch = batch_of(pending, ["gone", "waits", "anew"], [1, 1, 1], [0, 0, 0])
+    assert [row >= 0 for row in batch.row_of.tolist()] == [False, True, False]
+
+
 def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
     (draft,) = drafted([3])
     cut = draft.first(2)

@@ -39,20 +39,26 @@ _STEPS_BETWEEN_TRIES = 8
 
 @dataclass(slots=True)
 class _Greedy:
-    """A greedy draft in the making: what is drafted, and what of it the target may read.
+    """A greedy draft in the making: what came of `steps`, and what of it the target may read.
 
-    `tokens` came of `row` in the newest round. `beside` is what is known of the rows of `drafted`,
-    in parts, and `forks` are other paths; empty for a chain.
+    `row` is of the newest round. `beside` is what is known of the rows of `drafted`, in parts, and
+    `forks` are other paths; empty for a chain.
     """
 
     row: DraftRow
-    tokens: DrafterTokens
     steps: int
-    drafted: Sequence[int] = ()
-    peaks: Sequence[float] = ()
+    drafted: Sequence[int]
+    peaks: Sequence[float]
+    beside: Sequence[Beside]
+    forks: Sequence[Fork]
     proposal: list[int] = field(init=False)
-    beside: Sequence[Beside] = ()
-    forks: Sequence[Fork] = ()
+
+    def go_on(self, tokens: DrafterTokens) -> None:
+        """Take in a further round."""
+        self.drafted = [*self.drafted, *tokens.tokens]
+        self.peaks = [*self.peaks, *tokens.confidences]
+        if tokens.beside is not None:
+            self.beside = [*self.beside, tokens.beside]
 
 
 class _Round(NamedTuple):
@@ -152,15 +158,17 @@ class DraftBatchRunner:
         for row, tokens in zip(rows, drafted, strict=True):
             if not row.steps:
                 continue
-            if tokens.proposal is None:
-                greedy.append(_Greedy(row, tokens, row.steps))
-                continue
             self._count(row.task, tokens)
-            if tokens.beside is not None and control is not None:
+            if tokens.proposal is None:
+                self._stats.drafter_tokens += sum([len(ids) for ids, _ in tokens.forks])
+                beside = () if tokens.beside is None else (tokens.beside,)
+                known = tokens.tokens, tokens.confidences, beside, tokens.forks
+                greedy.append(_Greedy(row, row.steps, *known))
+            elif tokens.beside is not None and control is not None:
                 drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
             else:
                 drafts.append(tokens.proposal)
-        return drafts + self._cover(greedy, control)
+        return drafts + self._cover(greedy, control) if greedy else drafts
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
@@ -257,23 +265,13 @@ class DraftBatchRunner:
     def _cover(self, every: Sequence[_Greedy], control: Control | None) -> list[Draft]:
         """Translate greedy drafts, and draft on for those that do not cover their lookahead yet."""
         making = every
-        while making:
-            for made in making:
-                tokens = made.tokens
-                made.drafted = [*made.drafted, *tokens.tokens]
-                if tokens.confidences:
-                    made.peaks = [*made.peaks, *tokens.confidences]
-                if tokens.beside is not None:
-                    made.beside = [*made.beside, tokens.beside]
-                    made.forks = [*made.forks, *tokens.forks]
-                    self._stats.drafter_tokens += sum(len(ids) for ids, _ in tokens.forks)
-                self._count(made.row.task, tokens)
-            self._translate(making)
-            making = [made for made in making if self._goes_on(made)]
-            rows = [made.row for made in making]
-            drafted = self._drafter.run(rows, control) if rows else []
+        self._translate(making)
+        while making := [made for made in making if self._goes_on(made)]:
+            drafted = self._drafter.run([made.row for made in making], control)
             for made, tokens in zip(making, drafted, strict=True):
-                made.tokens = tokens
+                self._count(made.row.task, tokens)
+                made.go_on(tokens)
+            self._translate(making)
         drafts = [
             Draft.chain(made.row.task.req_id, made.proposal, self._confidences(made))
             for made in every
@@ -296,20 +294,20 @@ class DraftBatchRunner:
 
     def _goes_on(self, made: _Greedy) -> bool:
         """Plan another round for a draft that is still short of its lookahead; whether there is."""
-        row, tokens = made.row, made.tokens
+        row, drafted = made.row, made.drafted
         missing = row.task.lookahead - len(made.proposal)
         if self._drafter.waits or missing <= 0:
             return False
-        stopped = len(tokens.tokens) < row.steps  # the logits were not finite, or it does not pay
-        ended = stopped or tokens.tokens[-1] in self._bridge.drafter_eos
+        stopped = len(drafted) < made.steps  # the logits were not finite, or it does not pay
+        ended = stopped or drafted[-1] in self._bridge.drafter_eos
         if ended or (left := self._most_steps(row.task) - made.steps) <= 0:
             return False
-        steps = max(1, round(missing * len(made.drafted) / (len(made.proposal) or 1)))
+        steps = max(1, round(missing * len(drafted) / (len(made.proposal) or 1)))
         steps = min(left, steps, self._drafter.most_steps)
         if not self._pool.grow(row.sequence.table, len(row.sequence.kv_ids) + 1 + steps):
             return False
         made.steps += steps
-        made.row = DraftRow(row.task, row.sequence, tokens.tokens[-1:], steps)
+        made.row = DraftRow(row.task, row.sequence, drafted[-1:], steps)
         return True
 
     def _confidences(self, made: _Greedy) -> list[float]:

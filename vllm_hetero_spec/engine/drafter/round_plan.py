@@ -112,21 +112,25 @@ class Planner:
         if width:
             feed = self._uniform(feed, sequences, np.array(after), size, width)
         lines = [*range(count), *(line for line, _ in pairs)]
-        idle = size - len(lines)
-        begin = np.array([after[line] - 1 for line in lines] + [0] * idle)
-        drafted = np.array([steps[line] for line in lines] + [0] * idle)
+        idle = [0] * (size - len(lines))
+        begin = np.array([after[line] - 1 for line in lines] + idle)
         step = np.arange(rounds)[:, None]
         places = np.empty((rounds, 2, size), np.int64)
         positions, slots = places[:, 0], places[:, 1]
-        np.minimum(begin + step, begin + np.maximum(drafted - 1, 0), out=positions)
+        np.add(begin, step, out=positions)
+        active, uneven = [count] * rounds, bool(idle) or steps[-1] < rounds
+        if uneven:  # those that end sooner stay at their last token, and write nothing
+            drafted = np.array([steps[line] for line in lines] + idle)
+            ended = step >= drafted
+            np.minimum(positions, begin + np.maximum(drafted - 1, 0), out=positions)
+            active = (count - ended[:, :count].sum(1)).tolist()
         slots[:] = self._slots(table, np.arange(size), positions)
-        ended = step >= drafted
-        slots[ended] = NOWHERE
+        if uneven:
+            slots[ended] = NOWHERE
         lengths = (positions + 1).astype(np.int32)
-        active = (count - ended[:, :count].sum(1)).tolist()
         if pairs:
             lengths[0, count:] = 1  # they begin behind the request that is caught up
-            forking = (~ended[1:, count:]).sum(1).tolist()
+            forking = [sum([steps[line] > n for line, _ in pairs]) for n in range(1, rounds)]
             active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
             count, feed, table, lengths, places, active,

@@ -96,7 +96,8 @@ class RunnerV1:
         batch, states = runner.input_batch, runner.requests
         requests = []
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
-        self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
+        if self.sides is not None:
+            self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
         nodes = {} if self.sides is None else self.sides.nodes
         token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
