@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
 
 LOOKAHEAD, REQUESTS = 3, 8
@@ -177,6 +181,27 @@ def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
             torch.testing.assert_close(*rows)
             assert one.proposal.draft_probs.row_of == other.proposal.draft_probs.row_of
     assert len(set(drafted[0][2].tokens)) == LOOKAHEAD  # nothing twice under such a penalty
+
+
+def test_nothing_is_drafted_on_behind_an_end() -> None:
+    """A draft that ends early is whole, wherever in the round's tokens its end stands."""
+    drafts, forwards = [], []
+    for ends in ([], [1]):
+        world = World()
+        task = world.row("a", [3, 4, 5], 0).task
+        task.state.close(world.pool)
+        task.state.align(world.pool, 0)
+        special: Any = SimpleNamespace(banned=frozenset(), proposed={})
+        special.drafter_eos = frozenset(drafts[0][place] for place in ends)
+        bridge = IdentityBridge(special)
+        rounds = DraftBatchRunner(bridge, world.drafter, world.pool, DraftStats(), 99)
+        rounds.begin([task], iter(()))
+        (draft,) = rounds.finish()
+        drafts.append(draft.tokens)
+        forwards.append(world.drafter.forwards)
+    assert len(drafts[0]) == LOOKAHEAD
+    assert drafts[1] == drafts[0][:2]
+    assert forwards[0] == forwards[1]
 
 
 class Crossings(TorchFunctionMode):

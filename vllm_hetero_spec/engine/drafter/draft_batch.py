@@ -299,8 +299,8 @@ class DraftBatchRunner:
         if self._drafter.waits or missing <= 0:
             return False
         stopped = len(drafted) < made.steps  # the logits were not finite, or it does not pay
-        ended = stopped or drafted[-1] in self._bridge.drafter_eos
-        if ended or (left := self._most_steps(row.task) - made.steps) <= 0:
+        ended = not self._bridge.drafter_eos.isdisjoint(drafted)
+        if stopped or ended or (left := self._most_steps(row.task) - made.steps) <= 0:
             return False
         steps = max(1, round(missing * len(drafted) / (len(made.proposal) or 1)))
         steps = min(left, steps, self._drafter.most_steps)
