@@ -6,6 +6,10 @@ whatever it costs, and serves the same prompts, few at a time: side paths need r
 batch and KV cache. Greedy output is compared with the target's alone. Raced output is a function of
 the seed, so that it is compared with that of a drafter of another kind: chains of one token.
 
+Texts end where the target ends them. A round is an arrival of tokens behind those of the prompt and
+of the step after it, for which nothing is drafted. Before it is measured, each half of the prompts
+is preceded by the other: what values of nodes are learnt from.
+
     python scripts/measure_trees.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
 
@@ -14,7 +18,8 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,11 @@ from rich.progress import track
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import Load, Sample
+from vllm_hetero_spec.report.figures import error_of_ratio
+from vllm_hetero_spec.report.values import with_error
 
 GREEDY, RACE = "greedy", "race"
+_UNDRAFTED = 2  # arrivals: of the prompt's step, and of the next one
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class Shape:
         return f"chain of {self.depth}" if self.depth else "target alone"
 
 
-def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> Sample:
-    """One load in an engine of its own, in a process of its own."""
+def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> list[Sample]:
+    """Both halves of a load in an engine of its own, in a process of its own."""
     from vllm import LLM
 
     from vllm_hetero_spec.measure.vllm_driver import Driver
@@ -75,31 +83,47 @@ def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> 
         enforce_eager=True,
         max_model_len=arguments.max_model_len,
     )
-    return Driver(llm).run(load)
+    driver, middle = Driver(llm), len(load.prompts) // 2
+    first = replace(load, prompts=load.prompts[:middle])
+    second = replace(load, prompts=load.prompts[middle:], seed=(load.seed or 0) + middle)
+    if shape.nodes:
+        driver.run(second)  # what is learnt of it is known to the first
+    return [driver.run(half) for half in (first, second) if half.prompts]
 
 
-def row(shape: Shape, sample: Sample, expected: list[list[int]]) -> list[str]:
+def row(shape: Shape, samples: Sequence[Sample], expected: list[list[int]]) -> list[str]:
     """A line of the table.
 
     Args:
         shape: Of the drafts.
-        sample: What was counted.
+        samples: What was counted, of one part of the prompts each.
         expected: Token ids of each request.
     """
-    counted, tokens = sample.worker, [trace.token_ids for trace in sample.traces]
-    drafts = max(1, counted["drafts"])
-    kept = 1 + sample.accepted_tokens / drafts
-    same = sum(found == ids for found, ids in zip(tokens, expected, strict=True))
+    traces = list(chain.from_iterable(sample.traces for sample in samples))
+    same = sum(of.token_ids == ids for of, ids in zip(traces, expected, strict=True))
+    rounds = [of.counts[_UNDRAFTED:] for of in traces if len(of.counts) > _UNDRAFTED]
+    tokens, counts = [float(sum(of)) for of in rounds], [float(len(of)) for of in rounds]
+    each, ones = [of / count for of, count in zip(tokens, counts, strict=True)], [1.0] * len(rounds)
+
+    def of_draft(counter: str) -> float:
+        drafts = sum(sample.worker["drafts"] for sample in samples)
+        return sum(sample.worker[counter] for sample in samples) / max(1, drafts)
+
     return [
-        str(shape), f"{kept:.2f}", f"{counted['draft_tokens'] / drafts:.1f}",
-        f"{counted['trees'] / drafts:.2f}", f"{counted['side_tokens_accepted'] / drafts:.2f}",
+        str(shape),
+        with_error(sum(tokens) / max(1.0, sum(counts)), error_of_ratio(tokens, counts)),
+        with_error(sum(each) / max(1, len(each)), error_of_ratio(each, ones)),
+        f"{of_draft('draft_tokens'):.1f}",
+        f"{of_draft('trees'):.2f}",
+        f"{of_draft('side_tokens_accepted'):.2f}",
         f"{same} of {len(expected)}",
-    ]  # fmt: skip
+    ]
 
 
 def report(law: str, rows: Sequence[Sequence[str]]) -> str:
     """A table of all shapes."""
-    columns = [law, "tokens per round", "nodes", "share of trees", "accepted beside", "same tokens"]
+    columns = [law, "tokens per round", "mean of prompts", "nodes", "share of trees"]
+    columns += ["accepted beside", "same tokens"]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -131,15 +155,15 @@ def main() -> int:
     for law in arguments.laws:
         load = Load(
             prompts, arguments.tokens, arguments.batch,
-            temperature=float(law == RACE), seed=0, ignore_eos=True,
+            temperature=float(law == RACE), seed=0,
         )  # fmt: skip
         rows, expected = [], list[list[int]]()
         first = Shape(int(law == RACE))
         for shape in track([first, *shapes], law, console=console, transient=True):
             with context.Pool(1) as pool:
-                sample = pool.apply(serve, (arguments, law, shape, load))
-            expected = expected or [trace.token_ids for trace in sample.traces]
-            rows += [row(shape, sample, expected)] if shape.depth else []
+                samples = pool.apply(serve, (arguments, law, shape, load))
+            expected = expected or [of.token_ids for sample in samples for of in sample.traces]
+            rows += [row(shape, samples, expected)] if shape.depth else []
         print(report(law, rows), end="\n\n", flush=True)
     return 0
 

@@ -134,7 +134,7 @@ class Receiver:
             self._copied = torch.cuda.Event()
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """Begin to bring a contiguous tensor back; one at a time."""
+        """Begin to bring a tensor back; one at a time."""
         if self._pinned is None:
             return Fetched(tensor)
         assert self._copied is not None

@@ -67,8 +67,8 @@ def test_the_row_of_a_method_in_the_table_of_speeds(tmp_path: Path) -> None:
     contents = measured(tmp_path, Fakes(SECONDS))
     text = markdown(contents, rows_of(contents))
     assert table_lines(text, "Speed") == [
-        "| code | big | alone | - | - | 0 | 1 | 500.0 | 500.0 | 4.0 | - | - | - | - |",
-        "| code | big | slem | small | 4 | 0 | 1 | 250.0 | 250.0 | 8.0 | 2.00x (1.00-4.00) | - "
+        "| code | big | alone | - | - | 0 | 1 | 500.0 | 500.0 | 4.0 | - | - | - | - | - |",
+        "| code | big | slem | small | 4 | 0 | 1 | 250.0 | 250.0 | 8.0 | 2.00x (1.00-4.00) | - | - "
         "| 2.50 | 2 of 2 |",
     ]
 
@@ -100,6 +100,19 @@ def test_hugging_face_is_compared_with_both_references(tmp_path: Path) -> None:
     alone = row_of(rows, "hf_alone")
     assert alone.speedup.median == pytest.approx(0.25)
     assert (alone.identical, alone.speedup_over_hf) == (None, None)
+
+
+def test_settings_are_compared_with_the_first(tmp_path: Path) -> None:
+    """Round by round, whichever begins it."""
+    target = SUITE.targets[0]
+    drafter = dataclasses.replace(target.drafters[0], settings={"a": {}, "b": {}})
+    asked = suite(targets=(dataclasses.replace(target, drafters=(drafter,)),))
+    seconds = {"slem": [1.0, 0.5, 1.0, 0.4, 0.25, 1.0]}  # a b, a b, b a
+    alone, first, other = rows_of(measured(tmp_path, Fakes(seconds), asked))
+    assert [row.cell.engine.drafter for row in (first, other)] == ["small:a", "small:b"]
+    assert (alone.speedup_over_first, first.speedup_over_first) == (None, None)
+    found = other.speedup_over_first
+    assert (found.median, found.low, found.high) == pytest.approx((2.5, 2.0, 4.0))
 
 
 def test_differing_output_is_counted(tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
 
 @pytest.mark.parametrize(("longest", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (5, [0, 3, 5])])
 def test_a_few_lookaheads_are_named(longest: int, expected: list[int]) -> None:
-    assert tiers(longest) == expected
+    assert tiers(longest, longest) == expected
+
+
+def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
+    assert tiers(16, 5) == [0, 3, 5, 8, 16]
+    config = config_of()
+    config.speculative_config.num_speculative_tokens = 12  # as `tree_scratch.settle` leaves it
+    named = [(1, 1, 12), (2, 2, 0), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_scheduling.tree_scratch, "settle", lambda config: None)
+        assert configured(config).seen == [False, named]
+    assert tiers_of(config) == [0, 2, 4, 6, 12]
 
 
 @pytest.fixture

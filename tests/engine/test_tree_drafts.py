@@ -29,6 +29,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
@@ -434,8 +435,11 @@ class Priced(Fixed):
         self.found: list[tuple[Any, ...]] = []
         self.trees = 0
         self.sides: Any = SimpleNamespace(
-            add=lambda *figures: self.found.append(figures), took=self._took
+            add=lambda *figures: self.found.append(figures),
+            found=self._took,
+            trimmed=lambda trees, seconds: self.trimmed.append(trees),
         )
+        self.trimmed: list[int] = []
 
     def _took(self, trees: int, seconds: float) -> None:
         assert seconds > 0
@@ -553,7 +557,8 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
     drafts = world.draft(TEXTS, control)
     trees = {draft.req_id: draft for draft in control.trim(list(drafts.values()))}
     assert len(controller.found) == controller.trees == 3
-    for (name, tree), (depths, values, again, random) in zip(
+    assert controller.trimmed == [3]
+    for (name, tree), (depths, values, again, context, random) in zip(
         trees.items(), controller.found, strict=True
     ):
         on_chain = len(tree.common(drafts[name].tokens))
@@ -561,17 +566,53 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
         assert all(1 <= depth <= LOOKAHEAD for depth in depths)
         assert sum(again) == sum(parent == -2 for parent in tree.rows.parents if tree.rows)
         assert random is False
+        assert context == len(TEXTS[name])
 
 
-def test_probes_explore_trees_and_verify_chains() -> None:
-    class Probing(Priced):
+@pytest.mark.parametrize("change", [{"probe": True}, {"trees": Trees(2, looks=True)}])
+def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any]) -> None:
+    """And what is emitted behind them teaches what their nodes are worth."""
+
+    class Looking(Priced):
         def plan(self, *of: Any) -> Any:
-            return super().plan(*of)._replace(probe=True)
+            return super().plan(*of)._replace(**change)
 
-    world, controller = World(), Probing(0.0)
-    control = planned(step_of(TEXTS), controller)
+    world, controller, values = World(), Looking(0.0), TreeValues.unknown()
+    control = LookaheadControl(controller, can_stop_early=False, values=values)
+    step = step_of(TEXTS)
+    control.observe(step)
+    assert control.plan(step, [0] * 3).paths == 2
     drafts = world.draft(TEXTS, control)
     for draft in control.trim(list(drafts.values())):
         assert draft.rows is None
         assert draft.tokens == drafts[draft.req_id].tokens
     assert len(controller.found) == controller.trees == 3
+    assert controller.trimmed == []
+    control.observe(step_of(TEXTS, {}, {name: len(d.tokens) - 1 for name, d in drafts.items()}))
+    assert values.to_dict() == TreeValues.unknown().to_dict()  # they were cut
+    control.plan(step, [0] * 3)
+    control.trim(list(drafts.values()))
+    control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))
+    assert values.greedy.to_dict()["nodes"] == 3
+    assert control.side_tokens_accepted == 0
+
+
+@pytest.mark.parametrize("raced", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rounds_of_chains_do_not_look_beside_their_tokens(
+    raced: bool, graphs: bool, monkeypatch: Any
+) -> None:
+    """Where drafts may be trees: nothing of it is computed, nor fetched."""
+    fetched, fetch = [], staging.Receiver.fetch
+    monkeypatch.setattr(
+        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
+    )
+    world, control = World(raced=raced, graphs=graphs), planned(step_of(TEXTS, raced=raced))
+    packet = world.drafter._steps.picked.packet
+    for paths, lines in ((2, 3 + 4 * KNOWN), (0, 3), (1, 3 + 4 * KNOWN)):
+        packet[:, 3:] = -7
+        drafts = world.draft(TEXTS, control, paths=paths)
+        assert fetched == [(LOOKAHEAD, lines, 16)]
+        assert bool((packet[:, 3:] == -7).all()) is (paths == 0)
+        assert all((draft.explored is None) is (paths == 0) for draft in drafts.values())
+        fetched.clear()

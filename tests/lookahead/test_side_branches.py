@@ -4,11 +4,13 @@
 import numpy as np
 import pytest
 
+from vllm_hetero_spec.lookahead.acceptance_stats import Observation
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
+from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 GREEDY, RANDOM = [False], [True]
 
@@ -16,26 +18,29 @@ GREEDY, RANDOM = [False], [True]
 def one_tree() -> SideBranches:
     """Beside the chain a child of the text itself, one behind it, and a deep one."""
     sides = SideBranches()
-    sides.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], random=False)
+    sides.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], 100, random=False)
     return sides
 
 
 def test_nodes_count_by_depth_while_they_pay() -> None:
     sides = one_tree()
     free = [sides.worth(depth, 0.0, GREEDY).tolist() for depth in (1, 2, 3, 4)]
-    assert free == [[0.3, 2.0], [0.2, 1.0], pytest.approx([0.1, 4.0]), [0.0, 0.0]]
+    deep = pytest.approx([0.1, 4.0, 100.0])
+    assert free == [[0.3, 2.0, 100.0], [0.2, 1.0, 0.0], deep, [0.0, 0.0, 0.0]]
     dear = [sides.worth(depth, 0.1, GREEDY)[0] for depth in (1, 2, 3)]
     assert dear == [0.3, 0.2, 0.0]  # the deep one feeds three rows again
-    assert sides.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0]
+    assert sides.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0, 100.0]
+    read = sides.worth(None, 0.0, GREEDY, 0.002)  # both sides cost .2 for their context
+    assert read.tolist() == [0.5, 3.0, 100.0]
 
 
 def test_kinds_and_trees_are_averaged() -> None:
     sides = one_tree()
-    assert sides.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0]
-    sides.add([1], [0.1], [1], random=True)
-    sides.add([], [], [], random=False)
+    assert sides.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0, 0.0]
+    sides.add([1], [0.1], [1], 300, random=True)
+    sides.add([], [], [], 300, random=False)
     found = sides.worth(1, 0.0, GREEDY + RANDOM)
-    assert found == pytest.approx([(0.15 + 0.1) / 2, (1.0 + 2.0) / 2])
+    assert found == pytest.approx([(0.15 + 0.1) / 2, (1.0 + 2.0) / 2, (50 + 300) / 2])
 
 
 def foreseen(sides: SideBranches | None, target: list[tuple[float, float]]) -> Forecast:
@@ -64,24 +69,41 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
                 controller.observe_draft(1, length, 0.02 * length)
                 controller.observe_acceptance(length, 0, [0.3] * length, length)
                 if beside:
-                    controller.sides.add([1, 2], [0.7, 0.6], [1, 0], False)
+                    controller.sides.add([1, 2], [0.7, 0.6], [1, 0], 50, False)
             controller.observe_step(1, 1 + length, 0.03)
             controller.emitted(1, 0.03 + 0.02 * length)
         regimes.append(controller.off)
     assert regimes == [True, False]
 
 
-def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
-    """Unknown ones are tried, dear ones again after a while."""
-    sides = SideBranches()
-    assert sides.pay(1e9, 0.1, GREEDY)
+def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
+    """Trees that are only looked at are not trimmed."""
     sides = one_tree()
-    assert sides.pay(100.0, 0.1, GREEDY)
-    for _ in range(9):
-        sides.took(4, 0.004)
-        sides.took(0, 0.004)
-    assert sides.seconds == pytest.approx(0.002)
-    assert sides.pay(90.0, 0.1, GREEDY)
-    assert not sides.pay(1000.0, 0.1, GREEDY)
-    assert sum(sides.pay(1000.0, 0.1, GREEDY) for _ in range(640)) == 10
-    assert not sides.pay(100.0, 0.1, RANDOM)
+    assert sides.seconds == 0.0
+    for trimmed in (True, True, False, False):
+        sides.found(4, 0.004)
+        sides.found(0, 0.002)
+        if trimmed:
+            sides.trimmed(4, 0.008)
+    assert sides.seconds == pytest.approx(0.0015 + 0.002)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
+    """Drafter steps that the chain alone would not be worth."""
+    sides = SideBranches()
+    sides.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
+    known = Estimates.of(CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006)]), 4)
+    for _ in range(60):
+        known.acceptance.observe(Observation(4, 1, [0.5] * 4, 4), False)
+    known.acceptance.learn(1.0)
+    chains, trees = (forecast(known, 1, [4], GREEDY, 50.0, early, of) for of in (None, sides))
+    assert chains.beside == []
+    assert trees.beside[0] == pytest.approx(0.4)
+    assert all(0.0 < more <= 1.0 for more in trees.beside)
+    policies = [
+        StepPolicy(known, 50.0, 1, 5, GREEDY, of.beside, paths)
+        for of, paths in ((chains, 1), (trees, 1), (trees, 8))
+    ]
+    goes_on = [policy.continue_drafting([[0.5, 0.5]])[0] for policy in policies]
+    assert goes_on == [False, True, False]  # a drafter step of eight paths takes longer

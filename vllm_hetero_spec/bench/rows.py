@@ -23,6 +23,7 @@ class Row:
         figures: Its own.
         speedup: Over the target alone in vLLM; None without a run of it to compare with.
         speedup_over_hf: The same over the target alone in Hugging Face, for its methods.
+        speedup_over_first: The same over the first setting of the drafter, for its others.
         identical: Prompts with the tokens of the reference in every round, and all prompts; None
             where nothing is to be equal: sampled cells, and the references themselves.
     """
@@ -31,6 +32,7 @@ class Row:
     figures: Figures
     speedup: Spread | None
     speedup_over_hf: Spread | None
+    speedup_over_first: Spread | None
     identical: tuple[int, int] | None
 
 
@@ -76,13 +78,22 @@ def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
         engine = cell.engine._replace(method=method, drafter=None, lookahead=None)
         return pairs_with(runs, by_cell.get(cell._replace(engine=engine), []))
 
+    first = next(other for other in by_cell if _but_for_setting(other) == _but_for_setting(cell))
+
     return Row(
         cell=cell,
         # A reference that was measured again after an interruption counts once for its round.
         figures=figures_of(list({recorded.run: recorded.sample for recorded in runs}.values())),
         speedup=speedup(pairs(ALONE)) if cell.engine.method != ALONE else None,
         speedup_over_hf=speedup(pairs(HF_ALONE)) if kind.drafts and kind.huggingface else None,
+        speedup_over_first=speedup(pairs_with(runs, by_cell[first])) if first != cell else None,
         identical=(
             identical(pairs(kind.reference)) if kind.drafts and cell.temperature == 0 else None
         ),
     )
+
+
+def _but_for_setting(cell: Cell) -> Cell:
+    """The cell of a drafter's setting, DRAFTER:SETTING, as that of the drafter."""
+    drafter = (cell.engine.drafter or "").partition(":")[0]
+    return cell._replace(engine=cell.engine._replace(drafter=drafter))

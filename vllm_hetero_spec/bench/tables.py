@@ -60,6 +60,11 @@ SPEED: tuple[Column[Row], ...] = (
     *TIMES,
     Column("over hf_alone", lambda row: ratio(row.speedup_over_hf)),
     Column(
+        "over first setting",
+        lambda row: ratio(row.speedup_over_first),
+        "the same ratios to the first of the drafter's settings",
+    ),
+    Column(
         "acceptance length",
         acceptance_length,
         "1 + accepted / drafts ± its standard error over prompts",

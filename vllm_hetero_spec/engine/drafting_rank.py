@@ -241,7 +241,7 @@ class DraftingRank:
                 if because:
                     self._stats.keep_chain(because)
                 else:
-                    paths = min(plan.paths, self._options.tree_width)
+                    paths = plan.paths
             tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
         return tasks
 

@@ -13,7 +13,6 @@ one that may (`asks`), and shorter ones are padded until the scheduler has heard
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from vllm_hetero_spec.engine.tree_control import TreeControl
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -46,11 +46,12 @@ def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: b
         can_stop_early: Whether drafting asks between its steps whether to go on.
     """
     longest = options.num_speculative_tokens
+    width = options.tree_width if options.tree_nodes else 0
     if options.controller == "fixed":
-        return Fixed(longest)
+        return Fixed(longest, width)
     if options.controller == "confidence":
-        return ConfidenceStop(options.confidence_threshold, longest)
-    return Goodput(known, can_stop_early=can_stop_early)
+        return ConfidenceStop(options.confidence_threshold, longest, width)
+    return Goodput(known, can_stop_early=can_stop_early, width=width)
 
 
 class StepPlan(NamedTuple):
@@ -112,7 +113,7 @@ class LookaheadControl:
     ) -> None:
         self.asks = 0
         self._trees = TreeControl(values or TreeValues.unknown())
-        self._waiting: tuple[dict[str, int], bool] | None = None  # a plan by request; a probe?
+        self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller = controller
@@ -173,10 +174,11 @@ class LookaheadControl:
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
         room = step.trees is not None and step.trees.sides > 0
-        paths = self.controller.paths() if room else 0
+        trees = self._plan.trees if room else Trees()
         if step.tiers:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
-            lookahead = self._within(step, lookahead, soon=soon, trees=paths > 0)
+            verified = trees.paths > 0 and not (trees.looks or self._plan.probe)
+            lookahead = self._within(step, lookahead, soon=soon, trees=verified)
         # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
         beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
         reads = [
@@ -185,22 +187,22 @@ class LookaheadControl:
         ]
         if step.trees is not None:
             self._trees.begin(step)
-        return StepPlan(lookahead, reads, num_waiting, paths)
+        return StepPlan(lookahead, reads, num_waiting, trees.paths)
 
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
     ) -> LookaheadPlan:
         """The plan that was waiting for this step, or else the controller's."""
         if self._waiting is not None:
-            wanted, probe = self._waiting
-            same = probe or wanted.keys() == step.index_of.keys()
+            wanted, waiting = self._waiting
+            same = waiting.probe or wanted.keys() == step.index_of.keys()
             if same and step.lookahead < max(wanted.values()) and self._waited < _LAG:
                 self._waited += 1
                 return LookaheadPlan((0,) * len(limits))
             self._waiting = None
             if same and step.lookahead:
                 lookahead = [wanted.get(req_id, 0) for req_id in step.index_of]
-                return LookaheadPlan(tuple(map(min, lookahead, limits)), probe)
+                return waiting._replace(lookahead=tuple(map(min, lookahead, limits)))
         plan = self.controller.plan(len(limits), limits, unread, self._random)
         if any(limits) and not plan.probe:
             self._usual = max(plan.lookahead)
@@ -216,7 +218,7 @@ class LookaheadControl:
         """
         if not step.lookahead and any(self._plan.lookahead):
             wanted = dict(zip(step.index_of, self._plan.lookahead, strict=True))
-            self._waiting, self._waited = (wanted, self._plan.probe), 0
+            self._waiting, self._waited = (wanted, self._plan), 0
         waiting = self._waiting[0].values() if self._waiting else ()
         longest = max([0, *lookahead, *waiting])
         if soon and not self.controller.off:
@@ -245,7 +247,7 @@ class LookaheadControl:
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
         """A round of drafting has ended."""
         if timing.trees and self.controller.sides is not None:
-            self.controller.sides.took(timing.trees, timing.tree_seconds)
+            self.controller.sides.found(timing.trees, timing.tree_seconds)
         self._observe(timing, max((len(draft.tokens) for draft in drafts), default=0))
 
     def _observe(self, timing: DraftTiming, longest: int) -> None:
@@ -258,6 +260,7 @@ class LookaheadControl:
                 fed=timing.caught_up,
                 longest=longest,
                 exposed=timing.exposed,
+                wide=timing.trees > 0,
             )
 
     @property
@@ -275,23 +278,19 @@ class LookaheadControl:
         growing = [draft for draft in drafts if draft.explored is not None]
         if not growing:
             return self._trimmed(drafts)
-        sides = self.controller.sides
-        for draft in growing:
-            if sides is not None and draft.req_id not in self._own:
-                random = self._random[self._index_of[draft.req_id]]
-                sides.add(*self._trees.sides(draft), random)
-        if self._plan.probe:  # of what chains and trees would give; chains cost less
+        if self.controller.sides is not None:
+            told = [draft for draft in growing if draft.req_id not in self._own]
+            self._trees.tell(told, self.controller.sides)
+        if self._plan.probe or self._plan.trees.looks:  # chains cost less
             growing = [draft for draft in growing if draft.req_id in self._own]
         grown = {draft.req_id for draft in growing}
         chains = self._trimmed([draft for draft in drafts if draft.req_id not in grown])
+        self._trees.follow(draft for draft in chains if draft.explored is not None)
         if not growing:
             return chains
         rows = len(self._index_of) + sum(len(draft.tokens) for draft in chains)
         free = [draft.req_id in self._own for draft in growing]
-        began = time.perf_counter()
         trees = self._trees.trim(growing, free, rows, self.controller)
-        if sides is not None:
-            sides.took(0, time.perf_counter() - began)
         for chain, tree in zip(growing, trees, strict=True):
             if chain.confidences and chain.req_id not in self._own:
                 along = self._noted(chain)._replace(chain=tree.common(chain.tokens))

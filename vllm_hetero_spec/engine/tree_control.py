@@ -6,9 +6,10 @@ was next, whether it was in the draft or not.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.tree_growth import Children, ValuedTree
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.tree_prices import PricedTree, trim
 from vllm_hetero_spec.lookahead.tree_values import (
     ChildChances,
@@ -130,6 +132,7 @@ class TreeControl:
             prices: Says what rows cost.
         """
         assert self._room is not None
+        began = perf_counter()
         most, room = _PRICED * self._room.nodes, self._room
         known = [self._known(draft) for draft in drafts]
         best = [tree.tree.best(most) for tree in known]
@@ -151,9 +154,24 @@ class TreeControl:
             self._verifying[draft.req_id] = found._replace(
                 nodes=nodes, sides=sides, chain=draft.tokens
             )
+        if prices.sides is not None:
+            prices.sides.trimmed(len(made), perf_counter() - began)
         return made
 
-    def sides(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
+    def follow(self, chains: Iterable[Draft]) -> None:
+        """Trees were found, of which only these chains are verified: that teaches too."""
+        for draft in chains:
+            self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
+
+    def tell(self, drafts: Sequence[Draft], sides: SideBranches) -> None:
+        """Note what drafts have beside their chains."""
+        began = perf_counter()
+        for draft in drafts:
+            request = self._requests[draft.req_id]
+            sides.add(*self._beside(draft), request.num_tokens, request.params.random)
+        sides.found(0, perf_counter() - began)
+
+    def _beside(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
         """Depths, values and rows fed again of the best nodes beside a draft's chain."""
         assert self._room is not None
         tree = self._known(draft).tree.best(self._room.nodes)

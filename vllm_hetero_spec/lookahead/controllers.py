@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vllm_hetero_spec.config import MAX_TREE_WIDTH
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
+from vllm_hetero_spec.lookahead.tree_choice import Trees
 
 
 class LookaheadPlan(NamedTuple):
@@ -22,10 +23,12 @@ class LookaheadPlan(NamedTuple):
         lookahead: Target tokens to draft for each request; 0 leaves a request alone: the drafter
             need not even read what was emitted.
         probe: These drafts only look whether drafting would pay.
+        trees: What they may be where drafts may be trees.
     """
 
     lookahead: tuple[int, ...]
     probe: bool = False
+    trees: Trees = Trees()
 
 
 class Gauges(NamedTuple):
@@ -106,10 +109,6 @@ class Controller(ABC):
         """
         return [len(request) for request in confidences]
 
-    def paths(self) -> int:
-        """How many paths the drafter follows in this step where drafts may be trees, 0 for none."""
-        return MAX_TREE_WIDTH
-
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring in a step of so many."""
         return 0.0
@@ -142,6 +141,7 @@ class Controller(ABC):
         fed: int = 0,
         longest: int = 0,
         exposed: float | None = None,
+        wide: bool = False,
     ) -> None:
         """The drafting of one step took so long.
 
@@ -153,6 +153,7 @@ class Controller(ABC):
             fed: Context tokens fed in the catch-up, over all requests.
             longest: Target tokens of the longest draft.
             exposed: Those of the forwards that the target waited for; all where None.
+            wide: The forwards looked at more than the next token, for trees.
         """
 
     def observe_acceptance(  # noqa: B027
@@ -186,10 +187,11 @@ class Fixed(Controller):
 
     Args:
         lookahead: In target tokens; 0 is the target alone.
+        width: Paths that the drafter follows for a tree; 0 where drafts are chains.
     """
 
-    def __init__(self, lookahead: int) -> None:
-        self._lookahead = lookahead
+    def __init__(self, lookahead: int, width: int = MAX_TREE_WIDTH) -> None:
+        self._lookahead, self._trees = lookahead, Trees(width)
         self.off = not lookahead
 
     def plan(
@@ -200,7 +202,8 @@ class Fixed(Controller):
         random: Sequence[bool] | None = None,
     ) -> LookaheadPlan:
         """The fixed lookahead, within the limits; see `Controller`."""
-        return LookaheadPlan(tuple(min(limit, self._lookahead) for limit in limits))
+        lookahead = tuple(min(limit, self._lookahead) for limit in limits)
+        return LookaheadPlan(lookahead, trees=self._trees)
 
     def gauges(self) -> Gauges:
         """The lookahead; nothing is estimated."""
@@ -216,10 +219,11 @@ class ConfidenceStop(Fixed):
     Args:
         threshold: Lowest confidence behind which drafting goes on, from 0 to 1.
         lookahead: Longest draft, in target tokens.
+        width: See `Fixed`.
     """
 
-    def __init__(self, threshold: float, lookahead: int) -> None:
-        super().__init__(lookahead)
+    def __init__(self, threshold: float, lookahead: int, width: int = MAX_TREE_WIDTH) -> None:
+        super().__init__(lookahead, width)
         self._threshold = threshold
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:

@@ -19,6 +19,9 @@ _CALIBRATED_FEED = 256.0  # tokens that a calibrated catch-up weighs: outweighed
 _KEEP = 0.9  # weight of one long catch-up against the next: they are few, ten are remembered
 _CALIBRATED_AGAIN = 1024.0  # KV tokens read again that what was known weighs: a step or two
 _KEEP_AGAIN = 0.98  # weight of a step with sides against the next: what they take is near the noise
+_KEEP_WIDE = 0.95  # weight of a round with trees against the next: twenty are remembered
+_FREE_ROUNDS = 4.0  # such rounds that the belief weighs that their steps take no longer
+_FAR = 0.5  # beyond this much more or less it is a pause, or another machine
 _LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
 _COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
@@ -55,6 +58,8 @@ class CostModel:
         self._caught_up = feed, feed * (catch_up or 0.0)  # tokens and their seconds, discounted
         # KV tokens that side sequences of trees have read again, and their seconds, discounted.
         self._read_again = (_CALIBRATED_AGAIN, _CALIBRATED_AGAIN * again)
+        # Rounds with trees, and how much longer their steps took, in logarithms, discounted.
+        self._wide = (_FREE_ROUNDS, 0.0)
 
     @property
     def knows_target(self) -> bool:
@@ -110,6 +115,10 @@ class CostModel:
         overhead = self._overhead.seconds(batch) if self._overhead.known else 0.0
         return overhead + steps * self._drafter.seconds(batch)
 
+    def beside(self, batch: float) -> float:
+        """Seconds that such a step takes longer where it looks for trees."""
+        return self._drafter.seconds(batch) * math.expm1(self._longer)
+
     def catch_up(self, pending: int) -> float:
         """Seconds to feed a request's context tokens, beyond what any round feeds."""
         return max(0, pending - _USUAL_FEED) * self._seconds_per_token
@@ -140,11 +149,24 @@ class CostModel:
         self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
 
     def observe_drafting(
-        self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
+        self,
+        batch: float,
+        steps: float,
+        seconds: float,
+        overhead: float = 0.0,
+        fed: int = 0,
+        *,
+        wide: bool = False,
     ) -> None:
         """One round of drafting; see `Controller.observe_draft`."""
         if not (batch > 0 and steps > 0 and seconds > 0):
             return
+        if wide:
+            if self._drafter.known and fed <= _USUAL_FEED * batch:
+                rounds, longer = (_KEEP_WIDE * x for x in self._wide)
+                more = math.log(seconds / (steps * self._drafter.seconds(batch)))
+                self._wide = rounds + 1.0, longer + min(max(more, -_FAR), _FAR)
+            seconds *= math.exp(-self._longer)
         if overhead > 0 or self._overhead.known:
             self._overhead.observe(batch, max(overhead, _LEAST_OVERHEAD))
         extra = max(0.0, fed - _USUAL_FEED * batch)
@@ -158,6 +180,12 @@ class CostModel:
             tokens, spent = self._caught_up
             more = seconds - steps * self._drafter.seconds(batch)
             self._caught_up = tokens * _KEEP + extra, spent * _KEEP + more
+
+    @property
+    def _longer(self) -> float:
+        """Logarithm of a wide step over a plain one."""
+        rounds, longer = self._wide
+        return max(longer, 0.0) / rounds
 
     @property
     def _seconds_per_token(self) -> float:

@@ -58,12 +58,15 @@ class Forecast(NamedTuple):
         rates: As expected.
         hopeful: If steps cost less than thought where little is known.
         stddevs: How uncertain the costs of each lookahead are, as a share.
+        beside: Tokens that trees bring at each depth beside a chain that gets so far, what their
+            rows cost taken off; none of chains.
     """
 
     alone: float
     rates: list[float]
     hopeful: list[float]
     stddevs: list[float]
+    beside: list[float]
 
     @property
     def gain(self) -> float:
@@ -79,6 +82,7 @@ def forecast(
     tokens_per_second: float,
     can_stop_early: bool,
     sides: SideBranches | None = None,
+    paths: int = 1,
 ) -> Forecast:
     """Rates of all lookaheads that are worth a look.
 
@@ -90,23 +94,34 @@ def forecast(
         tokens_per_second: Lambda.
         can_stop_early: Drafting can end between drafter steps.
         sides: Of trees; None where drafts are chains.
+        paths: Of each tree, that the drafter follows.
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
     asking = np.bincount(limits)[::-1].cumsum()[::-1].tolist()
     drafting = asking[1]
-    step_price = tokens_per_second * costs.drafter(drafting) * known.steps.each
+    step, read_again = costs.drafter(drafting * paths), 0.0
+    if sides is not None:
+        step += costs.beside(drafting)
+    step_price = tokens_per_second * step * known.steps.each
+    read_price = tokens_per_second * costs.side(1)
     drafter_stddev = costs.drafter_stddev(drafting)
     survival = known.acceptance.survival(random)  # [drafts, positions]
     conditional = known.acceptance.conditional(random)
     still_drafted = np.ones(len(survival), bool)
     still_verified = np.ones(len(survival), bool)
     tokens, rows, depth_drafted = float(batch), float(batch), 0.0
-    found = Forecast(batch / costs.target(batch, batch), [], [], [])
+    found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
     for depth in range(len(asking) - 1):
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
+        beside, caught = np.zeros(3), 0.0
+        if sides is not None:
+            beside = sides.worth(depth + 1, row_price, random, read_price)
+            caught = float(beside @ (1.0, -row_price, -read_price))
+            caught /= max(float(survival[:, depth - 1].mean()), caught) if depth else 1.0
+            found.beside.append(caught)
         if can_stop_early and depth:
-            expected = survival[:, depth - 1] * conditional[:, depth]
+            expected = survival[:, depth - 1] * (conditional[:, depth] + caught)
             worth_a_step = _worth_a_step(expected * still_drafted, drafting, step_price)
             still_drafted &= worth_a_step & (expected >= row_price)
         still_verified &= still_drafted & (survival[:, depth] >= row_price)
@@ -115,13 +130,15 @@ def forecast(
         weight = asking[depth + 1] / len(survival)
         accepted = weight * float(survival[:, depth] @ still_verified)
         rows += weight * int(np.count_nonzero(still_verified))
-        if sides is not None:
-            beside = asking[depth + 1] * sides.worth(depth + 1, row_price, random)
-            accepted += float(beside[0])
-            rows += float(beside[1])
+        accepted += asking[depth + 1] * float(beside[0])
+        rows += asking[depth + 1] * float(beside[1])
+        read_again += asking[depth + 1] * float(beside[2])
         tokens += accepted
-        seconds = costs.drafting(drafting, known.steps.expected(depth_drafted))
-        seconds += drafting * sides.seconds if sides is not None else 0.0
+        steps = known.steps.expected(depth_drafted)
+        seconds = costs.drafting(drafting, steps)
+        if sides is not None:
+            seconds += steps * (step - costs.drafter(drafting))
+            seconds += drafting * sides.seconds + costs.side(read_again)
         verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
         hoped = seconds * _optimism(drafter_stddev) + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))

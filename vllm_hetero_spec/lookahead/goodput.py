@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from vllm_hetero_spec.config import MAX_TREE_WIDTH
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -18,6 +19,7 @@ from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
+from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
 _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
@@ -29,8 +31,6 @@ _WARM_UP_LOST = 1.0  # plain steps, at most, before a useless drafter is given u
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
 _FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later ones less and less
-_DEAR = 0.3  # tokens for a row: the best trees are chains then, or hardly better
-_OF_A_PATH = 0.05  # tokens for each request that another path of the drafter's brings, or more
 # Probes.
 _PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
 _FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
@@ -55,6 +55,7 @@ class Goodput(Controller):
     Args:
         known: Of the pair, calibrated where possible; corrected by what is observed.
         can_stop_early: The drafter asks `continue_drafting` between its steps.
+        width: Most paths that the drafter follows for a tree; 0 where drafts are chains.
         clock: Seconds that never run back.
 
     Attributes:
@@ -69,12 +70,14 @@ class Goodput(Controller):
         known: Estimates,
         *,
         can_stop_early: bool = False,
+        width: int = MAX_TREE_WIDTH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
         self._costs, self._acceptance = known.costs, known.acceptance
         self._positions = known.acceptance.positions
-        self._throughput, self.sides = Throughput(), SideBranches()
+        self._throughput, self._choice = Throughput(), TreeChoice(known, width)
+        self.sides = self._choice.sides
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
@@ -122,10 +125,13 @@ class Goodput(Controller):
         self._lookahead = self._choose(found)
         share = max(found.gain - 1.0, _LEAST_GAIN)
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
-        lookahead = _lookahead_of(chosen[: self._familiar()], self._lookahead, limits)
-        most = batch + sum(lookahead)
-        self.policy = StepPolicy(self.known, self._tokens_per_second, batch, most, self._random)
-        return LookaheadPlan(lookahead)
+        chosen = chosen[: self._familiar()]
+        lookahead = _lookahead_of(chosen, self._lookahead, limits)
+        trees, rate = self._choice.plan(now, len(chosen)), self._tokens_per_second
+        beside = found.beside if trees.paths and not trees.looks else ()
+        load = batch, batch + sum(lookahead), self._random
+        self.policy = StepPolicy(self.known, rate, *load, beside, max(trees.paths, 1))
+        return LookaheadPlan(lookahead, trees=trees)
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
@@ -135,18 +141,6 @@ class Goodput(Controller):
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many proposed tokens to verify; see `Controller`."""
         return self.policy.trim(confidences) if self.policy else super().trim(confidences)
-
-    def paths(self) -> int:
-        """None where trees do not pay, several where they cost the drafter little."""
-        if self.policy is None:  # a probe explores
-            return 1
-        if self._trees() is None:
-            return 0
-        wide, costs = super().paths() * self._batch, self._costs
-        more = self.known.steps.expected(self._lookahead)
-        more *= costs.drafter(wide) - costs.drafter(self._batch)
-        pays = self._tokens_per_second * more < _OF_A_PATH * self._batch
-        return super().paths() if pays and costs.drafter_stddev(wide) < _UNCERTAIN else 1
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring; see `Controller`."""
@@ -172,12 +166,13 @@ class Goodput(Controller):
         fed: int = 0,
         longest: int = 0,
         exposed: float | None = None,
+        wide: bool = False,
     ) -> None:
         """The drafting of one step took so long; see `Controller`."""
         waited = steps if exposed is None else exposed
         if self._budget.probing:
             self._budget.charge(seconds * waited / steps + overhead)
-        self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
+        self._costs.observe_drafting(batch, steps, seconds, overhead, fed, wide=wide)
         self.known.steps.observe(longest, waited)
 
     def observe_acceptance(
@@ -234,20 +229,16 @@ class Goodput(Controller):
         for _ in range(1 + begins):
             achieved = self._throughput.rate(self._load, foreseen)
             self._tokens_per_second = max(target_rate, achieved)
-            load = self._batch, limits, random, self._tokens_per_second, self._can_stop_early
-            found = forecast(self.known, *load, self._trees())
+            rate = self._tokens_per_second
+            sides = self._choice.weigh(self._batch, random, rate, self._lookahead)
+            load = self._batch, limits, random, rate, self._can_stop_early
+            found = forecast(self.known, *load, sides, self._choice.paths)
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:
             news = found.gain > min(gain_before + _NEWS, _NEAR)
             self._budget.settle(now, news=news)
         return found
-
-    def _trees(self) -> SideBranches | None:
-        """What trees bring, where they pay."""
-        rate = self._tokens_per_second
-        row = rate * self._costs.row(2 * self._batch, self._batch, 2 * self._batch)
-        return self.sides if row < _DEAR and self.sides.pay(rate, row, self._random) else None
 
     def _forecast_lasts(self, found: Forecast) -> float:
         """Steps to the next forecast."""
@@ -320,7 +311,8 @@ class Goodput(Controller):
             if self._budget.affords(losses[count], free=not self._acceptance.drafts):
                 self._costs.loosen_drafter(_LOOSE * min(1.0, (now - self._learnt_at) / _MEMORY))
                 self._budget.begin()
-                return LookaheadPlan(_lookahead_of(able[:count], length, limits), probe=True)
+                lookahead = _lookahead_of(able[:count], length, limits)
+                return LookaheadPlan(lookahead, True, self._choice.plan(now, count))
         self._budget.defer(now, losses[1])
         return None
 

@@ -22,6 +22,8 @@ class StepPolicy(NamedTuple):
         batch: Requests in the target's step.
         most: Rows of that step if all drafts were as long as planned.
         random: Which of the requests are random.
+        beside: Tokens that trees bring beside a chain that gets so far, by depth; none of chains.
+        paths: How many the drafter follows.
     """
 
     known: Estimates
@@ -29,6 +31,8 @@ class StepPolicy(NamedTuple):
     batch: int
     most: int
     random: Sequence[bool]
+    beside: Sequence[float] = ()
+    paths: int = 1
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
@@ -37,7 +41,9 @@ class StepPolicy(NamedTuple):
         expected = list(map(self._next, survival, self.random))
         expected = [tokens if tokens >= price else 0.0 for tokens in expected]
         active = sum(tokens > 0 for tokens in expected)
-        step = self.known.costs.drafter(max(active, 1)) * self.known.steps.each
+        costs, drafting = self.known.costs, max(active, 1) * self.paths
+        step = costs.drafter(drafting) + (costs.beside(drafting) if self.beside else 0.0)
+        step *= self.known.steps.each
         enough = sum(expected) >= self.tokens_per_second * step
         return [enough and tokens > 0 for tokens in expected]
 
@@ -125,4 +131,6 @@ class StepPolicy(NamedTuple):
         rates = self.known.acceptance.rates(random)
         if not 0 < len(survival) < len(rates):
             return 0.0
-        return survival[-1] * rates[len(survival)]
+        depth = len(survival)
+        beside = self.beside[depth] if depth < len(self.beside) else 0.0
+        return survival[-1] * (rates[depth] + beside)

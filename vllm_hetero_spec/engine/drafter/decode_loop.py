@@ -31,6 +31,7 @@ from vllm_hetero_spec.engine.drafter.token_choice import (
     Picked,
     PickedTokens,
     PickRules,
+    wide,
 )
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
@@ -54,7 +55,8 @@ class Drafter:
         sampling: What sampled drafts propose; None where all are greedy.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
-        beside: Tokens of each row that are fetched beside the one that is picked, for trees.
+        beside: Tokens of each row that are fetched beside the one that is picked, in rounds with
+            trees.
 
     Attributes:
         sampling: As given.
@@ -152,6 +154,7 @@ class Drafter:
         order = sorted(range(len(rows)), key=places.__getitem__)
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
+        self._steps.picked.wide = wide(rows) and self._rules.beside > 0
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
             logits = self._steps.begin(current.plan)
@@ -278,7 +281,7 @@ class Drafter:
             self.forwards += 1
 
     def _fetch(self, current: Round) -> None:
-        current.fetched = self._receiver.fetch(self._steps.picked.packet[: current.taken])
+        current.fetched = self._receiver.fetch(self._steps.picked.kept[: current.taken])
         if current.own.draws is not None and current.own.draws.stand_ins is not None:
             current.stand_ins = self._receiver_own.fetch(current.own.draws.stand_ins)
 

@@ -3,7 +3,8 @@
 
 Every tensor that a graph touches is made once and stays where it is. A round's plan is copied into
 them, and each step finds its own line of it by a counter on the device: one recording per size
-serves all steps. What no graph fits (prompts, batches beyond the largest) runs eagerly.
+serves all steps. What no graph fits (prompts, batches beyond the largest) runs eagerly. Where
+drafts may be trees, each is recorded twice: rounds of chains do not look beside their tokens.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from vllm_hetero_spec.staging import Send
 
 
 class _Recording(NamedTuple):
-    """A graph of one size and width.
+    """A graph of one size and width, for chains or for trees.
 
     Attributes:
         batch: Its forward, over the tensors that stay.
@@ -66,27 +67,29 @@ class RecordedSteps:
         self.replays, self.forks = 0, self._eager.forks
         self._plan: RoundPlan | None = None
         self._replays_round = False
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._recordings: dict[tuple[int, int, bool], _Recording] = {}  # size, width, for trees
         tokens = max(size * width for size, width in shapes)
         widths = {width for _, width in shapes}
         self._on = StaticTensors(model, rules, picked, self._sizes[-1], tokens, widths)
         with torch.inference_mode():
             for size, width in sorted(shapes, reverse=True):
-                self._recordings[size, width] = self._record(graphs, size, width)
-                if width == 1:  # the steps, as number 0
-                    self._recordings[size, 0] = self._record(graphs, size, 0)
+                for picked.wide in (True, False) if rules.beside else (False,):
+                    for each in (1, 0) if width == 1 else (width,):  # the steps, as number 0
+                        recorded = self._record(graphs, size, each)
+                        self._recordings[size, each, picked.wide] = recorded
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """See `Steps`."""
         size = next((size for size in self._sizes if size >= count), 0)
-        fitting = (w for s, w in sorted(self._recordings) if s == size and pending <= w <= context)
+        widths = sorted({width for of, width, _ in self._recordings if of == size})
+        fitting = (width for width in widths if pending <= width <= context)
         return Shape(size, next(fitting, 0))
 
     def begin(self, plan: RoundPlan) -> torch.Tensor:
         """See `Steps`."""
         size, count = len(plan.table), plan.count
         self._plan = plan
-        self._replays_round = (size, 0) in self._recordings
+        self._replays_round = (size, 0, False) in self._recordings
         if not self._replays_round:
             logits = self._eager.begin(plan)
             self.forks = self._eager.forks
@@ -144,7 +147,7 @@ class RecordedSteps:
             return _Recording(batch, graphs.capture(work), metadata)
 
     def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
-        recording = self._recordings[size, width]
+        recording = self._recordings[size, width, self.picked.wide]
         self.replays += 1
         if self._in_graph:
             recording.replay()

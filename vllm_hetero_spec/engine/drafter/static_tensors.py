@@ -91,10 +91,10 @@ class StaticTensors:
 
     def advance(self, size: int) -> None:
         """The step's line of the plan, and what the step before picked, as its input."""
-        before = self._picked.packet.index_select(0, self.step - 1)
+        before = self._picked.packet[:, 0].index_select(0, self.step - 1)
         places = self.plan_places.index_select(0, self.step)
         lengths = self.plan_lengths.index_select(0, self.step)
-        self.ids[:size].copy_(before[0, 0, :size])
+        self.ids[:size].copy_(before[0, :size])
         self.positions[:size].copy_(places[0, 0, :size])
         self.slots[:size].copy_(places[0, 1, :size])
         self.lengths[:size].copy_(lengths[0, :size])
@@ -107,7 +107,8 @@ class StaticTensors:
             self._picked.best(kept, 0)
             self.step.fill_(1)
             return
+        self.now.wide = self._picked.wide
         self.now.best(kept, 0)
         size = self.now.packet.shape[2]
-        self._picked.packet[:, :, :size].index_copy_(0, self.step, self.now.packet)
+        self._picked.kept[:, :, :size].index_copy_(0, self.step, self.now.kept)
         self.step.add_(1)

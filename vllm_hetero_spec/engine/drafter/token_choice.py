@@ -75,13 +75,14 @@ class PickRules:
         """
         assert self.sampling is not None
         each = [rows[index] for index in drawn] + [row for _, row in forked]
+        looks = self.sampling.tokens.renormalise and wide(rows)
         return DrawBatch(
             [*drawn, *(place for place, _ in forked)],
             [draw for row in each if (draw := row.task.draw) is not None],
             [row.steps if keep else 0 for row in each],
             self.sampling,
             send,
-            self.beside if self.sampling.tokens.renormalise else 0,
+            self.beside if looks else 0,
         )
 
     def only_real(self, logits: torch.Tensor) -> torch.Tensor:
@@ -106,6 +107,7 @@ class Picked:
             then the columns of `Beside`.
         confidences: See above.
         beside: See above.
+        wide: Whether the present round keeps what is beside: only trees have use for it.
     """
 
     def __init__(
@@ -119,9 +121,14 @@ class Picked:
     ) -> None:
         lines = _FIRST_BESIDE + len(Beside._fields) * beside
         self.packet = torch.zeros((steps, lines, size), dtype=torch.int32, device=device)
-        self.confidences, self.beside = confidences, beside
+        self.confidences, self.beside, self.wide = confidences, beside, False
         self._ids = self.packet[:, 0]
         self._scores, self._peaks = (self.packet[:, i].view(torch.float32) for i in (1, 2))
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The lines of the packet that the present round keeps."""
+        return self.packet if self.wide else self.packet[:, :_FIRST_BESIDE]
 
     def ids(self, step: int, count: int) -> torch.Tensor:
         """int32 [count], picked in a step."""
@@ -138,12 +145,12 @@ class Picked:
         scores, ids = logits.max(-1)
         self._ids[step, :count].copy_(ids)
         self._scores[step, :count].copy_(scores)
-        if not self.confidences and not self.beside:
+        if not self.confidences and not self.wide:
             return
         total = logits.logsumexp(-1)
         if self.confidences:
             self._peaks[step, :count].copy_((scores - total).exp_())
-        if self.beside:
+        if self.wide:
             found = logits.topk(self.beside, -1)
             shares = (found.values - total[:, None]).exp_().float().view(torch.int32)
             middle = _FIRST_BESIDE + self.beside
@@ -180,7 +187,7 @@ class Picked:
             other: Has them in this order.
             count: How many.
         """
-        self.packet[step].index_copy_(1, index, other.packet[0, :, :count])
+        self.kept[step].index_copy_(1, index, other.kept[0, :, :count])
 
     def put(self, step: int, index: torch.Tensor, ids: torch.Tensor) -> None:
         """Other ids in place of what was picked for the requests `index`, int64 [n]."""
@@ -278,6 +285,7 @@ class OwnPicks:
         """
         if self._penalties is not None and (index := self._penalties.first(len(logits))).numel():
             rows = self._penalties.apply(logits)
+            self._own.wide = picked.wide
             self._own.best(rows, 0)
             picked.overrule(step, index, self._own, len(rows))
         if self.draws is not None and (count := self._num_drawn(step)):
@@ -317,3 +325,8 @@ class OwnPicks:
         forks, which are there only where all have as many."""
         requests = sum(self._steps[index] > step for index in self.drawn)
         return requests + len(self._forked) * (step > 0 and requests > 0)
+
+
+def wide(rows: Sequence[DraftRow]) -> bool:
+    """Whether a round has use for more than its next tokens: some of its drafts may be trees."""
+    return any(row.task.paths for row in rows)

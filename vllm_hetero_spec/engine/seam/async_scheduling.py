@@ -44,13 +44,15 @@ class Ahead:
         setattr(output, _FIELD, self)
 
 
-def tiers(longest: int) -> list[int]:
+def tiers(longest: int, chain: int) -> list[int]:
     """The lookaheads that steps are scheduled with: none, about half, all. Rising.
 
     Args:
-        longest: The longest draft.
+        longest: The longest draft, in rows.
+        chain: The longest chain, where drafts may be trees: those that are not are not padded to
+            the rows of trees.
     """
-    return sorted({0, (longest + 1) // 2, longest})
+    return sorted({0, *(n for of in (chain, longest) for n in ((of + 1) // 2, of))})
 
 
 def tiers_of(config: "VllmConfig") -> list[int]:
@@ -58,7 +60,7 @@ def tiers_of(config: "VllmConfig") -> list[int]:
     spec = config.speculative_config
     if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
         return []
-    return tiers(spec.num_speculative_tokens)
+    return tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 
 
 def install() -> None:
@@ -120,9 +122,12 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
         reason = "async_scheduling=False" if asked is False else _why_not(self)
         if not reason:  # named before graphs are planned; the batch sizes mean nothing
-            named = tiers(spec.num_speculative_tokens)
-            ranges = [(1, 1, named[-1]), (2, 2, 0), (3, _MANY, named[1])]
-            spec.num_speculative_tokens_per_batch_size = ranges
+            named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
+            ranges = list(enumerate([named[-1], 0, *named[2:-1]], 1))
+            spec.num_speculative_tokens_per_batch_size = [
+                *((size, size, tier) for size, tier in ranges),
+                (len(ranges) + 1, _MANY, named[1]),
+            ]
         original(self, *args, **kwargs)
         if not reason:
             scheduler.async_scheduling = True

@@ -9,6 +9,7 @@ tokens are known.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,12 +86,16 @@ class SideSequences:
             requests: That may be drafted for.
             rows: Of a draft at most.
         """
-        config, cache = self._runner.vllm_config, self._runner.kv_cache_config
-        scratch = len(scratch_of(config, cache))
+        config, nodes, scratch, sizes = self._bounds
         if not scratch:
             return None
-        sides = sides_of_request(config, block_sizes_of(cache), scratch, requests)
-        return TreeRoom(nodes_of(config), rows, sides)
+        return TreeRoom(nodes, rows, sides_of_request(config, sizes, len(scratch), requests))
+
+    @cached_property
+    def _bounds(self) -> tuple[Any, int, range, list[int]]:
+        """The configuration; tokens of a tree, scratch blocks, tokens of each group's blocks."""
+        config, cache = self._runner.vllm_config, self._runner.kv_cache_config
+        return config, nodes_of(config), scratch_of(config, cache), block_sizes_of(cache)
 
     def own_block(self, request: int, group: int, column: int) -> int:
         """A block of a request of the step, by its place in the batch."""
@@ -150,10 +155,10 @@ class SideSequences:
             scheduled: Tokens of each request.
             lengths: How many of them are its draft.
         """
-        runner = self._runner
-        sizes = block_sizes_of(runner.kv_cache_config)
-        scratch = scratch_of(runner.vllm_config, runner.kv_cache_config)
-        free, lent = runner.max_num_reqs - len(req_ids), len(scratch)
+        if not self._drafted:
+            return
+        _, _, scratch, sizes = self._bounds
+        free, lent = self._runner.max_num_reqs - len(req_ids), len(scratch)
         trees: list[_Drafted | None] = []
         for req_id, length, rows in zip(req_ids, lengths, scheduled, strict=True):
             tree = self._drafted.pop(req_id, None)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees where they pay, chains at the cost of chains elsewhere."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from simulation import Clock
+
+from vllm_hetero_spec.lookahead.controllers import LookaheadPlan
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.goodput import Goodput
+
+GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # depths, values and rows fed again beside a chain
+BAD = ([1], [0.02], [1])
+PLAIN, STEP, CONTEXT = 0.02, 0.001, 50  # seconds of a target step and of a drafter step; tokens
+
+
+@dataclass
+class Engine:
+    """Steps with drafts, of which some look for trees.
+
+    Attributes:
+        row: Seconds of a row beyond the first.
+        width: Paths, 0 for chains alone.
+        tree: Seconds that finding a tree takes.
+        beside: What every tree has.
+        plans: So far.
+        looking: Seconds spent on trees so far.
+    """
+
+    row: float
+    width: int = 2
+    tree: float = 0.0002
+    beside: tuple[list[int], list[float], list[int]] = GOOD
+    batch: int = 2
+    plans: list[LookaheadPlan] = field(default_factory=list)
+    looking: float = 0.0
+
+    def __post_init__(self) -> None:
+        target = [(rows, PLAIN + (rows - 1) * self.row) for rows in (1, 2, 8, 64)]
+        costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, 0.0002), (64, 0.0002)])
+        self.clock = Clock()
+        known = Estimates.of(costs, 4)
+        self.controller = Goodput(known, width=self.width, clock=self.clock)
+        self._luck = np.random.default_rng(0)
+
+    def run(self, steps: int) -> list[LookaheadPlan]:
+        for _ in range(steps):
+            self._step()
+        return self.plans[-steps:]
+
+    def _step(self) -> None:
+        controller, batch, began = self.controller, self.batch, self.clock.now
+        plan = controller.plan(batch, [4] * batch, [0] * batch, [False] * batch)
+        self.plans.append(plan)
+        length, drafted = max(plan.lookahead), sum(map(bool, plan.lookahead))
+        tokens = 0
+        if length:
+            drafting = STEP * length * (1.1 if plan.trees.paths else 1.0)
+            wide = plan.trees.paths > 0
+            controller.observe_draft(
+                drafted, length, drafting, overhead=0.0002, longest=length, wide=wide
+            )
+            self.clock.now += drafting + 0.0002
+            if wide:
+                controller.sides.found(drafted, self.tree * drafted)
+                for _ in range(drafted):
+                    controller.sides.add(*self.beside, CONTEXT, False)
+                self.clock.now += self.tree * drafted
+                self.looking += self.tree * drafted
+            for wanted in plan.lookahead:
+                if wanted:
+                    kept = min(wanted, int(self._luck.geometric(0.3)) - 1)
+                    tokens += kept
+                    controller.observe_acceptance(wanted, kept, [0.7] * wanted, wanted)
+        rows = batch + sum(plan.lookahead)
+        seconds = PLAIN + (rows - 1) * self.row
+        controller.observe_step(batch, rows, seconds)
+        self.clock.now += seconds
+        controller.emitted(batch + tokens, self.clock.now - began)
+
+
+def test_free_rows_have_trees() -> None:
+    plans = Engine(row=0.0).run(200)[20:]
+    assert sum(plan.trees.paths == 2 and not plan.trees.looks for plan in plans) > 150
+
+
+def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
+    """Not a look is taken, and every plan is the same."""
+    ours, chains = Engine(row=0.004), Engine(row=0.004, width=0)
+    assert any(max(plan.lookahead) for plan in ours.run(300))
+    chains.run(300)
+    assert ours.plans == chains.plans
+    assert ours.looking == 0.0
+
+
+@pytest.mark.parametrize("tree", [0.0002, 0.002])
+def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> None:
+    engine = Engine(row=0.0003, tree=tree, beside=BAD)
+    plans = engine.run(1500)
+    assert all(plan.trees.looks for plan in plans if plan.trees.paths)
+    looks = sum(plan.trees.looks for plan in plans)
+    assert 3 <= looks <= 0.2 * len(plans)
+    assert engine.looking <= 0.005 * engine.clock.now + 2 * engine.batch * tree
+
+
+def test_a_change_is_seen() -> None:
+    """Of what is beside chains, both ways."""
+    engine = Engine(row=0.0003, beside=BAD)
+    engine.run(300)
+    engine.beside = GOOD
+    engine.run(400)
+    assert all(plan.trees.paths and not plan.trees.looks for plan in engine.run(50))
+    engine.beside = BAD
+    engine.run(200)
+    assert sum(plan.trees.paths > 0 for plan in engine.run(100)) < 20
+
+
+def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
+    plans = Engine(row=0.0003, tree=0.02).run(600)[20:]
+    assert sum(plan.trees.paths > 0 for plan in plans) <= 3
+
+
+def test_a_second_path_is_drafted_where_it_is_nearly_free() -> None:
+    paths = []
+    for seconds in (STEP, 6 * STEP):
+        engine = Engine(row=0.0)
+        costs = engine.controller.known.costs
+        for _ in range(9):
+            costs.observe_drafting(4, 4, 4 * seconds)
+            costs.observe_drafting(2, 4, 4 * STEP)
+        paths.append({plan.trees.paths for plan in engine.run(60)[30:]} - {0})
+    assert paths == [{2}, {1}]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether drafts are to be trees at present, and of how many paths.
+
+Finding a tree takes time, and its rows cost. Where trees do not bring more than that, drafts are
+chains, at the cost of chains. Now and then a tree is looked at all the same, since texts change:
+found and valued, while its chain alone is verified. That takes a small share of the time.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.side_branches import SideBranches
+
+# Tokens for a row, from which on nothing is looked for: of two siblings one is worth half a token
+# at most and takes two rows, so that the best trees are chains, or hardly better.
+_DEAR = 0.25
+_ENOUGH = 0.01  # share of a request's tokens that trees have to add: less is not told from nothing
+_OF_A_PATH = 0.05  # tokens for each request that another path of the drafter's brings, or more
+_UNCERTAIN = 0.45  # share of a cost: more paths are not taken at costs less certain than this
+_SHARE = 0.0025  # of the time that may be spent on looking
+_APART = 0.1  # seconds between two looks, or more
+
+
+class Trees(NamedTuple):
+    """What the drafts of a step are to be.
+
+    Attributes:
+        paths: How many the drafter follows for trees, 0 where drafts are chains.
+        looks: Trees are only looked at: chains are verified.
+    """
+
+    paths: int = 0
+    looks: bool = False
+
+
+class TreeChoice:
+    """Chains or trees.
+
+    Args:
+        known: Estimates.
+        width: Most paths that the drafter follows for a tree; 0 where there are none.
+
+    Attributes:
+        sides: What recent trees had beside their chains.
+        paths: How many the drafter follows at present where it follows any.
+    """
+
+    def __init__(self, known: Estimates, width: int) -> None:
+        self._known, self._width = known, width
+        self.sides, self.paths = SideBranches(), 1
+        self._pay = self._dear = False
+        self._next_look = -math.inf
+
+    def weigh(
+        self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
+    ) -> SideBranches | None:
+        """What trees bring, where that is more than they cost; to be asked with each forecast.
+
+        Args:
+            batch: Requests in the target's step.
+            random: Which of those to be drafted for are random, at least one.
+            tokens_per_second: Lambda.
+            lookahead: In target tokens.
+        """
+        costs, self._pay, self.paths = self._known.costs, False, 1
+        if not self._width:
+            return None
+        row = tokens_per_second * costs.row(2 * batch, batch, 2 * batch)
+        self._dear = row >= _DEAR
+        if self._dear:
+            return None
+        steps = self._known.steps.expected(lookahead)
+        read = tokens_per_second * costs.side(1)
+        tokens, rows, again = self.sides.worth(None, row, random, read)
+        seconds = self.sides.seconds + steps * costs.beside(batch) / batch
+        seconds += _ENOUGH * costs.target(batch, batch) / batch
+        self._pay = bool(tokens - row * rows - read * again > tokens_per_second * seconds)
+        if not self._pay:
+            return None
+        wide = self._width * batch
+        more = tokens_per_second * steps * (costs.drafter(wide) - costs.drafter(batch))
+        if more < _OF_A_PATH * batch and costs.drafter_stddev(wide) < _UNCERTAIN:
+            self.paths = self._width
+        return self.sides
+
+    def plan(self, now: float, drafted: int) -> Trees:
+        """For the drafts of a step.
+
+        Args:
+            now: Seconds of the caller's clock.
+            drafted: Requests that are drafted for.
+        """
+        if self._pay:
+            return Trees(self.paths)
+        if self._dear or now < self._next_look or not self._width:
+            return Trees()
+        self._next_look = now + max(drafted * self.sides.seconds / _SHARE, _APART)
+        return Trees(1, looks=True)
