@@ -74,6 +74,8 @@ def test_trees_accept_more_than_chains(chains: Run, trees: Run) -> None:
     assert sum(stats["lengths"].values()) == stats["drafts"]
     assert stats["tree_tokens"] <= NODES * stats["trees"]
     assert stats["side_tokens_accepted"] > 0
+    # vLLM counts no row that is fed again; some last drafts it never sees.
+    assert trees.metrics["num_draft_tokens"] <= stats["draft_tokens"]
     gains = [run.metrics["num_accepted_tokens"] / run.stats["drafts"] for run in (chains, trees)]
     if stats["off_steps"] == 0:
         assert gains[1] > 1.05 * gains[0]

@@ -10,7 +10,7 @@ A fault here ends these metrics, never a request.
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -41,6 +41,7 @@ class _Carried:
 
 
 _FIELD = "hetero_spec"
+_FED_AGAIN = "hetero_spec_fed_again"
 
 
 class Reporter(Protocol):
@@ -51,6 +52,16 @@ class Reporter(Protocol):
 
     def tell(self, output: object) -> None:
         """Put on a step's output whatever else goes with it."""
+
+
+def leave_out(output: object, fed_again: Mapping[str, int]) -> None:
+    """Have vLLM count some of a step's draft tokens as none: rows of trees that are fed again.
+
+    Args:
+        output: The step's ModelRunnerOutput.
+        fed_again: How many, by request.
+    """
+    setattr(output, _FED_AGAIN, fed_again)
 
 
 def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -165,6 +176,10 @@ def _wrap_update(original: patching.Function) -> patching.Function:
         scheduler_output: "SchedulerOutput",
         model_runner_output: "ModelRunnerOutput",
     ) -> "dict[int, EngineCoreOutputs]":
+        if fed_again := getattr(model_runner_output, _FED_AGAIN, None):
+            invalid = scheduler_output.num_invalid_spec_tokens or {}
+            # Scheduled ahead, what is known to be padding has these among it.
+            scheduler_output.num_invalid_spec_tokens = {**fed_again, **invalid}
         outputs = original(self, scheduler_output, model_runner_output)
         growth = getattr(model_runner_output, _FIELD, None)
         if growth is not None:

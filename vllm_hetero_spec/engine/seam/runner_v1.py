@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
@@ -161,6 +162,8 @@ class RunnerV1:
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""
+        if self.sides is not None:
+            leave_out(output, self.sides.again)
 
     def batch(self) -> BatchView:
         """The batch that tokens are being chosen for."""

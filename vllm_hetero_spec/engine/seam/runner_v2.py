@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
@@ -163,7 +164,7 @@ class RunnerV2:
         sampled, texts = self._texts(batch, num_sampled)
         now = time.perf_counter()
         prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        drafted = output.scheduled_spec_decode_tokens
+        drafted, rows = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
         self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
         requests = []
         for index, (req_id, text) in enumerate(zip(batch.req_ids, texts, strict=True)):
@@ -187,15 +188,13 @@ class RunnerV2:
             requests=requests,
             started=started,
             live=self._new.keys(),
-            lookahead=min(output.num_spec_tokens_to_schedule, self._longest),
+            lookahead=min(rows, self._longest),
             max_model_len=self._runner.max_model_len,
             num_rows=output.total_num_scheduled_tokens,
             target_seconds=times.target,
             step_seconds=times.step,
             tiers=self.tiers,
-            trees=None
-            if self._sides is None
-            else self._sides.room(len(requests), output.num_spec_tokens_to_schedule),
+            trees=None if self._sides is None else self._sides.room(len(requests), rows),
         )
 
     @property
@@ -216,6 +215,8 @@ class RunnerV2:
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner."""
+        if self._sides is not None:
+            leave_out(output, self._sides.again)
         if not self.tiers or self._output is None:
             return
         padding = {

@@ -62,11 +62,13 @@ class SideSequences:
 
     Attributes:
         nodes: Of the present step, tokens of each tree that are verified, by request.
+        again: Of the present step, rows of each tree that are no nodes, where there are any.
         taken: Walks that have ended on a side so far.
     """
 
     def __init__(self, runner: Any) -> None:
         self.nodes: dict[str, int] = {}
+        self.again: dict[str, int] = {}
         self.taken = 0
         self._runner = runner
         self._send = Sender(runner.device).send
@@ -103,7 +105,7 @@ class SideSequences:
 
     def begins(self) -> None:
         """A step begins."""
-        self._step, self._is_tree, self.nodes = None, None, {}
+        self._step, self._is_tree, self.nodes, self.again = None, None, {}, {}
 
     def forget(self, req_id: str) -> None:
         """A request has gone, or begins again: its draft is none of what comes."""
@@ -166,7 +168,9 @@ class SideSequences:
                 tree, needed = _fitted(tree, length, free, lent, sizes)
                 sides = len(tree.rows.counts) - 1
                 free, lent = free - sides, lent - needed
-                self.nodes[req_id] = len(tree.rows.parents) - tree.rows.parents.count(NO_NODE)
+                again = tree.rows.parents.count(NO_NODE)
+                self.nodes[req_id] = len(tree.rows.parents) - again
+                self.again |= {req_id: again} if again else {}
             trees.append(tree if tree is not None and needed else None)
         if not any(trees):
             return
