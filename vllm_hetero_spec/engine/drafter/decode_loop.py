@@ -59,7 +59,7 @@ class Drafter:
             trees.
 
     Attributes:
-        sampling: As given.
+        sampling, beside: As given.
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
@@ -84,7 +84,7 @@ class Drafter:
     ) -> None:
         device = model.device
         self.model = model
-        self.sampling, self.max_length = sampling, model.max_length
+        self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = _STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
@@ -154,7 +154,7 @@ class Drafter:
         order = sorted(range(len(rows)), key=places.__getitem__)
         rows = [rows[i] for i in order]
         singles = len(rows) - sum(spans)
-        self._steps.picked.wide = wide(rows) and self._rules.beside > 0
+        self._steps.picked.wide = wide(rows) and self.beside > 0
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
             logits = self._steps.begin(current.plan)

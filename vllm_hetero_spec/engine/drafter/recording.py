@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
 logger = logging.getLogger("vllm.hetero_spec")
 
 # Set aside for all graphs with their tensors, logits apart; a few MiB each, and one forward's
-# activations.
+# activations. Twice that where drafts may be trees, since each shape is recorded twice then.
 _BYTES = 256 << 20
 
 
@@ -32,11 +32,12 @@ class Recording:
 
     def __init__(self, drafter: Drafter, mode: DraftingMode, *, measured: bool) -> None:
         self._drafter, self._mode = drafter, mode
+        self._bytes = _BYTES * (2 if drafter.beside else 1)
         self._done = False
         self._set_aside: torch.Tensor | None = None
         if mode.graphs and measured:
             device = drafter.model.device
-            self._set_aside = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+            self._set_aside = torch.empty(self._bytes, dtype=torch.uint8, device=device)
 
     def record(self) -> int:
         """Record, or say why not. Later calls do nothing.
@@ -56,7 +57,7 @@ class Recording:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         try:
-            if free < _BYTES:
+            if free < self._bytes:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
             gc.collect()
             gc.freeze()  # every capture collects garbage, and looks at all that lives
