@@ -93,16 +93,17 @@ def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
     """Drafter steps that the chain alone would not be worth."""
     sides = SideBranches()
     sides.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
-    known = Estimates.of(CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006)]), 4)
+    costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006), (8, 0.012)])
+    known = Estimates.of(costs, 4)
     for _ in range(60):
         known.acceptance.observe(Observation(4, 1, [0.5] * 4, 4), False)
     known.acceptance.learn(1.0)
-    chains, trees = (forecast(known, 1, [4], GREEDY, 50.0, early, of) for of in (None, sides))
+    chains, trees = (forecast(known, 1, [4], GREEDY, 40.0, early, of) for of in (None, sides))
     assert chains.beside == []
-    assert trees.beside[0] == pytest.approx(0.4)
-    assert all(0.0 < more <= 1.0 for more in trees.beside)
+    assert trees.beside == pytest.approx([0.4, 0.3, 0.3, 0.2])
+    assert len(trees.rates) == 4
     policies = [
-        StepPolicy(known, 50.0, 1, 5, GREEDY, of.beside, paths)
+        StepPolicy(known, 40.0, 1, 5, GREEDY, of.beside, paths)
         for of, paths in ((chains, 1), (trees, 1), (trees, 8))
     ]
     goes_on = [policy.continue_drafting([[0.5, 0.5]])[0] for policy in policies]

@@ -58,8 +58,8 @@ class Forecast(NamedTuple):
         rates: As expected.
         hopeful: If steps cost less than thought where little is known.
         stddevs: How uncertain the costs of each lookahead are, as a share.
-        beside: Tokens that trees bring at each depth beside a chain that gets so far, what their
-            rows cost taken off; none of chains.
+        beside: Tokens that a tree brings at each depth beside its chain, what their rows cost taken
+            off; none of chains.
     """
 
     alone: float
@@ -114,14 +114,13 @@ def forecast(
     found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
     for depth in range(len(asking) - 1):
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
-        beside, caught = np.zeros(3), 0.0
+        beside = np.zeros(3)
         if sides is not None:
             beside = sides.worth(depth + 1, row_price, random, read_price)
-            caught = float(beside @ (1.0, -row_price, -read_price))
-            caught /= max(float(survival[:, depth - 1].mean()), caught) if depth else 1.0
-            found.beside.append(caught)
+            found.beside.append(float(beside @ (1.0, -row_price, -read_price)))
         if can_stop_early and depth:
-            expected = survival[:, depth - 1] * (conditional[:, depth] + caught)
+            expected = survival[:, depth - 1] * conditional[:, depth]
+            expected += found.beside[-1] if found.beside else 0.0
             worth_a_step = _worth_a_step(expected * still_drafted, drafting, step_price)
             still_drafted &= worth_a_step & (expected >= row_price)
         still_verified &= still_drafted & (survival[:, depth] >= row_price)

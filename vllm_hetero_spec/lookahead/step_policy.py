@@ -22,7 +22,7 @@ class StepPolicy(NamedTuple):
         batch: Requests in the target's step.
         most: Rows of that step if all drafts were as long as planned.
         random: Which of the requests are random.
-        beside: Tokens that trees bring beside a chain that gets so far, by depth; none of chains.
+        beside: Tokens that a tree brings beside its chain at each depth; none of chains.
         paths: How many the drafter follows.
     """
 
@@ -133,4 +133,4 @@ class StepPolicy(NamedTuple):
             return 0.0
         depth = len(survival)
         beside = self.beside[depth] if depth < len(self.beside) else 0.0
-        return survival[-1] * (rates[depth] + beside)
+        return survival[-1] * rates[depth] + beside
