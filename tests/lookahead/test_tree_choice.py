@@ -103,7 +103,7 @@ def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> Non
     assert all(plan.trees.looks for plan in plans if plan.trees.paths)
     looks = sum(plan.trees.looks for plan in plans)
     assert 3 <= looks <= 0.2 * len(plans)
-    assert engine.looking <= 0.005 * engine.clock.now + 2 * engine.batch * tree
+    assert engine.looking <= 0.005 * engine.clock.now + 3 * engine.batch * tree
 
 
 def test_a_change_is_seen() -> None:

@@ -20,7 +20,7 @@ _ENOUGH = 0.01  # share of a request's tokens that trees have to add: less is no
 _OF_A_PATH = 0.05  # tokens for each request that another path of the drafter's brings, or more
 _UNCERTAIN = 0.45  # share of a cost: more paths are not taken at costs less certain than this
 _SHARE = 0.0025  # of the time that may be spent on looking
-_APART = 0.1  # seconds between two looks, or more
+_APART = 0.25  # seconds between two looks, or more
 
 
 class Trees(NamedTuple):
@@ -51,7 +51,7 @@ class TreeChoice:
         self._known, self._width = known, width
         self.sides, self.paths = SideBranches(), 1
         self._pay = self._dear = False
-        self._next_look = -math.inf
+        self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
 
     def weigh(
         self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
@@ -71,7 +71,7 @@ class TreeChoice:
         self._dear = row >= _DEAR
         if self._dear:
             return None
-        steps = self._known.steps.expected(lookahead)
+        self._steps = steps = self._known.steps.expected(lookahead)
         read = tokens_per_second * costs.side(1)
         tokens, rows, again = self.sides.worth(None, row, random, read)
         seconds = self.sides.seconds + steps * costs.beside(batch) / batch
@@ -96,5 +96,6 @@ class TreeChoice:
             return Trees(self.paths)
         if self._dear or now < self._next_look or not self._width:
             return Trees()
-        self._next_look = now + max(drafted * self.sides.seconds / _SHARE, _APART)
+        takes = drafted * self.sides.seconds + self._steps * self._known.costs.beside(drafted)
+        self._next_look = now + max(takes / _SHARE, _APART)
         return Trees(1, looks=True)
