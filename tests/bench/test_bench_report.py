@@ -104,9 +104,10 @@ def test_hugging_face_is_compared_with_both_references(tmp_path: Path) -> None:
 
 def test_settings_are_compared_with_the_first(tmp_path: Path) -> None:
     """Round by round, whichever begins it."""
-    target = SUITE.targets[0]
-    drafter = dataclasses.replace(target.drafters[0], settings={"a": {}, "b": {}})
-    asked = suite(targets=(dataclasses.replace(target, drafters=(drafter,)),))
+    (target,) = SUITE.targets
+    (drafter,) = target.drafters
+    each = dataclasses.replace(drafter, settings={"a": {}, "b": {}}).in_each_setting()
+    asked = suite(targets=(dataclasses.replace(target, drafters=tuple(each)),))
     seconds = {"slem": [1.0, 0.5, 1.0, 0.4, 0.25, 1.0]}  # a b, a b, b a
     alone, first, other = rows_of(measured(tmp_path, Fakes(seconds), asked))
     assert [row.cell.engine.drafter for row in (first, other)] == ["small:a", "small:b"]
