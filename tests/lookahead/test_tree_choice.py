@@ -89,7 +89,7 @@ def test_free_rows_have_trees() -> None:
 
 def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
     """Not a look is taken, and every plan is the same."""
-    ours, chains = Engine(row=0.004), Engine(row=0.004, width=0)
+    ours, chains = Engine(row=0.008), Engine(row=0.008, width=0)
     assert any(max(plan.lookahead) for plan in ours.run(300))
     chains.run(300)
     assert ours.plans == chains.plans
