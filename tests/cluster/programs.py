@@ -97,11 +97,13 @@ def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
 
 def sharing(target: str, spec: dict[str, Any], texts: list[str], times: int) -> dict[str, Any]:
     """An engine whose drafter is an actor: greedy tokens of each time, and what it has counted."""
-    from harness import engine
+    import pytest
+    from harness import engine, patient
 
     from vllm_hetero_spec import read_stats
 
-    with engine(Path(target), spec) as llm:
+    with engine(Path(target), spec) as llm, pytest.MonkeyPatch.context() as patch:
+        patient(llm, patch)
         found = []
         for _ in range(times):
             found.append(generate(llm, texts, greedy()))

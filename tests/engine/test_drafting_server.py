@@ -18,7 +18,8 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
-from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of, encode
+from vllm_hetero_spec.engine.source.answers import encode
+from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of
 from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 

@@ -14,7 +14,8 @@ from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.source import sharing
-from vllm_hetero_spec.engine.source.messages import Commit, Row, encode
+from vllm_hetero_spec.engine.source.answers import encode
+from vllm_hetero_spec.engine.source.messages import Commit, Row
 from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.source.sharing import SharedTable, SharingEngine
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file

@@ -16,8 +16,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm_hetero_spec.engine.source.answers import Ready
     from vllm_hetero_spec.engine.source.drafter_process import Deployment
-    from vllm_hetero_spec.engine.source.messages import Ready
     from vllm_hetero_spec.engine.source.server import DraftingServer
     from vllm_hetero_spec.engine.source.sharing import AnyTable
 
@@ -33,7 +33,7 @@ def main() -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     from vllm_hetero_spec.config import ConfigError
-    from vllm_hetero_spec.engine.source.messages import Failed, encode
+    from vllm_hetero_spec.engine.source.answers import Failed, encode
     from vllm_hetero_spec.engine.source.table import DraftTable
 
     try:
@@ -83,7 +83,7 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
-    from vllm_hetero_spec.engine.source.messages import Ready
+    from vllm_hetero_spec.engine.source.answers import Ready
     from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 
     given, options, target = deployment, deployment.options, deployment.vllm_config

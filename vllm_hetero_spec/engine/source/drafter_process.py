@@ -26,7 +26,8 @@ from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source import ray_relay
-from vllm_hetero_spec.engine.source.messages import Commit, Failed, Ready, answer_of, encode
+from vllm_hetero_spec.engine.source.answers import Failed, Ready, answer_of, encode
+from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 from vllm_hetero_spec.ray_session import own_address
 

@@ -4,8 +4,9 @@
 import logging
 import time
 
+from vllm_hetero_spec.engine.source.answers import Failed, Ready
 from vllm_hetero_spec.engine.source.drafter_process import Deployment, DrafterProcess
-from vllm_hetero_spec.engine.source.messages import Commit, Failed, Ready
+from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import Counts, DraftTable
 
 logger = logging.getLogger("vllm.hetero_spec")

@@ -56,28 +56,4 @@ class Commit(msgspec.Struct, array_like=True, frozen=True):
     rows: list[Row]
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The drafter is loaded.
-
-    Attributes:
-        num_blocks: Blocks of the drafter's KV.
-        block_size: Tokens of a block.
-    """
-
-    num_blocks: int
-    block_size: int
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """It could not be loaded.
-
-    Attributes:
-        sentence: Why, and what to do.
-    """
-
-    sentence: str
-
-
-encode = msgspec.msgpack.Encoder().encode
 commit_of = msgspec.msgpack.Decoder(Commit).decode
-answer_of = msgspec.msgpack.Decoder(Ready | Failed).decode

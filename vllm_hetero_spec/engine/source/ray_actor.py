@@ -18,12 +18,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.engine.source.messages import Commit, Failed, encode
-from vllm_hetero_spec.engine.source.sharing import Piece, SharedTable
+from vllm_hetero_spec.engine.source.answers import Failed, encode
 from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm_hetero_spec.engine.source.messages import Commit
     from vllm_hetero_spec.engine.source.server import DraftingServer
+    from vllm_hetero_spec.engine.source.sharing import Piece
 
 # Seconds after which an engine that was not heard of is gone.
 SILENCE = 10.0
@@ -45,6 +46,9 @@ class DrafterActor:
     """
 
     def __init__(self, deployment: bytes, shape: Sequence[int], idle_exit: float) -> None:
+        # Not at the head: a relay loads this module too, and neither torch nor numpy.
+        from vllm_hetero_spec.engine.source.sharing import SharedTable
+
         self._table, self._idle_exit = SharedTable(*shape), idle_exit
         self._loaded: Future[bytes] = Future()
         self._unread: queue.SimpleQueue[tuple[list[Commit], Future[None]]] = queue.SimpleQueue()
@@ -82,7 +86,7 @@ class DrafterActor:
         except TimeoutError:
             os._exit(1)
 
-    async def news(self, number: int) -> list[Piece]:
+    async def news(self, number: int) -> "list[Piece]":
         """What is new in the table of an engine; this is also the sign that it lives."""
         return await self._table.engine(number).news()
 

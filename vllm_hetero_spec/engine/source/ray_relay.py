@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.engine.source.messages import Failed, answer_of, encode
+from vllm_hetero_spec.engine.source.answers import Failed, answer_of, encode
 from vllm_hetero_spec.engine.source.ray_actor import DrafterActor
 from vllm_hetero_spec.errors import ConfigError, first_line
 from vllm_hetero_spec.ray_session import join_cluster

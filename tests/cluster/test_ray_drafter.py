@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter that is an actor of Ray's and is shared: the target's text, whatever becomes of it."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import engine, metrics_of, patient, proposer_of, slem
+from ray_cluster import HERE, RayCluster, processes
+from scenarios import Outputs, generate, greedy
+
+from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.config import ConfigError, RayDrafter
+from vllm_hetero_spec.engine.source import ray_relay
+from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.kept_process import KeptProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+IDLE_EXIT = 3.0
+
+
+def actor_of(drafter: Path, **changes: Any) -> dict[str, Any]:
+    return slem(drafter, parallel="ray", **changes)
+
+
+@pytest.fixture(scope="module")
+def in_cluster(ray_cluster: RayCluster) -> Iterator[RayCluster]:
+    """This process finds the cluster, as the processes that it starts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ray_cluster.environment.items():
+            if name.startswith("RAY_"):
+                patch.setenv(name, value)
+        patch.setattr(ray_relay, "IDLE_EXIT", IDLE_EXIT)
+        yield ray_cluster
+
+
+@pytest.fixture(scope="module")
+def llm(in_cluster: RayCluster, demo_pair: Path, alone: Outputs) -> Iterator[Any]:
+    with engine(demo_pair / "target", actor_of(demo_pair / "drafter")) as llm:
+        yield llm
+
+
+def kept(llm: Any) -> KeptProcess:
+    found: KeptProcess = proposer_of(llm).drafting.source._process
+    return found
+
+
+def actors(cluster: RayCluster) -> list[psutil.Process]:
+    return processes(cluster.address, "DrafterActor")
+
+
+def until(holds: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def start(llm: Any, **changes: Any) -> None:
+    """Start a drafter as that of an engine, but for some options."""
+    deployment: Deployment = kept(llm)._deployment
+    options = dataclasses.replace(deployment.options, **changes)
+    KeptProcess(dataclasses.replace(deployment, options=options)).start()
+
+
+def test_texts_are_the_targets_own(
+    llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster
+) -> None:
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    stats, metrics = read_stats(llm), metrics_of(llm)
+    assert stats["drafts_ahead"] >= 20
+    assert stats["drafts_ahead"] >= stats["drafts"] > stats["drafts_guessed"] >= 5
+    assert metrics["num_accepted_tokens"] >= 20
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+    assert stats["forwards"] > 20
+    assert 0 < stats["kv_blocks_held"] <= stats["kv_blocks"]
+    assert len(actors(in_cluster)) == 1
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # not even here
+
+
+def test_two_engines_share_one_actor_and_one_is_killed(
+    llm: Any,
+    texts: list,
+    alone: Outputs,
+    monkeypatch: pytest.MonkeyPatch,
+    in_cluster: RayCluster,
+    demo_pair: Path,
+) -> None:
+    spec = actor_of(demo_pair / "drafter")
+    target = str(demo_pair / "target")
+
+    def arguments(times: int) -> list[str]:
+        given = {"target": target, "spec": spec, "texts": texts, "times": times}
+        return [str(HERE / "programs.py"), "sharing", json.dumps(given)]
+
+    patient(llm, monkeypatch)
+    (actor,) = actors(in_cluster)
+    before = read_stats(llm)
+    found = in_cluster.answer(*arguments(3))
+    assert found["greedy"] == [alone] * 3
+    assert found["stats"]["drafts_ahead"] > 0
+    assert found["stats"]["forwards"] > before["forwards"]  # those of the other among them
+    other = in_cluster.popen(*arguments(1000))
+    assert other.stdout is not None
+    while "again" not in other.stdout.readline():
+        assert other.poll() is None
+    family = psutil.Process(other.pid).children(recursive=True)
+    assert family  # its relay
+    for _ in range(2):
+        assert generate(llm, texts, greedy()) == alone
+    other.kill()
+    other.communicate()
+    assert generate(llm, texts, greedy()) == alone
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    stats = read_stats(llm)
+    assert stats["drafts_ahead"] > before["drafts_ahead"]
+    assert stats["restarts"] == 0
+    assert actors(in_cluster) == [actor]
+
+
+def test_another_share_is_another_actor(llm: Any, in_cluster: RayCluster) -> None:
+    (actor,) = actors(in_cluster)
+    start(llm, ray_drafter=RayDrafter(share="other"))
+    assert len(actors(in_cluster)) == 2
+    until(lambda: actors(in_cluster) == [actor])  # nobody uses the other
+
+
+def test_what_cannot_start_says_why(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_relay, "PATIENCE", 3.0)
+        with pytest.raises(ConfigError, match=r"asks for 0 GPU, 64 CPU .* have 2 GPU, 8 CPU, of"):
+            start(llm, ray_drafter=RayDrafter(num_cpus=64))
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        with pytest.raises(ConfigError, match=r"no Ray cluster was found .*RAY_ADDRESS"):
+            start(llm)
+    with monkeypatch.context() as patch:
+        (tmp_path / "ray.py").write_text("raise ImportError('not installed')")
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError, match=r"Ray is not installed here; .*vllm-hetero-spec.ray"):
+            start(llm)
+        (tmp_path / "ray.py").unlink()
+        (tmp_path / "sitecustomize.py").write_text(
+            "import vllm_hetero_spec; vllm_hetero_spec.__version__ = '0.0.1'"
+        )
+        with pytest.raises(ConfigError, match=r"the drafter's actor has .* this engine 0\.0\.1"):
+            start(llm)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=1 is less"):
+        start(llm, ray_drafter=RayDrafter(share="tiny"), kv_cache_memory_bytes=1)
+    until(lambda: len(actors(in_cluster)) == 1)
