@@ -129,6 +129,36 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
     assert world.pool.held == 0
 
 
+def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) -> None:
+    """A commit tells of the tokens that the engine has seen, of which there may be one more."""
+    told = alone([3, 4, 5], 9)
+    world.commit(Row(0, -1, [3, 4, 5], [], 8))
+    for _ in range(4):
+        world.server.advance()
+    world.commit(Row(0, 3, told[:1], told[1:3], 8, at_stake=2, beside=3, guesses=SIDES))
+    assert world.drafted(0)[:3] == (2, 2, told[3:4])
+    assert all(world.table.read(0, rank).serial == 2 for rank in range(1, 1 + SIDES))
+    fed = world.model.fed
+    assert world.work() == 5  # of the six ids that are wanted
+    assert world.model.fed - fed < 5 + 2 * SIDES + 1
+    assert world.drafted(0).ids == told[3:9]
+    world.commit(Row(0, 4, told[1:4], [], 2))
+    assert world.drafted(0)[:3] == (3, 0, told[4:6])  # no more than are wanted
+    world.commit(Row(0, 7, [1 + told[4] % (VOCAB - 1)], [], 2))
+    world.work()
+    assert world.drafted(0).ids != told[5:7]
+
+
+def test_an_end_that_came_while_a_commit_was_on_its_way_is_one() -> None:
+    told = alone([3, 4, 5], 3)
+    world = World(ends=frozenset({told[2]}))
+    world.commit(Row(0, -1, [3, 4, 5], [], 8))
+    world.work()
+    world.commit(Row(0, 3, told[:1], told[1:2], 8))
+    world.work()
+    assert world.drafted(0).ids == told[2:3]
+
+
 def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
     chance = random.Random(3)
     world = World()

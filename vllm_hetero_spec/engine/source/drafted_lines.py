@@ -47,6 +47,17 @@ class Line:
             return False
         return self.drafts or self.state.num_uncached > 1
 
+    def behind(self, ids: list[int], most: int) -> tuple[list[int], list[float]]:
+        """What it has drafted behind a text that it agrees with, and the peaks of that.
+
+        A forward may have been on its way when the text was told: what it brought is not lost.
+        """
+        whole = self.state.context.ids
+        first = len(self.ids) - len(whole) + len(ids)
+        if most <= 0 or first < 0 or whole[: len(ids)] != ids:
+            return [], []
+        return self.ids[first : first + most], self.peaks[first : first + most]
+
     def book(
         self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], drawn_from: bytes | None
     ) -> None:
@@ -121,13 +132,18 @@ class Text:
             before = {at: of for at, of in chain.rivals.items() if at < fork}
             chain.rivals = before | kept.rivals
             agreed[0] = agreed[best]
+        else:
+            kept = chain
+        chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
+        greedy = self.draw is None and row.draw is None  # what is drawn begins anew
+        ahead, peaks = kept.behind(ids, chain.wanted) if greedy else ([], [])
         for line in self.lines[1:]:
             line.state.close(pool)
         del self.lines[1:]
-        chain.rivals = {at: of for at, of in chain.rivals.items() if at <= agreed[0]}
-        chain.state.context.ids[:] = ids
-        chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
-        chain.ids, chain.peaks, chain.rows = [], [], []
+        known = agreed[0] + max(len(ahead) - 1, 0)
+        chain.rivals = {at: of for at, of in chain.rivals.items() if at <= known}
+        chain.state.context.ids[:] = ids + ahead
+        chain.ids, chain.peaks, chain.rows = ahead, peaks, []
         self.serial, self.num_text = serial, keep + len(row.ids)
         self.at_stake, self._beside, self.guesses = row.at_stake, row.beside, row.guesses
         self.guessed = not row.beside or not row.guesses

@@ -92,6 +92,10 @@ class DraftingServer:
             if text is None:
                 text = self._texts[row.slot] = Text(row.slot, row.salt)
             text.renew(row, commit.serial, self._pool)
+            if text.chain.ids:  # drafted while the commit was on its way
+                if text.chain.ids[-1] in self._ends:
+                    text.chain.wanted = 0
+                self._put(text, 0, text.chain)
             self._guess(text)
 
     def advance(self) -> None:
