@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import engine, metrics_of, patient, proposer_of, slem
+from harness import engine, metrics_of, patient, proposer_of, slem, warnings
 from ray_cluster import HERE, RayCluster, processes
 from scenarios import Outputs, generate, greedy
 
@@ -158,3 +158,29 @@ def test_what_cannot_start_says_why(
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes=1 is less"):
         start(llm, ray_drafter=RayDrafter(share="tiny"), kv_cache_memory_bytes=1)
     until(lambda: len(actors(in_cluster)) == 1)
+
+
+def test_an_actor_that_is_killed_is_started_again(
+    llm: Any,
+    texts: list,
+    alone: Outputs,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Any,
+    in_cluster: RayCluster,
+) -> None:
+    before = read_stats(llm)
+    (actor,) = actors(in_cluster)
+    actor.kill()
+    until(lambda: not kept(llm).up)
+    assert generate(llm, texts, greedy()) == alone
+    stats = read_stats(llm)
+    assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
+    assert len(warnings(caplog, "drafter_down")) == 1
+    until(lambda: kept(llm).up, 120)
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    after = read_stats(llm)
+    assert after["restarts"] == 1
+    assert after["drafts_ahead"] > stats["drafts_ahead"]
+    (again,) = actors(in_cluster)
+    assert again.pid != actor.pid
