@@ -26,7 +26,7 @@ class Arrivals(NamedTuple):
 
     Attributes:
         tokens: int64 [n, m], target ids.
-        fed: int64 [n, m], the drafter token to be fed behind each.
+        fed: int64 [n, m], the drafter token to be fed behind each; any where nothing arrives.
         speeds: float32 [n, m], 1 / the times of arrival, falling; 0 where nothing arrives.
         shares: float32 [n, m], probabilities of the tokens.
     """
@@ -57,7 +57,8 @@ class Arrivals(NamedTuple):
             count: Arrivals that are looked at, m.
         """
         ids, speeds = first_arrivals(psi, seeds, places, count)
-        return cls(ids, tokens.likeliest(q).gather(1, ids), speeds, psi.gather(1, ids))
+        fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
+        return cls(ids, fed, speeds, psi.gather(1, ids))
 
 
 class Feed(NamedTuple):
