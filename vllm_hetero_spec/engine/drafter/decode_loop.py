@@ -323,7 +323,10 @@ class Drafter:
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
                 places = range(place, place := place + len(row.forks))
-                forks = [(picked.ids[at][:wanted], picked.beside(at, wanted)) for at in places]
+                if not count or current.taken == 1:  # nothing leaves this chain
+                    places = range(0)
+                sounds = [(at, min(wanted, picked.sound[at])) for at in places]
+                forks = [(picked.ids[at][:n], picked.beside(at, n)) for at, n in sounds]
                 tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
             drafted.append(tokens)
         if (draws := current.own.draws) is not None and (sampling := self.sampling) is not None:
