@@ -243,6 +243,49 @@ def test_values_are_the_rows_own(paths: int, graphs: bool, monkeypatch: Any) -> 
             texts[name] += [*draft.tokens[: number + 1], 5]
 
 
+@pytest.mark.parametrize("paths", [1, 2])
+def test_races_in_which_one_token_runs(paths: int) -> None:
+    """A second path begins with nothing that could be: of half of all tokens nothing is fed."""
+    world = World(raced=True)
+    drafter, ids = world.drafter, torch.arange(VOCAB)
+    assert drafter.sampling is not None
+    half = TokenMap(torch.where(ids % 2 > 0, ids, -1), VOCAB)
+    drafter.sampling = replace(drafter.sampling, tokens=half)
+    drafter._rules = replace(drafter._rules, sampling=drafter.sampling)
+    tasks = world.tasks(TEXTS, paths=paths)
+    draws = [replace(task.draw, top_p=0.01) for task in tasks if task.draw]
+    tasks = [task._replace(draw=draw) for task, draw in zip(tasks, draws, strict=True)]
+    world.rounds.begin(tasks, iter(()), planned(step_of(TEXTS, raced=True)))
+    for draft in world.rounds.finish():
+        assert draft.explored is not None
+        assert draft.explored.tree[:2] == (draft.tokens, [-1, 0, 1, 2])
+
+
+class Stopping(Fixed):
+    """Lets the drafter stop behind so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(LOOKAHEAD)
+        self.length = length
+
+    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        return [len(request) < self.length for request in confidences]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_rounds_with_a_second_path_that_end_early(length: int) -> None:
+    """What was not fed is not looked for."""
+    control = LookaheadControl(Stopping(length), can_stop_early=True)
+    control.observe(step_of(TEXTS))
+    control.plan(step_of(TEXTS), [0] * 3)
+    for draft in World().draft(TEXTS, control, paths=2).values():
+        assert len(draft.tokens) == length
+        assert draft.explored is not None
+        inner = {parent for parent in draft.explored.tree.parents if parent >= 0}
+        first = [node for node in inner if draft.explored.tree.parents[node] == -1]
+        assert len(first) == (2 if length > 1 else 0)
+
+
 def test_races_beside_forks(monkeypatch: Any) -> None:
     """A batch of greedy requests with forks, and drawn ones that draft less far: each as alone."""
     drafts = []
