@@ -36,6 +36,6 @@ def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None]
 
 
 def _recordings(drafting: Any) -> dict[tuple[int, int], Any]:
-    """By number of requests and tokens of each, which are 0 for a step."""
-    found: dict[tuple[int, int], Any] = getattr(drafting.source.drafter._steps, "_recordings", {})
-    return found
+    """Those of chains, by number of requests and tokens of each, which are 0 for a step."""
+    found = getattr(drafting.source.drafter._steps, "_recordings", {})
+    return {(size, width): of for (size, width, trees), of in found.items() if not trees}

@@ -24,7 +24,7 @@ def row_of(engine: EngineId, batch: int, seconds: float, proposing: float | None
             accepted_per_position=[20, 20, 10, 0],
             worker={"propose_seconds": proposing},
         )
-    return Row(Cell(engine, "prompts", batch, 0.0), figures_of([sample]), None, None, None)
+    return Row(Cell(engine, "prompts", batch, 0.0), figures_of([sample]), None, None, None, None)
 
 
 ALONE, DRAFTING = EngineId("t", "alone"), EngineId("t", "slem", "d", 4)

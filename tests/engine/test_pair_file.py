@@ -105,7 +105,7 @@ def test_a_second_start_goes_on_where_the_first_ended(
     """With costs that stand still, the lookahead hangs on what is accepted alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(CostModel, "observe_target", lambda *_: None)
-    monkeypatch.setattr(CostModel, "observe_drafting", lambda *_: None)
+    monkeypatch.setattr(CostModel, "observe_drafting", lambda *_, **__: None)
     monkeypatch.setattr(Throughput, "add", lambda *_: None)
     timed: list[int] = []
 
