@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from _demo_chat import conversations
 from _demo_corpus import Corpus
+from _demo_muon import Muon
 from _demo_tokenizers import TokenizerKind, end_ids, train_tokenizer
 from torch.nn import functional
 from transformers import (
@@ -109,15 +110,15 @@ def train(
     read = with_conversations(tokenizer, corpus.train)
     streams = [token_stream(tokenizer, texts) for texts in (read, imitate) if texts]
     model = LlamaForCausalLM(spec.config(tokenizer)).train()
-    autocast = bfloat16_pays()
-    optimizers = _optimizers(model, spec.learning_rate)
+    dtype = torch.bfloat16 if bfloat16_pays() else torch.float32
+    optimizers = _optimizers(model, spec.learning_rate, dtype)
     steps = 0
     for spent in budget.progress():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _schedule(spent)
         rows = _batch(streams, tokenizer, _SEQUENCE)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             logits = model(input_ids=rows, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
@@ -143,7 +144,9 @@ def train(
     }
 
 
-def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    model: LlamaForCausalLM, learning_rate: float, dtype: torch.dtype
+) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms.
 
     On this corpus Muon reaches in a third of the steps the loss that AdamW alone reaches; with
@@ -154,9 +157,7 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.opt
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
     return [
-        torch.optim.Muon(
-            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(matrices, learning_rate, dtype),
         torch.optim.AdamW(
             others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         ),

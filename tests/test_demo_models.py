@@ -10,6 +10,7 @@ import torch
 import train_demo_models
 from _demo_chat import chat_prompts, conversations
 from _demo_corpus import Corpus, standard_library
+from _demo_muon import Muon
 from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
@@ -159,6 +160,24 @@ def test_training_learns(tmp_path: Path, corpus: Corpus) -> None:
         return figures["heldout_nats_per_byte"]
 
     assert loss(25) < 0.8 * loss(1)
+
+
+def test_a_step_of_muon_is_pytorchs() -> None:
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 128), (128, 64), (64, 128))]
+    theirs = [torch.nn.Parameter(matrix.detach().clone()) for matrix in ours]
+    muon = Muon(ours, 0.01, torch.float32)
+    pytorchs = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for matrix, same in zip(ours, theirs, strict=True):
+            matrix.grad = torch.randn_like(matrix)
+            same.grad = matrix.grad.clone()
+        before = [matrix.detach().clone() for matrix in ours]
+        muon.step()
+        pytorchs.step()
+        for matrix, same, old in zip(ours, theirs, before, strict=True):
+            moved = (matrix - old).norm()
+            assert (matrix - same).norm() < 0.1 * moved  # PyTorch's multiplies in bfloat16
 
 
 def test_a_kept_pair_is_reused_and_force_retrains(
