@@ -92,4 +92,5 @@ def test_a_text_outgrows_the_drafters_context(
         assert tokens < 4 * (4 * 200 + 4 * 60)  # each token about twice
         assert "drafter_length" not in stats["skipped"]
         gained = metrics_of(llm)
-        assert 1 + gained["num_accepted_tokens"] / gained["num_drafts"] > 2
+        length = 1 + gained["num_accepted_tokens"] / gained["num_drafts"]
+        assert length > (2 if drafter == "target" else 1)  # of the other, by its training

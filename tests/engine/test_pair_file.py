@@ -120,7 +120,8 @@ def test_a_second_start_goes_on_where_the_first_ended(
     def serve(**changes: Any) -> tuple[int, list[int]]:
         """Drafts known at the start, and the lookahead of each step."""
         lookaheads: list[int] = []
-        spec = slem(demo_pair / "drafter", 6, controller="goodput", **changes)
+        # The target drafts for itself: that pays whatever a machine's training came to.
+        spec = slem(demo_pair / "target", 6, controller="goodput", **changes)
         with engine(demo_pair / "target", spec) as llm:
             controller = proposer_of(llm).controller
             assert isinstance(controller, Goodput)
