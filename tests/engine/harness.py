@@ -44,6 +44,7 @@ def engine(model: Path, spec: dict[str, Any] | None = None, **changes: Any) -> I
     """A vLLM engine that is gone afterwards."""
     from vllm import LLM
 
+    gc.freeze()  # vLLM collects ten times on the way: each would walk all that is imported
     llm = LLM(str(model), **(BASE | changes), speculative_config=spec)
     try:
         yield llm
