@@ -13,6 +13,7 @@ import _gpu_graphs
 import pytest
 from _gpu_engine import Lesson, Profile, Record, Task
 from _gpu_profile import device_use
+from _gpu_ratios import _groups
 from _gpu_setups import LOOKAHEAD, Options, Setups, running
 from _gpu_watch import is_right
 from tape_graphs import TapeGraphs
@@ -97,6 +98,27 @@ def test_acceptance_is_imposed_and_the_output_stays(
         profile = engine.ask(Profile(Task(texts, 20, 2, ignore_eos=True)))
         assert profile["rounds"] == untaught.worker["steps"]
         assert profile["gpu"] is None
+
+
+def test_both_runners_are_compared_on_a_gpu(demo_pair: Path) -> None:
+    """Each alone; ours on V1, and on V2 ahead and one step after the other, drafting and not."""
+    options = Options(demo_pair / "target", demo_pair / "drafter", Path(), "", True, False)
+    compared = {
+        (setup.runner, bool(setup.speculative_config), setup.engine.get("async_scheduling")): {
+            variant.lookahead for variant in variants
+        }
+        for group in _groups(Setups(options, exact=False, batch=8), options)
+        for name, (setup, variants) in group.items()
+        if "TLI" not in name and "eager" not in name
+    }
+    assert compared.keys() == {
+        ("1", False, None),
+        ("0", False, None),
+        ("1", True, None),
+        ("1", True, False),
+        ("0", True, None),
+    }
+    assert all(0 in far for (_, ours, _), far in compared.items() if ours)
 
 
 def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
