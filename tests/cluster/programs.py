@@ -111,5 +111,28 @@ def sharing(target: str, spec: dict[str, Any], texts: list[str], times: int) -> 
         return {"greedy": found, "stats": read_stats(llm)}
 
 
+def moving(target: str, spec: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+    """The same, again and again until it has another actor, and once more: all different tokens."""
+    import pytest
+    from harness import engine, patient, proposer_of
+
+    from vllm_hetero_spec import read_stats
+
+    with engine(Path(target), spec) as llm, pytest.MonkeyPatch.context() as patch:
+        found, kept = list[Any](), proposer_of(llm).drafting.source._process
+
+        def again() -> None:
+            outputs = generate(llm, texts, greedy())
+            found.extend([outputs] * (outputs not in found))
+            print("again", flush=True)
+
+        while not kept.restarts or not kept.up:
+            again()
+        before = read_stats(llm)
+        patient(llm, patch)
+        again()
+        return {"greedy": found, "before": before, "after": read_stats(llm)}
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

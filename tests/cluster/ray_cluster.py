@@ -114,7 +114,10 @@ class RayCluster:
             command: Its file and arguments.
             environment: What it has beside the cluster's.
         """
-        program = self.popen(*command, **environment)
+        return self._said(self.popen(*command, **environment))
+
+    @staticmethod
+    def _said(program: subprocess.Popen) -> str:
         try:
             said, errors = program.communicate(timeout=SECONDS)
         finally:
@@ -125,7 +128,11 @@ class RayCluster:
 
     def answer(self, *command: str, **environment: str) -> Any:
         """The JSON object that such a program prints as a line; Ray may print others after it."""
-        said = self.run(*command, **environment)
+        return self.answer_of(self.popen(*command, **environment))
+
+    def answer_of(self, program: subprocess.Popen) -> Any:
+        """The same of one that has been started by `popen`."""
+        said = self._said(program)
         return json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
 
     @contextlib.contextmanager

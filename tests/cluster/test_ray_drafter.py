@@ -17,7 +17,7 @@ from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.config import ConfigError, RayDrafter
-from vllm_hetero_spec.engine.source import ray_relay
+from vllm_hetero_spec.engine.source import drafter_process, kept_process
 from vllm_hetero_spec.engine.source.drafter_process import Deployment
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 
@@ -37,7 +37,7 @@ def in_cluster(ray_cluster: RayCluster) -> Iterator[RayCluster]:
         for name, value in ray_cluster.environment.items():
             if name.startswith("RAY_"):
                 patch.setenv(name, value)
-        patch.setattr(ray_relay, "IDLE_EXIT", IDLE_EXIT)
+        patch.setattr(drafter_process, "IDLE_EXIT", IDLE_EXIT)
         yield ray_cluster
 
 
@@ -133,11 +133,47 @@ def test_another_share_is_another_actor(llm: Any, in_cluster: RayCluster) -> Non
     until(lambda: actors(in_cluster) == [actor])  # nobody uses the other
 
 
+def test_an_actor_that_hangs_is_replaced_for_all_its_engines(
+    llm: Any,
+    texts: list,
+    alone: Outputs,
+    monkeypatch: pytest.MonkeyPatch,
+    in_cluster: RayCluster,
+    demo_pair: Path,
+) -> None:
+    """By one other; it is ended once nobody uses it, and not before."""
+    (hung,) = actors(in_cluster)
+    given = {"target": str(demo_pair / "target"), "spec": actor_of(demo_pair / "drafter")}
+    arguments = json.dumps(given | {"texts": texts})
+    other = in_cluster.popen(str(HERE / "programs.py"), "moving", arguments)
+    assert other.stdout is not None
+    while "again" not in other.stdout.readline():
+        assert other.poll() is None
+    before = read_stats(llm)
+    hung.suspend()
+    monkeypatch.setattr(kept_process, "SILENCE", 2.0)
+    until(lambda: generate(llm, texts, greedy()) == alone and not kept(llm).up)
+    until(lambda: len(actors(in_cluster)) == 2)
+    assert hung.is_running()
+    until(lambda: kept(llm).up, 120)
+    found = in_cluster.answer_of(other)
+    assert found["greedy"] == [alone]
+    assert found["before"]["restarts"] == 1
+    assert found["after"]["drafts_ahead"] > found["before"]["drafts_ahead"]
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    after = read_stats(llm)
+    assert after["restarts"] == 1
+    assert after["drafts_ahead"] > before["drafts_ahead"]
+    until(lambda: not hung.is_running())
+    assert len(actors(in_cluster)) == 1
+
+
 def test_what_cannot_start_says_why(
     llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(ray_relay, "PATIENCE", 3.0)
+        patch.setattr(drafter_process, "PATIENCE", 3.0)
         with pytest.raises(ConfigError, match=r"asks for 0 GPU, 64 CPU .* have 2 GPU, 8 CPU, of"):
             start(llm, ray_drafter=RayDrafter(num_cpus=64))
     with monkeypatch.context() as patch:
@@ -180,7 +216,7 @@ def test_an_actor_that_is_killed_is_started_again(
     patient(llm, monkeypatch)
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
-    assert after["restarts"] == 1
+    assert after["restarts"] == before["restarts"] + 1
     assert after["drafts_ahead"] > stats["drafts_ahead"]
     (again,) = actors(in_cluster)
     assert again.pid != actor.pid

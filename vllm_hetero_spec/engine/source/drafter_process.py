@@ -25,9 +25,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
-from vllm_hetero_spec.engine.source import ray_relay
 from vllm_hetero_spec.engine.source.answers import Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.source.messages import Commit
+from vllm_hetero_spec.engine.source.ray_joining import Errand
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 from vllm_hetero_spec.ray_session import own_address
 
@@ -42,6 +42,8 @@ _SLOTS = 2
 _SIDES = 8
 # Drafter tokens that may stand behind a text for each target token that can be drafted.
 _STEPS_PER_TOKEN = 8
+# Of an actor, see `Errand`.
+PATIENCE, SILENCE, IDLE_EXIT = 60.0, 10.0, 60.0
 # Modules that such a process runs.
 _DRAFTER, _RELAY = (f"vllm_hetero_spec.engine.source.{of}" for of in ("drafter_main", "ray_relay"))
 
@@ -80,21 +82,26 @@ class Deployment:
     tokens: TokenMap | None = None
     sides: int = _SIDES
 
-    @property
-    def program(self) -> "tuple[str, Deployment | ray_relay.Errand]":
-        """The module that the process runs, and what it is told."""
+    def program(self, lost: int | None) -> "tuple[str, Deployment | Errand]":
+        """The module that the process runs, and what it is told.
+
+        Args:
+            lost: See `Errand`.
+        """
         if self.options.parallel == "process":
             return _DRAFTER, self
         wanted, gpu = self.options.ray_drafter, self.vllm_config.device_config.device_type != "cpu"
         num_gpus = float(gpu) if wanted.num_gpus is None else wanted.num_gpus
-        return _RELAY, ray_relay.Errand(
+        return _RELAY, Errand(
             actor=f"hetero_spec:{self._fingerprint}:{wanted.share}",
             resources={"num_gpus": num_gpus, "num_cpus": wanted.num_cpus},
             deployment=pickle.dumps(self),
             shape=self.table_shape,
             address=own_address(),
-            patience=ray_relay.PATIENCE,
-            idle_exit=ray_relay.IDLE_EXIT,
+            patience=PATIENCE,
+            silence=SILENCE,
+            idle_exit=IDLE_EXIT,
+            lost=lost,
         )
 
     @property
@@ -160,19 +167,20 @@ class DrafterProcess:
 
     Args:
         deployment: What it is to run.
+        lost: Number of the actor that the process before had; None where it was none.
 
     Attributes:
         table: What it drafts.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, lost: int | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         shape = deployment.table_shape
         memory = make_file(*shape)
         try:
             self.table = DraftTable(memory, *shape)
             with tempfile.TemporaryFile() as start, theirs:
-                module, told = deployment.program
+                module, told = deployment.program(lost)
                 pickle.dump(told, start)
                 start.seek(0)
                 arguments = theirs.fileno(), memory, *deployment.cores

@@ -34,6 +34,7 @@ class KeptProcess:
         self._deployment = deployment
         self._process: DrafterProcess | None = None
         self._loaded = False
+        self._actor: int | None = None  # the last one's number
         self.life = 0
         self._failures = 0
         self._began = self._again = self._heard = 0.0
@@ -48,7 +49,7 @@ class KeptProcess:
         self._launch()
         assert self._process is not None
         ready = self._process.wait()
-        self._loaded = True
+        self._loaded, self._actor = True, ready.actor
         return ready
 
     @property
@@ -93,14 +94,15 @@ class KeptProcess:
 
     def _launch(self) -> None:
         self._began = self._heard = time.monotonic()
-        self._process, self._sent = DrafterProcess(self._deployment), False
+        self._process, self._sent = DrafterProcess(self._deployment, self._actor), False
         self.life += 1
 
     def _watch(self, process: DrafterProcess, now: float) -> None:
         answer = process.answer()
         if isinstance(answer, Failed):
             raise ConnectionError(answer.sentence)
-        self._loaded = self._loaded or answer is not None
+        if answer is not None:
+            self._loaded, self._actor = True, answer.actor
         beats = process.table.counts.beats
         if beats != self._beats or not self._sent:
             self._beats, self._heard, self._sent = beats, now, False

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm_hetero_spec.engine.source.server import DraftingServer
     from vllm_hetero_spec.engine.source.sharing import Piece
 
-# Seconds after which an engine that was not heard of is gone.
-SILENCE = 10.0
 # Seconds between two looks whether one is.
 _LOOK = 1.0
 # Seconds that a commit waits for the drafter at most: more than its longest forward takes.
@@ -42,14 +40,18 @@ class DrafterActor:
     Args:
         deployment: What it runs, pickled.
         shape: Of the tables, but for slots.
+        silence: Seconds after which an engine that was not heard of is gone.
         idle_exit: Seconds without engines after which it ends.
     """
 
-    def __init__(self, deployment: bytes, shape: Sequence[int], idle_exit: float) -> None:
+    def __init__(
+        self, deployment: bytes, shape: Sequence[int], silence: float, idle_exit: float
+    ) -> None:
         # Not at the head: a relay loads this module too, and neither torch nor numpy.
         from vllm_hetero_spec.engine.source.sharing import SharedTable
 
-        self._table, self._idle_exit = SharedTable(*shape), idle_exit
+        self._table = SharedTable(*shape)
+        self._silence, self._idle_exit = silence, idle_exit
         self._loaded: Future[bytes] = Future()
         self._unread: queue.SimpleQueue[tuple[list[Commit], Future[None]]] = queue.SimpleQueue()
         threading.Thread(target=self._live, args=(deployment,), daemon=True).start()
@@ -121,7 +123,7 @@ class DrafterActor:
                     commits, taken = self._unread.get_nowait()
             if time.monotonic() - looked > _LOOK:
                 looked = time.monotonic()
-                for farewell in self._table.forget(SILENCE):
+                for farewell in self._table.forget(self._silence):
                     server.take(farewell)
                 used = looked if self._table else used
             server.advance()

@@ -14,49 +14,19 @@ import pickle
 import signal
 import socket
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_hetero_spec import __version__
+import msgspec
+
 from vllm_hetero_spec.engine.source.answers import Failed, answer_of, encode
-from vllm_hetero_spec.engine.source.ray_actor import DrafterActor
+from vllm_hetero_spec.engine.source.ray_joining import LOOK, Errand, Joined, join_actor, newest
 from vllm_hetero_spec.errors import ConfigError, first_line
 from vllm_hetero_spec.ray_session import join_cluster
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# Of the actors' names, whatever job starts them.
-NAMESPACE = "hetero_spec"
-# See `Errand`.
-PATIENCE = IDLE_EXIT = 60.0
 _BUFFER = 1 << 20
-_A_WHILE = 0.5  # seconds between two attempts
-
-
-@dataclass(frozen=True)
-class Errand:
-    """What a relay is to do. Pickled.
-
-    Attributes:
-        actor: The name of the actor: all engines that give the same one share it.
-        resources: Of Ray that it takes: `num_gpus`, `num_cpus`.
-        deployment: What it runs, pickled.
-        shape: Of the table: slots first.
-        address: Of the cluster; None for the one that is found.
-        patience: Seconds that a place for it is waited for.
-        idle_exit: Seconds without engines after which it ends.
-    """
-
-    actor: str
-    resources: Mapping[str, float]
-    deployment: bytes
-    shape: tuple[int, ...]
-    address: str | None
-    patience: float
-    idle_exit: float
 
 
 def main() -> None:
@@ -80,57 +50,13 @@ def main() -> None:
 async def _relay(errand: Errand, messages: socket.socket, memory: mmap.mmap) -> None:
     if errand.address:
         os.environ["RAY_ADDRESS"] = errand.address
-    actor, number = await join_actor(join_cluster(), errand)
+    ray = join_cluster()
+    joined = await join_actor(ray, errand)
     await asyncio.gather(
-        _tell(actor, number, messages), _show(actor, number, memory), _answer(actor, messages)
-    )
-
-
-async def join_actor(ray: Any, errand: Errand) -> "tuple[ActorHandle, int]":
-    """The actor, started if there is none, and the engine's number there.
-
-    Raises:
-        ConfigError: There is no room for it, or it has another version of this package.
-    """
-    options = {
-        "name": errand.actor,
-        "namespace": NAMESPACE,
-        "get_if_exists": True,
-        "lifetime": "detached",
-        "max_restarts": 0,  # engines start it again, and each waits longer every time
-        **errand.resources,
-    }
-    placed = ray.remote(DrafterActor).options(**options)
-    deadline = time.monotonic() + errand.patience
-    while True:
-        actor = placed.remote(errand.deployment, errand.shape[1:], errand.idle_exit)
-        answer = actor.join.remote(__version__, errand.shape[0])
-        try:
-            joined = await asyncio.wait_for(answer, max(deadline - time.monotonic(), _A_WHILE))
-        except TimeoutError:
-            ray.kill(actor)  # it waits for room, or hangs
-            raise ConfigError(_no_room(ray, errand)) from None
-        except ray.exceptions.RayActorError:  # it was about to end
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(_A_WHILE)
-            continue
-        if isinstance(joined, str):
-            raise ConfigError(joined)
-        return actor, joined
-
-
-def _no_room(ray: Any, errand: Errand) -> str:
-    asked = {name.removeprefix("num_")[:-1].upper(): n for name, n in errand.resources.items()}
-    has, free = (
-        ", ".join(f"{of.get(name, 0):g} {name}" for name in asked)
-        for of in (ray.cluster_resources(), ray.available_resources())
-    )
-    wanted = ", ".join(f"{n:g} {name}" for name, n in asked.items())
-    return (
-        f"the drafter's actor asks for {wanted} on one node of the Ray cluster and got no room "
-        f"within {errand.patience:.0f} s; all nodes together have {has}, of which {free} are "
-        'free: ask for less in "ray_drafter", or add a node.'
+        _tell(joined.actor, joined.engine, messages),
+        _show(joined.actor, joined.engine, memory),
+        _answer(joined, messages),
+        _stay(ray, errand.actor, joined.number),
     )
 
 
@@ -153,11 +79,18 @@ async def _show(actor: "ActorHandle", number: int, memory: mmap.mmap) -> None:
             memory[start : start + len(piece)] = piece
 
 
-async def _answer(actor: "ActorHandle", messages: socket.socket) -> None:
-    answer: bytes = await actor.ready.remote()
-    if isinstance(said := answer_of(answer), Failed):
+async def _answer(joined: Joined, messages: socket.socket) -> None:
+    said = answer_of(await joined.actor.ready.remote())
+    if isinstance(said, Failed):
         raise ConfigError(said.sentence)
-    messages.send(answer)
+    messages.send(encode(msgspec.structs.replace(said, actor=joined.number)))
+
+
+async def _stay(ray: Any, name: str, number: int) -> None:
+    """Go on as long as no other actor has taken its place."""
+    while (newest(ray, name) or number) <= number:
+        await asyncio.sleep(LOOK)
+    raise ConnectionError("another has taken its place")
 
 
 if __name__ == "__main__":
