@@ -172,6 +172,27 @@ def in_engine(batch: int, target: str, drafter: str, prompts: str) -> None:
     Console().print(terminal_table(columns, parts, title))
 
 
+def look_ups(pair: Sequence[TextTokenizer], text: str, steps: int) -> None:
+    """Prints what it takes to find drafts that were made ahead, and to translate them."""
+    from _bridge_lookups import DRAFT, LookUps
+
+    target, drafter = pair
+    ids, needed = target.encode(text[:1_000_000]), (DRAFT + 1) * (steps + 4)
+    for batch in (8, 64):
+        rng = random.Random(batch)
+        starts = [rng.randrange(len(ids) - needed - CONTEXTS[0]) for _ in range(batch)]
+        texts = [ids[start : start + CONTEXTS[0] + needed] for start in starts]
+        run = LookUps(target, drafter, texts, CONTEXTS[0], time.perf_counter)
+        for _ in range(steps):
+            run.step(rng)
+        looking, back = (1e3 * statistics.median(of) for of in (run.looking, run.translating))
+        share = run.hits / (batch * steps)
+        print(
+            f"batch {batch}: {looking:.3f} ms to look up, {back:.3f} ms to translate, "
+            f"in the median step; hits {share:.2f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizers", type=Path, help="folder of NAME/tokenizer.json")
@@ -190,9 +211,20 @@ def main() -> None:
         help="measure proposing in a vLLM engine instead: how much is not the drafter's",
     )
     parser.add_argument("--batch", type=int, default=8, help="requests of that engine")
+    parser.add_argument(
+        "--lookups",
+        nargs=2,
+        metavar=("TARGET", "DRAFTER"),
+        help="measure look-ups of drafts that were made ahead instead, with two tokenizer.json",
+    )
     options = parser.parse_args()
     if options.engine:
         in_engine(options.batch, *options.engine)
+        return
+
+    if options.lookups:
+        pair = [load_tokenizer(Tokenizer.from_file(file), file) for file in options.lookups]
+        look_ups(pair, "\n".join(standard_library().train)[:3_000_000], options.steps)
         return
 
     clock = time.perf_counter if options.clock == "wall" else time.thread_time

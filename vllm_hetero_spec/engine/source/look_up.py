@@ -15,6 +15,7 @@ from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 from vllm_hetero_spec.engine.source.sent_texts import SentText
+from vllm_hetero_spec.engine.source.table import Drafted
 
 
 class Found(NamedTuple):
@@ -25,7 +26,7 @@ class Found(NamedTuple):
         ids: Drafter tokens, see `Remainder`.
         known: Leading bytes of them that its text has.
         peaks: The drafter's largest probability in the place of each.
-        rank: Of the line that they are of, the chain's is 0.
+        rank: Of the line that they are of, among those that may agree; the chain's is 0.
         missing: Why there are none, though there should be.
         proposal: The draft in target tokens.
         ends: Leading ones of `ids` that each of them needs.
@@ -61,22 +62,6 @@ class Found(NamedTuple):
         return Draft.chain(self.task.req_id, list(self.proposal), confidences, self.draft_probs)
 
 
-class _Line(NamedTuple):
-    """Drafter tokens behind a text.
-
-    Attributes:
-        ids: The tokens.
-        peaks: The drafter's largest probability in the place of each.
-        rows: What each was drawn from, see `Drafted`; nothing where it is certain.
-        base: Those that it begins with, by a guess of what the target writes.
-    """
-
-    ids: list[int]
-    peaks: list[float]
-    rows: list[bytes]
-    base: int = 0
-
-
 class LookUp:
     """Looks drafts up.
 
@@ -105,25 +90,28 @@ class LookUp:
         now = self._spelled(context.ids[task.state.num_kv_valid :])
         if not now.startswith(told):
             return Found(task, missing="not_guessed" if task.lookahead else "")
-        seen: list[_Line] = []
-        lines = self._lines(text, seen)
+        seen: list[Drafted] = []
         outcome, spelled = now[len(told) :], self._bytes.__getitem__
+        lines = self._lines(text, outcome + context.held, seen)
         if task.draw is not None:
-            remainder = find_drawn(((of.base, of.ids) for of in lines), outcome, spelled)
+            remainder = find_drawn(lines, outcome, spelled)
         else:
             fits = partial(self._bridge.may_follow, context)
-            ids_of = (of.ids for of in lines)
-            remainder = find_remainder(ids_of, outcome, context.held, spelled, fits)
+            remainder = find_remainder(
+                (ids for _, ids in lines), outcome, context.held, spelled, fits
+            )
         if remainder is None or not remainder.ids:
             missing = "not_guessed" if remainder is None else "not_ready"
             return Found(task, missing=missing if task.lookahead else "")
-        line, rank = seen[remainder.rank], remainder.rank
-        first = len(line.ids) - len(remainder.ids)
+        ids, rank, line = remainder.ids, remainder.rank, seen[remainder.rank]
+        peaks, drawn = _whole(text.peaks, text.rows, seen[0])
+        if rank:
+            peaks, drawn = _whole(peaks, drawn, line)
+        first = len(peaks) - len(ids)
         # What was chosen by what it is, is certain from then on.
-        certain = max(first, text.seen) if task.draw is not None else len(line.ids)
-        rows = [b""] * (certain - first) + line.rows[certain:]
-        found = Found(task, remainder.ids, remainder.known, line.peaks[first:], rank)
-        return found._replace(first=first, rows=rows)
+        certain = max(first, text.seen) if task.draw is not None else len(peaks)
+        rows = [b""] * (certain - first) + drawn[certain:]
+        return Found(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
 
     def done(self, found: Found, enough: int) -> bool:
         """Whether so many tokens are there, or no more will be, or no first token fits."""
@@ -168,24 +156,65 @@ class LookUp:
             if drawn.block:
                 of.text.seen = of.first + len(of.ids)
 
-    def _lines(self, text: SentText, seen: "list[_Line]") -> Iterator["_Line"]:
-        """What was drafted behind a text as it was told, the chain first; kept in `seen`."""
-        table = self._process.table
-        chain = _Line(text.drafted, text.peaks, text.rows)
-        for rank in range(1 + table.sides):
+    def _lines(
+        self, text: SentText, written: bytes, seen: list[Drafted]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """What was drafted behind a text as it was told: the chain, and what may agree beside it.
+
+        Args:
+            text: What was told.
+            written: What the target has added to it.
+            seen: The records are added to this.
+
+        Returns:
+            Of each how many leading tokens are a guess of what the target writes, and its tokens.
+        """
+        table, serial = self._process.table, text.serial
+        chain, of = text.drafted, table.read(text.slot)
+        if of is None or of.serial != serial or of.place > len(chain):
+            of = Drafted(serial, len(chain), [], [])
+        chain = chain[: of.place] + of.ids
+        seen.append(of)
+        yield 0, chain
+        starts = self._agreed(chain, written)
+        for rank in range(1, 1 + table.sides):
+            place, guess = table.beginning(text.slot, rank)
+            if place >= len(starts):
+                continue
+            data, start = self._bytes[guess], starts[place]
+            if not data.startswith(written[start : start + len(data)]):
+                continue
             of = table.read(text.slot, rank)
-            line = chain if not rank else None
-            if of is not None and of.serial == text.serial and of.place <= len(chain.ids):
-                known = chain.rows[: of.place] + [b""] * (len(of.ids) - len(of.rows))
-                ids, peaks = chain.ids[: of.place] + of.ids, chain.peaks[: of.place] + of.peaks
-                line = _Line(ids, peaks, [*known, *of.rows], (of.place + 1) * (rank > 0))
-            if line is not None:
-                chain = chain if rank else line
-                seen.append(line)
-                yield line
+            if of is not None and of.serial == serial and of.place <= len(chain):
+                seen.append(of)
+                yield of.place + 1, chain[: of.place] + of.ids
+
+    def _agreed(self, ids: Sequence[int], written: bytes) -> list[int]:
+        """Where each of the leading tokens that agree with what was written begins in it, and where
+        the one behind them does."""
+        starts = [0]
+        for data in map(self._bytes.__getitem__, ids):
+            start = starts[-1]
+            if not data.startswith(written[start : start + len(data)]):
+                break
+            starts.append(start + len(data))
+        return starts
 
     def _spelled(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes.__getitem__, ids))
+
+
+def _whole(peaks: list[float], rows: list[bytes], line: Drafted) -> tuple[list[float], list[bytes]]:
+    """Of all tokens of a line: the drafter's largest probability in the place of each, and what it
+    was drawn from, nothing where it is certain.
+
+    Args:
+        peaks: Of the tokens that it may begin with: those told, or the chain's.
+        rows: The same.
+        line: What it has of its own.
+    """
+    certain = [b""] * (len(line.ids) - len(line.rows))
+    return peaks[: line.place] + line.peaks, [*rows[: line.place], *certain, *line.rows]
 
 
 def ids_for_each(task: DraftTask) -> float:

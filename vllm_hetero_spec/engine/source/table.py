@@ -10,6 +10,8 @@ import os
 import tempfile
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
 
 # In front of a record's tokens: checksum, serial, place, how many there are, how many were drawn.
 _HEAD = 5
+_head_of = Struct(f"=I{_HEAD - 1}i").unpack_from
 # Of a row that was drawn from.
 _ROW = 2 * LIKELIEST
 
@@ -75,10 +78,13 @@ class DraftTable:
 
     def __init__(self, file: int, slots: int, longest: int, sides: int, drawn: int = 0) -> None:
         self.sides, self.longest, self.drawn = sides, longest, drawn
-        memory = np.frombuffer(mmap.mmap(file, self.size(slots, longest, sides, drawn)), np.int32)
+        shared = mmap.mmap(file, self.size(slots, longest, sides, drawn))
+        memory, self._bytes = np.frombuffer(shared, np.int32), memoryview(shared)
+        self._numbers = self._bytes.cast("i")
         counts, records = np.split(memory, [2 * len(Counts._fields)])
         self._counts = counts.view(np.float64)
         self._records = records.reshape(slots, 1 + sides, -1)
+        self._start, (self._of_slot, self._of_record, _) = counts.nbytes, self._records.strides
 
     @staticmethod
     def size(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
@@ -89,13 +95,12 @@ class DraftTable:
     @property
     def head(self) -> slice:
         """Bytes of the memory that have the counts."""
-        return slice(self._counts.nbytes)
+        return slice(self._start)
 
     def span(self, slot: int, rank: int) -> slice:
         """Bytes of the memory that have a record."""
-        of_slot, of_record, _ = self._records.strides
-        start = self._counts.nbytes + slot * of_slot + rank * of_record
-        return slice(start, start + of_record)
+        start = self._start + slot * self._of_slot + rank * self._of_record
+        return slice(start, start + self._of_record)
 
     @property
     def counts(self) -> Counts:
@@ -117,20 +122,28 @@ class DraftTable:
         tokens = np.array(ids[:count], np.int32), np.array(peaks[:count], np.float32).view(np.int32)
         drawn = np.frombuffer(b"".join(rows[:num_drawn]), np.int32)
         record = np.concatenate([head, *tokens, drawn])
-        record[0] = _checksum(record)
+        record.view(np.uint32)[0] = _checksum(record.tobytes())
         self._records[slot, rank, : len(record)] = record
+
+    def beginning(self, slot: int, rank: int) -> tuple[int, int]:
+        """The place and the first token of a record, be it that it is being written."""
+        start = self.span(slot, rank).start // 4
+        return self._numbers[start + 2], self._numbers[start + _HEAD]
 
     def read(self, slot: int, rank: int = 0) -> Drafted | None:
         """A record as it stands; None where it is being written."""
-        whole = self._records[slot, rank]
-        count, num_drawn = whole[3:_HEAD].tolist()
-        record = whole[: _HEAD + 2 * count + _ROW * num_drawn].copy()
-        if [count, num_drawn] != record[3:_HEAD].tolist() or record[0] != _checksum(record):
+        # As bytes: of so few numbers numpy's calls would take longer than their work.
+        start = self.span(slot, rank).start
+        _, _, _, count, num_drawn = _head_of(self._bytes, start)
+        tokens = _tokens_of(count)
+        drawn = tokens.size + 4 * _HEAD
+        record = bytes(self._bytes[start : start + drawn + 4 * _ROW * num_drawn])
+        checksum, serial, place, *counts = _head_of(record)
+        if counts != [count, num_drawn] or checksum != _checksum(record):
             return None
-        _, serial, place, _, _, *ids = record[: _HEAD + count].tolist()
-        peaks = record[_HEAD + count : _HEAD + 2 * count].view(np.float32).tolist()
-        rows = record[_HEAD + 2 * count :].reshape(num_drawn, _ROW)
-        return Drafted(serial, place, ids, peaks, tuple(row.tobytes() for row in rows))
+        values = tokens.unpack_from(record, 4 * _HEAD)
+        rows = tuple(record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW))
+        return Drafted(serial, place, [*values[:count]], [*values[count:]], rows)
 
 
 def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
@@ -141,5 +154,12 @@ def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
         return os.dup(file.fileno())
 
 
-def _checksum(record: np.ndarray) -> np.int32:
-    return np.uint32(zlib.crc32(record[1:].tobytes())).astype(np.int32)
+def _checksum(record: bytes) -> int:
+    """Of all but itself."""
+    return zlib.crc32(memoryview(record)[4:])
+
+
+@lru_cache
+def _tokens_of(count: int) -> Struct:
+    """Ids, and the peak of each."""
+    return Struct(f"={count}i{count}f")
