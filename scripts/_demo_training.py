@@ -61,11 +61,14 @@ class ModelSpec:
 class Budget:
     """When training ends: after `seconds` of wall time or `steps` optimizer steps; set one.
 
-    A budget of steps makes the result reproducible; one of seconds makes the wait so.
+    A budget of steps makes the result reproducible; one of seconds makes the wait so. Of those
+    seconds a step takes `slowest` at most: a machine that is slower than that trains longer, for
+    what it could do in time would be no model.
     """
 
     seconds: float | None = None
     steps: int | None = None
+    slowest: float = math.inf
 
     def __post_init__(self) -> None:
         if (self.seconds is None) == (self.steps is None):
@@ -73,17 +76,19 @@ class Budget:
 
     def progress(self) -> Iterator[float]:
         """The fraction spent, in [0, 1), before each step; ends when the budget is spent."""
-        start, step = time.monotonic(), 0
+        step, seconds = 0, 0.0
         while True:
             if self.steps is not None:
                 spent = step / self.steps
             else:
                 assert self.seconds is not None
-                spent = (time.monotonic() - start) / self.seconds
+                spent = seconds / self.seconds
             if spent >= 1:
                 return
+            began = time.monotonic()
             yield spent
             step += 1
+            seconds += min(time.monotonic() - began, self.slowest)
 
 
 def train(

@@ -2,9 +2,11 @@
 """The demo pair: trained whole or not at all, loadable, of two tokenizer kinds, kept and reused."""
 
 import json
+import math
 import re
 from pathlib import Path
 
+import _demo_training
 import pytest
 import torch
 import train_demo_models
@@ -238,3 +240,17 @@ def test_widening_refuses_to_narrow(pair: Path, tmp_path: Path) -> None:
 def test_a_budget_is_of_one_kind(budget: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="either"):
         Budget(**budget)
+
+
+@pytest.mark.parametrize(("slowest", "steps"), [(1.0, 5), (math.inf, 1)])
+def test_a_slow_machine_trains_longer(
+    slowest: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes ten seconds counts as one."""
+    now = [0.0]
+    monkeypatch.setattr(_demo_training.time, "monotonic", lambda: now[0])
+    taken = 0
+    for _ in Budget(seconds=5.0, slowest=slowest).progress():
+        now[0] += 10.0
+        taken += 1
+    assert taken == steps

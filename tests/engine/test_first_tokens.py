@@ -46,7 +46,7 @@ def alone(demo_pair: Path, ids: list[int]) -> dict[int, dict[str, list[int]]]:
 def test_the_drafter_waits_for_all_first_tokens(
     demo_pair: Path, ids: list[int], alone: dict[int, dict[str, list[int]]]
 ) -> None:
-    with engine(demo_pair / "target", slem(demo_pair / "drafter"), **CHUNKS) as llm:
+    with engine(demo_pair / "target", slem(demo_pair / "target"), **CHUNKS) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
         before = drafter.forwards  # of calibration and profiling
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, LONG)]

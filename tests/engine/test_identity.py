@@ -47,8 +47,9 @@ def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) ->
     found, gained = runs[way][scenario]
     assert found == alone
     assert gained["num_drafts"] > 0
-    # What a trained drafter makes of one short scenario hangs on its weights.
-    assert gained["num_accepted_tokens"] > 0 or way == "pair"
+    # What models make of one short scenario hangs on their training: also through text, where a
+    # poorly trained target writes little canonically.
+    assert gained["num_accepted_tokens"] > 0 or way != "identity"
     assert gained["num_draft_tokens"] <= 4 * gained["num_drafts"]
     assert "drafter_error" not in gained["skipped"]
 
