@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 CPU_FLAGS = (
@@ -28,15 +28,24 @@ def serve_command(target: Path, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def launched(
-    target: Path, log: Path, flags: Sequence[str]
+    target: Path, log: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The URL and process of a server that may still be starting; it is stopped at the end."""
+    """The URL and process of a server that may still be starting; it is stopped at the end.
+
+    Args:
+        target: Its model.
+        log: Where its output goes.
+        flags: More of its command line.
+        environment: Its own; that of this process where None.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = serve_command(target, "--port", str(port), *flags)
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
     try:
         yield f"http://127.0.0.1:{port}", process
     finally:

@@ -8,6 +8,7 @@ a process of its own; what that process found is compared here.
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,16 +111,9 @@ def test_kernels_do_what_triton_makes_of_them() -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-def test_what_holds_on_v1_holds_on_v2() -> None:
-    """Rounds in two phases, drafters that fail, a target with an adapter, a drafter's process."""
+def passed_on_v2(files: Sequence[str], names: str) -> str:
+    """What pytest says of those tests, all of which passed in one process."""
     pytest.importorskip("triton")
-    files = (
-        "test_recorded_engine.py",
-        "test_faults.py",
-        "test_lora.py",
-        "test_drafter_process.py",
-    )
-    names = "as_on_a_device or drafter_that_raises or adapted or targets_own"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
     done = subprocess.run(
         [*command, *(str(HERE / file) for file in files)],
@@ -128,7 +122,55 @@ def test_what_holds_on_v1_holds_on_v2() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "4 passed" in done.stdout
+    return done.stdout
+
+
+def test_what_holds_on_v1_holds_on_v2() -> None:
+    """Rounds in two phases, drafters that fail, a target with an adapter, a drafter's process."""
+    files = (
+        "test_recorded_engine.py",
+        "test_faults.py",
+        "test_lora.py",
+        "test_drafter_process.py",
+    )
+    names = "as_on_a_device or drafter_that_raises or adapted or targets_own"
+    assert "4 passed" in passed_on_v2(files, names)
+
+
+def test_what_requests_bring_holds_on_v2() -> None:
+    """KV from another instance, images, prompts without text, and salts."""
+    files = ("test_kv_transfer.py", "test_media.py", "test_prefix_reuse.py")
+    assert "4 passed" in passed_on_v2(files, "")
+
+
+def test_the_code_pairs_are_accepted_as_on_v1(shared: Path) -> None:
+    assert "2 passed" in passed_on_v2(["test_acceptance.py"], "trained_code_pairs")
+
+
+V1 = """
+import sys
+from pathlib import Path
+
+from harness import engine, proposer_of, slem
+
+pair = Path(sys.argv[1])
+with engine(pair / "target", slem(pair / "drafter")) as llm:
+    print(type(proposer_of(llm).seam).__name__)
+"""
+
+
+def test_v1_serves_where_it_is_asked_for(demo_pair: Path) -> None:
+    pytest.importorskip("triton")
+    asked = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+    done = subprocess.run(
+        [sys.executable, "-c", V1, str(demo_pair)],
+        env=v2_environment() | asked,
+        capture_output=True,
+        text=True,
+    )
+    log = done.stdout + done.stderr
+    assert "RunnerV1" in done.stdout.splitlines(), log[-6000:]
+    assert "Drafting for Model Runner V1 (VLLM_USE_V2_MODEL_RUNNER=0)" in log
 
 
 @pytest.fixture(scope="module")

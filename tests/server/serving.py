@@ -3,7 +3,7 @@
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def launched(target: Path, log: Path, *flags: str) -> Iterator[Server]:
+def launched(
+    target: Path, log: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server that may still be starting; it is stopped at the end."""
-    with _server.launched(target, log, flags) as (url, process):
+    with _server.launched(target, log, flags, environment) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         yield Server(url, str(target), client, process)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 from _server import serve_command, wait_until_healthy
 from _soak_calls import SCHEMA, calls
@@ -168,6 +169,13 @@ def test_json_schema_is_kept(server: Server, temperature: float) -> None:
     )
     assert reply.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(reply.choices[0].message.content), SCHEMA)
+
+
+@pytest.mark.parametrize("asked", [{"logit_bias": {"7": 1}}, {"extra_body": {"min_p": 0.1}}])
+def test_what_v1_leaves_out_of_drafts_is_refused(server: Server, asked: dict[str, Any]) -> None:
+    """On Model Runner V2 it is served: see `test_server_v2.py`."""
+    with pytest.raises(openai.BadRequestError, match="min_p and logit_bias"):
+        complete(server, PROMPTS[0], **asked)
 
 
 def test_metrics_agree_with_each_other(server: Server) -> None:
