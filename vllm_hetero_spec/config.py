@@ -40,7 +40,7 @@ PIPELINE_MODES = ("refuse", "one_batch")
 TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
-MAX_TREE_WIDTH = 2  # a third path of the drafter's was worth nothing on the pairs measured
+MAX_TREE_WIDTH = 3  # with so many, trees are as good as if the drafter fed their best nodes
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
 # Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A
@@ -84,7 +84,8 @@ class HeteroOptions:
         num_speculative_tokens: Lookahead, in TARGET tokens per request and step.
         tree_nodes: Most tokens of a draft that may be a tree; 0 where all drafts are chains.
         tree_width: Most paths that the drafter follows for a tree: 1 knows the siblings of one
-            path alone, 2 follows a second one from the next likeliest first token on.
+            path alone, 2 follows a second one from the next likeliest first token on, 3 also one
+            that leaves the first behind its first token.
         tree_values: By what nodes of trees are chosen: "learnt" by all that the drafter knows of
             them, "rank" by their place among their siblings alone (ERSD's Algorithm 3).
         tokenizer: The drafter's tokenizer; its model's where None.

@@ -9,145 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tape_graphs import TapeGraphs
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import VOCAB
+from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
-from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.config import MAX_TREE_WIDTH
 from vllm_hetero_spec.engine.drafter import tree_drafts
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
-from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
-from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
-from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
-from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
-from vllm_hetero_spec.text.bridge import IdentityBridge
-from vllm_hetero_spec.text.context import IdentityContext
 from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.race import first_arrivals
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
-
-LOOKAHEAD, KNOWN = 4, 5
-ROOM = TreeRoom(nodes=8, rows=40, sides=6)
-TEXTS = {"a": [3, 4, 5], "b": [6, 4, 9, 2], "c": [8, 8]}
-
-
-class World:
-    """A drafter of target tokens, with trees or without; the target is the same model."""
-
-    def __init__(self, beside: int = KNOWN, *, raced: bool = False, graphs: bool = False) -> None:
-        plain = SampledMethod(
-            TokenMap(torch.arange(VOCAB), VOCAB), torch.ones(VOCAB).long(), lambda d: (d,)
-        )
-        self.model = ToyDrafterModel()
-        self.drafter = Drafter(
-            self.model,  # type: ignore[arg-type]
-            {0},
-            VOCAB,
-            LOOKAHEAD,
-            16,
-            plain,
-            confidences=True,
-            beside=beside,
-        )
-        if graphs:
-            shapes = [(size, width) for size in (1, 4, 16) for width in (1, 4, 8)]
-            self.drafter.record(TapeGraphs(), shapes, GraphSupport(True, several_tokens=True))
-        self.pool, self.raced = KVPool(BLOCKS, SIZE), raced
-        special: Any = SimpleNamespace(drafter_eos=frozenset(), banned=frozenset(), proposed={})
-        stats = DraftStats()
-        self.rounds = DraftBatchRunner(IdentityBridge(special), self.drafter, self.pool, stats, 999)
-        self.states: dict[str, RequestState] = {}
-
-    def tasks(self, texts: dict[str, list[int]], *, paths: int = 1) -> list[DraftTask]:
-        tasks = []
-        for number, (name, text) in enumerate(texts.items()):
-            context = IdentityContext()
-            context.ids = list(text)
-            old = self.states.get(name)
-            state = self.states[name] = RequestState(name, context, num_prompt=2)
-            if old is not None:
-                state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
-            state.align(self.pool, 0)
-            draw = Draw(1.0, seed=number, place=len(text), races=True) if self.raced else None
-            tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, paths=paths))
-        return tasks
-
-    def draft(
-        self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
-    ) -> dict[str, Draft]:
-        """What is drafted behind the texts, before it is trimmed."""
-        self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
-        return {draft.req_id: draft for draft in self.rounds.finish()}
-
-    def rows(self, text: Sequence[int], tree: Draft) -> torch.Tensor:
-        """The model's rows behind a text and behind each node of a tree, [1 + n, V]."""
-        paths: list[list[int]] = []
-        for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            paths.append([*(paths[parent] if parent >= 0 else []), token])
-        return torch.stack([self.row([*text, *path]) for path in [[], *paths]])
-
-    def row(self, text: Sequence[int]) -> torch.Tensor:
-        sequence = DraftSequence(BlockTable())
-        assert self.pool.grow(sequence.table, len(text))
-        table = self.drafter._planner.table([sequence])
-        feed = self.drafter._planner.ragged(table, [0], [list(text)])
-        (row,) = self.drafter._feed(feed, table, np.array([len(text)], np.int32))
-        self.pool.close(sequence.table)
-        return row
-
-
-def step_of(
-    texts: dict[str, list[int]],
-    news: dict[str, int] | None = None,
-    drafted: dict[str, int] | None = None,
-    room: TreeRoom | None = ROOM,
-    *,
-    raced: bool = False,
-) -> StepView:
-    """A step behind which the texts stand, so many of their tokens new."""
-    news, drafted = news or {}, drafted or {}
-    requests = [
-        RequestView(
-            name,
-            RequestParams(number, float(raced)),
-            np.array(text),
-            1,
-            text[len(text) - news.get(name, 1) :],
-            num_drafted=drafted.get(name, 0),
-        )
-        for number, (name, text) in enumerate(texts.items())
-    ]
-    return StepView(requests, {}, texts, LOOKAHEAD, 100, len(texts), 0.1, 0.1, trees=room)
-
-
-def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
-    control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
-    control.observe(step)
-    assert control.plan(step, [0] * len(step.requests)).paths == 2 * (step.trees is not None)
-    return control
-
-
-def emitted(world: World, text: list[int], draft: Draft, number: int) -> list[int]:
-    """What the target, which is the drafter, emits of a draft."""
-    rows = world.rows(text, draft)
-    tokens = torch.tensor([text[-1], *draft.tokens])
-    batch = TreeBatch.of(tokens, [draft.parents], [number], [len(text)])
-    if world.raced:
-        verdict = race_walk(batch, rows.float().softmax(-1))
-    else:
-        verdict = greedy_walk(batch, rows.argmax(-1))
-    return verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()
 
 
 @pytest.mark.parametrize("raced", [False, True])
@@ -191,142 +65,6 @@ def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
         assert max(tree.children().depth) == LOOKAHEAD - 1
 
 
-@pytest.mark.parametrize("paths", [1, 2, 3])
-def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
-    """On every path, by the clocks of its places."""
-    world, texts = World(raced=True), {name: list(text) for name, text in TEXTS.items()}
-    control = planned(step_of(texts, raced=True))
-    for _ in range(3):
-        drafts = world.draft(texts, control, paths=paths)
-        for number, name in enumerate(texts):
-            draft = drafts[name]
-            assert draft.explored is not None
-            tree = draft.explored.tree
-            rows = world.rows(texts[name], Draft(name, *tree[:2])).clone()
-            rows[:, 0] = -torch.inf  # banned
-            laws = rows.float().softmax(-1)
-            inner = [-1, *sorted({parent for parent in tree.parents if parent >= 0})]
-            for node in inner:
-                depth = 0 if node < 0 else int(tree.children().depth[node]) + 1
-                at = torch.tensor([number]), torch.tensor([len(texts[name]) + depth])
-                ids, _ = first_arrivals(laws[node + 1][None], *at, KNOWN)
-                own = [t for t, p in zip(tree.tokens, tree.parents, strict=True) if p == node]
-                assert own == ids[0].tolist()
-            first = [node for node in inner if node >= 0 and tree.parents[node] == -1]
-            assert first == list(range(paths))
-            texts[name] += [*draft.tokens[:2], 5]
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("paths", [1, 2, 4])
-def test_values_are_the_rows_own(paths: int, graphs: bool, monkeypatch: Any) -> None:
-    """Of greedy trees, before anything is learnt: the product of probabilities, on every path; for
-    texts that end with a block or inside one, over what the round before has left."""
-    monkeypatch.setattr(tree_drafts, "_LEAVES", 999)  # else what is unlikely is not told apart
-    world, texts = World(graphs=graphs), {name: list(text) for name, text in TEXTS.items()}
-    control = planned(step_of(texts))
-    for number in range(3):
-        drafts = world.draft(texts, control, paths=paths)
-        for name, draft in drafts.items():
-            assert draft.explored is not None
-            tree = draft.explored.tree
-            rows = world.rows(texts[name], Draft(name, *tree[:2])).clone()
-            rows[:, 0] = -torch.inf  # banned
-            laws = rows.softmax(-1)
-            for token, parent, value in zip(*tree, strict=True):
-                above = tree.values[parent] if parent >= 0 else 1.0
-                assert value == pytest.approx(above * float(laws[parent + 1, token]), rel=1e-4)
-            inner = [node for node in set(tree.parents) if node >= 0]
-            first = [node for node in inner if tree.parents[node] == -1]
-            assert len(first) == paths  # each of them goes on
-            assert len(inner) > (LOOKAHEAD - 2) * paths
-            texts[name] += [*draft.tokens[: number + 1], 5]
-
-
-@pytest.mark.parametrize("paths", [1, 2])
-def test_races_in_which_one_token_runs(paths: int) -> None:
-    """A second path begins with nothing that could be: of half of all tokens nothing is fed."""
-    world = World(raced=True)
-    drafter, ids = world.drafter, torch.arange(VOCAB)
-    assert drafter.sampling is not None
-    half = TokenMap(torch.where(ids % 2 > 0, ids, -1), VOCAB)
-    drafter.sampling = replace(drafter.sampling, tokens=half)
-    drafter._rules = replace(drafter._rules, sampling=drafter.sampling)
-    tasks = world.tasks(TEXTS, paths=paths)
-    draws = [replace(task.draw, top_p=0.01) for task in tasks if task.draw]
-    tasks = [task._replace(draw=draw) for task, draw in zip(tasks, draws, strict=True)]
-    world.rounds.begin(tasks, iter(()), planned(step_of(TEXTS, raced=True)))
-    for draft in world.rounds.finish():
-        assert draft.explored is not None
-        assert draft.explored.tree[:2] == (draft.tokens, [-1, 0, 1, 2])
-
-
-class Stopping(Fixed):
-    """Lets the drafter stop behind so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(LOOKAHEAD)
-        self.length = length
-
-    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        return [len(request) < self.length for request in confidences]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_rounds_with_a_second_path_that_end_early(length: int) -> None:
-    """What was not fed is not looked for."""
-    control = LookaheadControl(Stopping(length), can_stop_early=True)
-    control.observe(step_of(TEXTS))
-    control.plan(step_of(TEXTS), [0] * 3)
-    for draft in World().draft(TEXTS, control, paths=2).values():
-        assert len(draft.tokens) == length
-        assert draft.explored is not None
-        inner = {parent for parent in draft.explored.tree.parents if parent >= 0}
-        first = [node for node in inner if draft.explored.tree.parents[node] == -1]
-        assert len(first) == (2 if length > 1 else 0)
-
-
-def test_races_beside_forks(monkeypatch: Any) -> None:
-    """A batch of greedy requests with forks, and drawn ones that draft less far: each as alone."""
-    drafts = []
-    for paths in (0, 3):
-        world = World()
-        raced, tasks = World(raced=True).tasks(TEXTS), world.tasks(TEXTS, paths=paths)
-        tasks[1] = tasks[1]._replace(draw=raced[1].draw, lookahead=2)
-        world.rounds.begin(tasks, iter(()), planned(step_of(TEXTS)))
-        drafts.append({draft.req_id: draft for draft in world.rounds.finish()})
-    for name, draft in drafts[0].items():
-        assert drafts[1][name].tokens == draft.tokens
-        assert (drafts[1][name].explored is None) is (draft.explored is not None)
-    assert len(drafts[1]["b"].tokens) == 2
-    rows = [of["b"].draft_probs.rows[list(of["b"].draft_probs.row_of)] for of in drafts]
-    assert len(rows[0]) == 2
-    torch.testing.assert_close(*rows)
-
-
-def test_forks_give_their_blocks_back(monkeypatch: Any) -> None:
-    """And where there are none left, there are fewer of them, or none."""
-    monkeypatch.setattr(tree_drafts, "_LEAVES", 999)
-    held = []
-    for paths in (1, 3):
-        world = World()
-        world.draft(TEXTS, planned(step_of(TEXTS)), paths=paths)
-        held.append(world.pool.held)
-    assert held[0] == held[1]
-    world = World()
-    while world.pool.available > held[0] + 3:
-        assert world.pool.grow(BlockTable(), SIZE)
-    drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
-    assert {name: draft.tokens for name, draft in drafts.items()} == {
-        name: draft.tokens for name, draft in World().draft(TEXTS, planned(step_of(TEXTS))).items()
-    }
-    inner = [
-        len({p for p in d.explored.tree.parents if p >= 0}) for d in drafts.values() if d.explored
-    ]
-    assert max(inner) > LOOKAHEAD - 1
-    assert min(inner) == LOOKAHEAD - 1
-
-
 @pytest.mark.parametrize("raced", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
@@ -345,21 +83,6 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
         for name, (tokens, confidences) in chains[0].items():
             assert chains[beside][name][0] == tokens
             assert chains[beside][name][1] == pytest.approx(confidences)
-
-
-@pytest.mark.parametrize("raced", [False, True])
-def test_graphs_find_the_same_trees(raced: bool) -> None:
-    """On two paths."""
-    trees = []
-    for graphs in (False, True):
-        world = World(raced=raced, graphs=graphs)
-        drafts = world.draft(TEXTS, planned(step_of(TEXTS, raced=raced)), paths=2)
-        trees.append([draft.explored for draft in drafts.values()])
-    for one, other in zip(*trees, strict=True):
-        assert one is not None
-        assert other is not None
-        assert one.tree[:2] == other.tree[:2]
-        assert one.tree.values == pytest.approx(other.tree.values)
 
 
 @pytest.mark.parametrize("raced", [False, True])
@@ -612,7 +335,7 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
         assert context == len(TEXTS[name])
 
 
-@pytest.mark.parametrize("change", [{"probe": True}, {"trees": Trees(2, looks=True)}])
+@pytest.mark.parametrize("change", [{"probe": True}, {"trees": Trees(MAX_TREE_WIDTH, looks=True)}])
 def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any]) -> None:
     """And what is emitted behind them teaches what their nodes are worth."""
 
@@ -624,7 +347,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     control = LookaheadControl(controller, can_stop_early=False, values=values)
     step = step_of(TEXTS)
     control.observe(step)
-    assert control.plan(step, [0] * 3).paths == 2
+    assert control.plan(step, [0] * 3).paths == MAX_TREE_WIDTH
     drafts = world.draft(TEXTS, control)
     for draft in control.trim(list(drafts.values())):
         assert draft.rows is None

@@ -123,13 +123,14 @@ def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
     assert sum(plan.trees.paths > 0 for plan in plans) <= 3
 
 
-def test_a_second_path_is_drafted_where_it_is_nearly_free() -> None:
+def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
     paths = []
-    for seconds in (STEP, 6 * STEP):
-        engine = Engine(row=0.0)
+    for second, third in ((1, 1), (1, 6), (6, 6)):
+        engine = Engine(row=0.0, width=3)
         costs = engine.controller.known.costs
         for _ in range(9):
-            costs.observe_drafting(4, 4, 4 * seconds)
+            costs.observe_drafting(6, 4, 4 * third * STEP)
+            costs.observe_drafting(4, 4, 4 * second * STEP)
             costs.observe_drafting(2, 4, 4 * STEP)
         paths.append({plan.trees.paths for plan in engine.run(60)[30:]} - {0})
-    assert paths == [{2}, {1}]
+    assert paths == [{3}, {2}, {1}]

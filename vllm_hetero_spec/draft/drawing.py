@@ -172,10 +172,13 @@ class DrawBatch:
             self._raced[:count] += self._lengths[chosen]
         return chosen
 
-    def skip(self, first: int, chosen: torch.Tensor) -> None:
-        """The requests from `first` on have a token each already, int32 [n - first] drafter ids."""
+    def skip(self, first: int, chosen: torch.Tensor, times: int = 1) -> None:
+        """The requests from `first` on have a token each already, int32 [n - first] drafter ids.
+
+        `times` -1 takes them back.
+        """
         assert self._raced is not None
-        self._raced[first:] += self._lengths[chosen.long()]
+        self._raced[first:] += times * self._lengths[chosen.long()]
 
 
 def _only(count: int, logits: torch.Tensor) -> torch.Tensor:

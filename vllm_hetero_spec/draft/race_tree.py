@@ -125,3 +125,7 @@ class RaceGrowth(Growth):
                 self.leads.append(0.0)
                 self.shares.append(1.0)
             self.feeds[last] = Feed(drafter_token, node)
+
+    def _child(self, node: int, token: int) -> int | None:
+        """What a drafter token spells behind a node."""
+        return next((child for child, feed in self.feeds.items() if feed == (token, node)), None)

@@ -184,6 +184,17 @@ class Growth:
                 self._unfed.add(child)
         return list(range(first, len(tree.tokens)))
 
+    def to_feed(self, path: Sequence[int], node: int | None = ROOT) -> int | None:
+        """Where tokens behind a node lead; None where that is not known, was fed, or is an end."""
+        for token in path:
+            node = None if node is None else self._child(node, token)
+        return node if node in self._unfed else None
+
+    def _child(self, node: int, token: int) -> int | None:
+        """The child of a node that a token leads to."""
+        edges = zip(self.tree.tokens, self.tree.parents, strict=True)
+        return next((child for child, edge in enumerate(edges) if edge == (token, node)), None)
+
     def unfed(self, count: int, least: float = 0.0) -> list[int]:
         """The likeliest nodes that were not fed, of at least this value; first the ROOT."""
         worth = [node for node in self._unfed if self._value(node) >= least]

@@ -17,7 +17,7 @@ from vllm_hetero_spec.lookahead.side_branches import SideBranches
 # at most and takes two rows, so that the best trees are chains, or hardly better.
 _DEAR = 0.25
 _ENOUGH = 0.01  # share of a request's tokens that trees have to add: less is not told from nothing
-_OF_A_PATH = 0.05  # tokens for each request that another path of the drafter's brings, or more
+_OF_A_PATH = 0.05  # tokens for each request that each path of the drafter's brings, or more
 _UNCERTAIN = 0.45  # share of a cost: more paths are not taken at costs less certain than this
 _SHARE = 0.0025  # of the time that may be spent on looking
 _APART = 0.25  # seconds between two looks, or more
@@ -79,10 +79,12 @@ class TreeChoice:
         self._pay = bool(tokens - row * rows - read * again > tokens_per_second * seconds)
         if not self._pay:
             return None
-        wide = self._width * batch
-        more = tokens_per_second * steps * (costs.drafter(wide) - costs.drafter(batch))
-        if more < _OF_A_PATH * batch and costs.drafter_stddev(wide) < _UNCERTAIN:
-            self.paths = self._width
+        for paths in range(2, self._width + 1):
+            wide = paths * batch
+            more = tokens_per_second * steps * (costs.drafter(wide) - costs.drafter(wide - batch))
+            if more >= _OF_A_PATH * batch or costs.drafter_stddev(wide) >= _UNCERTAIN:
+                break
+            self.paths = paths
         return self.sides
 
     def plan(self, now: float, drafted: int) -> Trees:

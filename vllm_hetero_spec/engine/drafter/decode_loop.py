@@ -25,7 +25,7 @@ from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
-from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask, Fork
 from vllm_hetero_spec.engine.drafter.token_choice import (
     OwnPicks,
     Picked,
@@ -162,9 +162,7 @@ class Drafter:
                 self.model.copy_blocks(copies)
             if current.own:
                 current.own.pick(logits, self._steps.picked, 0)
-            if current.plan.forks.size:
-                self._steps.picked.fork(current.plan.count, self._steps.forks)
-                current.own.fork(self._steps.picked)
+            current.own.leave(self._steps.picked, 0, self._steps.forks)
         self.forwards += 1
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
@@ -277,6 +275,7 @@ class Drafter:
                 logits = self._steps.step(number)
                 if current.own:
                     current.own.pick(logits, picked, number)
+                current.own.leave(picked, number, self._steps.forks)
             current.taken += 1
             self.forwards += 1
 
@@ -296,6 +295,8 @@ class Drafter:
             if row.choose and (chosen := row.choose(ids)) != ids[0]
         }
         if forced:
+            for index, chosen in list(forced.items()):  # what follows the chain at first, too
+                forced |= {at: chosen for at, step in current.plan.forks_of(index) if step}
             rows, ids = (np.array(list(of), np.int64) for of in (forced, forced.values()))
             self._steps.picked.put(0, *self._send_own(rows, ids))
         return bool(forced)
@@ -311,7 +312,6 @@ class Drafter:
         packet = current.fetched.wait()[:, :, : max(active)]
         picked = PickedTokens(packet, confidences=self._rules.confidences)
         drafted = []
-        place = current.plan.count  # of the next fork
         for index, (row, ids, peaks, sound) in enumerate(
             zip(current.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
         ):
@@ -322,11 +322,12 @@ class Drafter:
             row.sequence.kv_ids += ids[:-1]
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
-                places = range(place, place := place + len(row.forks))
-                if not count or current.taken == 1:  # nothing leaves this chain
-                    places = range(0)
-                sounds = [(at, min(wanted, picked.sound[at])) for at in places]
-                forks = [(picked.ids[at][:n], picked.beside(at, n)) for at, n in sounds]
+                forks = [
+                    Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)
+                    for at, leaves in current.plan.forks_of(index)
+                    if wanted > leaves + 1  # it was fed what it leaves with
+                    and (sound := min(wanted, picked.sound[at])) > leaves + 1
+                ]
                 tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
             drafted.append(tokens)
         if (draws := current.own.draws) is not None and (sampling := self.sampling) is not None:

@@ -96,7 +96,7 @@ class DraftBatchRunner:
         self._pool = pool
         self._stats = stats
         self._budget = budget
-        self._forks = Forks(pool)
+        self._forks = Forks(pool, stats)
         self._lent = BlockTable()  # blocks for side branches of this round
         self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
@@ -160,7 +160,7 @@ class DraftBatchRunner:
                 continue
             self._count(row.task, tokens)
             if tokens.proposal is None:
-                self._stats.drafter_tokens += sum([len(ids) for ids, _ in tokens.forks])
+                self._stats.drafter_tokens += sum([len(f.tokens) - f.leaves for f in tokens.forks])
                 beside = () if tokens.beside is None else (tokens.beside,)
                 known = tokens.tokens, tokens.confidences, beside, tokens.forks
                 greedy.append(_Greedy(row, row.steps, *known))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second paths of a round's requests: each has KV of its own behind the text that they share.
+"""Other paths of a round's requests: each has KV of its own behind the text that they share.
 
-They begin with the next likeliest first tokens. That is where a drafter is wrong most often, and
-known before anything is drafted: so they are planned, sent and recorded as the chains are. Measured
-on a pair of code models, with one or two of them trees accept nearly as much as where every step
-feeds the best nodes wherever they are.
+Each leaves the chain one token later than the one before, with the second likeliest token there:
+the first of them at once, the next behind the chain's first token. That is where a drafter is wrong
+most often, and known before anything is drafted: so they are planned, sent and recorded as the
+chains are. Up to where it leaves, a path is fed what the chain is, into its own KV. Measured on a
+pair of code models, with two of them trees accept as much as where every step feeds the best nodes
+wherever they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +14,19 @@ from collections.abc import Callable, Sequence
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 
 
 class Forks:
-    """Lends and takes back the KV of second paths.
+    """Lends and takes back the KV of other paths.
 
     Args:
         pool: Whose blocks they have.
+        stats: Where paths that there is no room for are counted.
     """
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: KVPool, stats: DraftStats) -> None:
+        self._pool, self._stats = pool, stats
         self._lent: list[DraftSequence] = []
 
     def lend(self, rows: Sequence[DraftRow], has_room: Callable[[int], bool]) -> list[DraftRow]:
@@ -30,17 +34,20 @@ class Forks:
 
         Args:
             rows: Of the round.
-            has_room: Whether a round may have so many rows and forks; with fewer there are none.
+            has_room: Whether a round may have so many rows and forks; else each row has fewer.
         """
         self._lent, rows = [], list(rows)
         if all(row.task.paths <= 1 for row in rows):
             return rows
         # Forks of drawn requests draw beside these, which may not end sooner.
         together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
-        able = (row.steps > 1 and (row.task.draw is None or together) for row in rows)
-        wanted = [max(0, row.task.paths - 1) * can for row, can in zip(rows, able, strict=True)]
-        if not any(wanted) or not has_room(len(rows) + sum(wanted)):
-            return rows
+        able = (row.task.draw is None or together for row in rows)
+        # A path that leaves with the last token is not gone along.
+        most = [max(0, min(row.task.paths, row.steps) - 1) for row in rows]
+        most = [count * can for count, can in zip(most, able, strict=True)]
+        wanted = most
+        while any(wanted) and not has_room(len(rows) + sum(wanted)):
+            wanted = [min(count, max(wanted) - 1) for count in wanted]
         for place, (row, count) in enumerate(zip(rows, wanted, strict=True)):
             forks, copies = list[DraftSequence](), list[tuple[int, int]]()
             length = len(row.sequence.kv_ids) + len(row.pending)
@@ -55,6 +62,7 @@ class Forks:
                 copies += [fork.copy] if fork.copy else []
             self._lent += forks
             rows[place] = row._replace(forks=forks, copies=copies)
+        self._stats.paths_without_room += sum(most) - len(self._lent)
         return rows
 
     def close(self) -> None:

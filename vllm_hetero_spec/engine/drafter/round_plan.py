@@ -16,6 +16,8 @@ from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 
 # The slot of a token whose KV is not to be written.
 NOWHERE = -1
+# What a fork leaves with: the likeliest token is the chain's.
+_SECOND = 1
 
 
 class Feed(NamedTuple):
@@ -51,8 +53,9 @@ class RoundPlan:
             catches up, is not read.
         active: Places that are still drafted for in each of the S steps: those behind the last of
             them need not be computed. The first is n where all requests draft.
-        forks: int64 [2, F], of each place behind the n: the request that it goes on from, and the
-            rank of its first token among that request's likeliest.
+        forks: int64 [3, F], of each place behind the n: the request whose path it follows at first,
+            the step behind which it leaves that, and the token that it leaves with, as a column of
+            what is kept beside those that are picked.
         uniform: Whether every place is fed as many tokens, idle ones too.
     """
 
@@ -69,6 +72,11 @@ class RoundPlan:
     def steps(self) -> int:
         """Drafter tokens of the longest draft, S; at least 1."""
         return len(self.lengths)
+
+    def forks_of(self, request: int) -> list[tuple[int, int]]:
+        """The places of a request's forks, and the steps behind which they leave it."""
+        own = np.flatnonzero(self.forks[0] == request)
+        return list(zip((self.count + own).tolist(), self.forks[1, own].tolist(), strict=True))
 
 
 class Planner:
@@ -100,10 +108,11 @@ class Planner:
             width: Feed every place so many tokens, the last of its text, in the place of `pending`,
                 of which none may have more: those whose KV is written already are read again and
                 written nowhere. 0 feeds what is pending.
-            forks: Of each request; they are drafted for as far as it is.
+            forks: Of each request; they are drafted for as far as it is. Each leaves it a step
+                later than the one before.
         """
         count, rounds = len(sequences), max(1, steps[0])
-        pairs = [(line, rank) for line, own in enumerate(forks) for rank in range(1, len(own) + 1)]
+        pairs = [(line, step) for line, own in enumerate(forks) for step in range(len(own))]
         table = self.table([*sequences, *chain.from_iterable(forks)], size)
         size = len(table)
         cached = [len(sequence.kv_ids) for sequence in sequences]
@@ -134,7 +143,7 @@ class Planner:
             active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
             count, feed, table, lengths, places, active,
-            np.array(pairs, np.int64).reshape(-1, 2).T, width > 0,
+            np.array([(*pair, _SECOND) for pair in pairs], np.int64).reshape(-1, 3).T, width > 0,
         )  # fmt: skip
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:

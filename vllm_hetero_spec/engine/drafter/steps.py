@@ -143,7 +143,7 @@ class EagerSteps:
     def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self.replays = 0
-        self.forks = torch.zeros((2, 0), dtype=torch.int64, device=model.device)
+        self.forks = torch.zeros((3, 0), dtype=torch.int64, device=model.device)
         self._sent: _Sent | None = None
         self._starts_cpu = torch.arange(picked.packet.shape[2] + 1, dtype=torch.int32)
         self._starts = self._starts_cpu.to(model.device)

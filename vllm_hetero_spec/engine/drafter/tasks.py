@@ -46,8 +46,8 @@ class DraftRow(NamedTuple):
         steps: Drafter tokens to draft; 0 only writes the KV of `pending`.
         choose: Picks the first token among the drafter's best candidates; its best where None.
         side_blocks: KV blocks in which SLRS-n may feed side branches, one for each.
-        forks: Its text once more for each path of a tree beside the chain, from the second
-            likeliest first token on; with as much room.
+        forks: Its text once more for each path of a tree beside the chain, with as much room; each
+            leaves the chain one token later.
         copies: Blocks of their KV, (from, to), once `pending` is written.
     """
 
@@ -83,8 +83,18 @@ class Beside(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-# Tokens of a path beside the chain, and what is known of their rows; of the first token's, nothing.
-Fork = tuple[list[int], Beside]
+class Fork(NamedTuple):
+    """A path beside the chain.
+
+    Attributes:
+        tokens: Drafter ids, from the text on.
+        beside: What is known of their rows, as far as they are not the chain's.
+        leaves: Tokens that it has in common with the chain.
+    """
+
+    tokens: list[int]
+    beside: Beside
+    leaves: int
 
 
 class DrafterTokens(NamedTuple):

@@ -164,19 +164,20 @@ class Picked:
         columns = torch.cat([arrivals.tokens.int(), shares, arrivals.fed.int(), speeds], 1)
         self.packet[step, _FIRST_BESIDE:].index_copy_(1, index, columns.T)
 
-    def fork(self, first: int, forks: torch.Tensor) -> None:
-        """Begin other paths of some requests, each with another of its likeliest tokens.
+    def leave(self, step: int, first: int, forks: torch.Tensor) -> None:
+        """Let those forks leave their requests' paths that do so behind a step.
 
         Args:
-            first: Place of the first path; the others are behind it.
+            step: What has been picked in it stays for other forks; with 0 all begin.
+            first: Place of the first fork; the others are behind it.
             forks: See `RoundPlan`.
         """
-        if not forks.shape[1]:
-            return
-        request, rank = forks
-        places = slice(first, first + forks.shape[1])
-        self.packet[0, :_FIRST_BESIDE, places] = self.packet[0, :_FIRST_BESIDE, request]
-        self._ids[0, places] = self.packet[0, _FIRST_BESIDE + rank, request]
+        request, leaves, column = forks
+        now = self.packet[step, :, first : first + forks.shape[1]]
+        if step == 0:
+            now.copy_(self.packet[0].index_select(1, request))
+        other = now.gather(0, _FIRST_BESIDE + column[None])[0]
+        now[0].copy_(torch.where(leaves == step, other, now[0]))
 
     def overrule(self, step: int, index: torch.Tensor, other: "Picked", count: int) -> None:
         """In place of what was picked for some requests, what `other` has in its first step.
@@ -239,7 +240,7 @@ class OwnPicks:
         rows: The round's requests, those with more steps first.
         rules: What holds for all of them.
         send: Brings arrays to the device.
-        plan: Of the round; its forks are told where those of raced requests begin.
+        plan: Of the round; its forks are told what those of raced requests leave with.
     """
 
     def __init__(
@@ -255,14 +256,14 @@ class OwnPicks:
             for index, row in enumerate(rows)
             if row.steps and (penalty := row.task.penalty) is not None
         ]
-        self._steps = [row.steps for row in rows]
+        self._plan, self._steps = plan, [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
         forked = []
         if plan is not None and self.drawn:
             owners = enumerate(plan.forks[0].tolist(), plan.count)
             forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
             raced = np.array([row.task.draw is not None for row in rows])[plan.forks[0]]
-            plan.forks[1] += _FED * rules.beside * raced
+            plan.forks[2] += _FED * rules.beside * raced
         self._forked = [at for at, _ in forked]
         self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
         self._penalties: Penalties | None = None
@@ -294,12 +295,25 @@ class OwnPicks:
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
-    def fork(self, picked: Picked) -> None:
-        """Forks have begun, each with a token that arrived."""
-        if self._forked and self.draws is not None:
-            first, last = self._forked[0], self._forked[-1] + 1
-            places = self.draws.index[len(self.drawn) :] - first
-            self.draws.skip(len(self.drawn), picked.ids(0, last)[first:][places])
+    def leave(self, picked: Picked, step: int, forks: torch.Tensor) -> None:
+        """Behind a step some forks leave, raced ones with a token that arrived.
+
+        Args:
+            picked: Of the round; see `Picked.leave`.
+            step: Has been picked.
+            forks: See `RoundPlan`.
+        """
+        if self._plan is None or not (self._plan.forks[1] >= step).any():
+            return
+        draws, drawn, first = self.draws, len(self.drawn), self._plan.count
+        if draws is None or not self._forked:
+            picked.leave(step, first, forks)
+            return
+        ids, places = picked.ids(step, self._forked[-1] + 1), draws.index[drawn:]
+        if step:
+            draws.skip(drawn, ids[places], -1)
+        picked.leave(step, first, forks)
+        draws.skip(drawn, ids[places])
 
     def feed(self, ids: torch.Tensor) -> None:
         """These int32 ids [n] of the first n requests are going to be fed."""

@@ -80,6 +80,9 @@ class DraftStats:
     side_tokens_accepted: Annotated[
         int, _count("Accepted tokens of trees that were not of the drafter's own chain.")
     ] = 0
+    paths_without_room: Annotated[
+        int, _count("Paths of the drafter's for trees that had no KV blocks or places.")
+    ] = 0
     chains: Annotated[
         Counter[str], _count("Drafts that were to be chains though trees are on.", label="because")
     ] = field(default_factory=Counter)

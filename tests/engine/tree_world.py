@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter of target tokens that drafts trees, without an engine: the target is the same model."""
+
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tape_graphs import TapeGraphs
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+
+from vllm_hetero_spec.config import MAX_TREE_WIDTH
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.request_params import RequestParams
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.text.bridge import IdentityBridge
+from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
+
+LOOKAHEAD, KNOWN = 4, 5
+ROOM = TreeRoom(nodes=8, rows=40, sides=6)
+TEXTS = {"a": [3, 4, 5], "b": [6, 4, 9, 2], "c": [8, 8]}
+RECORDED = (1, 4, 16)
+
+
+class World:
+    """A drafter with trees or without.
+
+    Args:
+        beside: Tokens of each row that it knows.
+        raced: Its tokens are raced for.
+        graphs: It runs by graphs.
+        recorded: Of so many requests.
+        ends: Tokens that nothing follows.
+        spell: Target tokens of each drafter token, in races.
+    """
+
+    def __init__(
+        self,
+        beside: int = KNOWN,
+        *,
+        raced: bool = False,
+        graphs: bool = False,
+        recorded: Sequence[int] = RECORDED,
+        ends: Collection[int] = (),
+        spell: Callable[[int], Sequence[int]] = lambda d: (d,),
+    ) -> None:
+        lengths = torch.tensor([len(spell(d)) for d in range(VOCAB)])
+        method = SampledMethod(TokenMap(torch.arange(VOCAB), VOCAB), lengths, spell)
+        self.model = ToyDrafterModel()
+        self.drafter = Drafter(
+            self.model,  # type: ignore[arg-type]
+            {0},
+            VOCAB,
+            LOOKAHEAD,
+            16,
+            method,
+            frozenset(ends),
+            confidences=True,
+            beside=beside,
+        )
+        if graphs:
+            shapes = [(size, width) for size in recorded for width in (1, 4, 8)]
+            self.drafter.record(TapeGraphs(), shapes, GraphSupport(True, several_tokens=True))
+        self.pool, self.raced = KVPool(BLOCKS, SIZE), raced
+        special: Any = SimpleNamespace(
+            drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
+        )
+        self.bridge, self.stats = IdentityBridge(special), DraftStats()
+        self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, 999)
+        self.states: dict[str, RequestState] = {}
+
+    def tasks(self, texts: dict[str, list[int]], *, paths: int = 1) -> list[DraftTask]:
+        tasks = []
+        for number, (name, text) in enumerate(texts.items()):
+            context = IdentityContext()
+            context.ids = list(text)
+            old = self.states.get(name)
+            state = self.states[name] = RequestState(name, context, num_prompt=2)
+            if old is not None:
+                state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
+            state.align(self.pool, 0)
+            draw = Draw(1.0, seed=number, place=len(text), races=True) if self.raced else None
+            tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, paths=paths))
+        return tasks
+
+    def draft(
+        self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
+    ) -> dict[str, Draft]:
+        """What is drafted behind the texts, before it is trimmed."""
+        self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
+        return {draft.req_id: draft for draft in self.rounds.finish()}
+
+    def rows(self, text: Sequence[int], tree: Draft) -> torch.Tensor:
+        """The model's rows behind a text and behind each node of a tree, [1 + n, V]."""
+        paths: list[list[int]] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token])
+        return torch.stack([self.row([*text, *path]) for path in [[], *paths]])
+
+    def row(self, text: Sequence[int]) -> torch.Tensor:
+        sequence = DraftSequence(BlockTable())
+        assert self.pool.grow(sequence.table, len(text))
+        table = self.drafter._planner.table([sequence])
+        feed = self.drafter._planner.ragged(table, [0], [list(text)])
+        (row,) = self.drafter._feed(feed, table, np.array([len(text)], np.int32))
+        self.pool.close(sequence.table)
+        return row
+
+
+def step_of(
+    texts: dict[str, list[int]],
+    news: dict[str, int] | None = None,
+    drafted: dict[str, int] | None = None,
+    room: TreeRoom | None = ROOM,
+    *,
+    raced: bool = False,
+) -> StepView:
+    """A step behind which the texts stand, so many of their tokens new."""
+    news, drafted = news or {}, drafted or {}
+    requests = [
+        RequestView(
+            name,
+            RequestParams(number, float(raced)),
+            np.array(text),
+            1,
+            text[len(text) - news.get(name, 1) :],
+            num_drafted=drafted.get(name, 0),
+        )
+        for number, (name, text) in enumerate(texts.items())
+    ]
+    return StepView(requests, {}, texts, LOOKAHEAD, 100, len(texts), 0.1, 0.1, trees=room)
+
+
+def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
+    control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
+    control.observe(step)
+    paths = control.plan(step, [0] * len(step.requests)).paths
+    assert paths == MAX_TREE_WIDTH * (step.trees is not None)
+    return control
+
+
+def emitted(world: World, text: list[int], draft: Draft, number: int) -> list[int]:
+    """What the target, which is the drafter, emits of a draft."""
+    rows = world.rows(text, draft)
+    tokens = torch.tensor([text[-1], *draft.tokens])
+    batch = TreeBatch.of(tokens, [draft.parents], [number], [len(text)])
+    if world.raced:
+        verdict = race_walk(batch, rows.float().softmax(-1))
+    else:
+        verdict = greedy_walk(batch, rows.argmax(-1))
+    return verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()
