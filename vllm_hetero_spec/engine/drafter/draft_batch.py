@@ -160,7 +160,6 @@ class DraftBatchRunner:
                 continue
             self._count(row.task, tokens)
             if tokens.proposal is None:
-                self._stats.drafter_tokens += sum([len(f.tokens) - f.leaves for f in tokens.forks])
                 beside = () if tokens.beside is None else (tokens.beside,)
                 known = tokens.tokens, tokens.confidences, beside, tokens.forks
                 greedy.append(_Greedy(row, row.steps, *known))
@@ -321,7 +320,8 @@ class DraftBatchRunner:
         return confidences
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
-        self._stats.drafter_tokens += len(tokens.tokens)
+        beside = sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])
+        self._stats.drafter_tokens += len(tokens.tokens) + beside
         if not tokens.finite:
             self._skip(task, "nan_logits")
             task.state.retire("nan_logits", self._pool)
