@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,11 +30,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps are taken in the pro
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each process has cores of its own
 
 from _parallel_model import Step, ahead_speed, serial_speed
+from _parallel_options import pair_parser, parsed
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, SERIAL, PARALLEL = "target alone", "serial, one core", "parallel, one core each"
@@ -227,27 +225,12 @@ def look_up(batch: int, found: Run) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--max-prompt-chars", type=int, default=400)
+    parser = pair_parser(__doc__)
     parser.add_argument("--lookahead", type=int, default=4)
-    parser.add_argument("--target-ms", type=float, default=40.0, help="a forward, at least")
-    parser.add_argument("--drafter-ms", type=float, default=5.0, help="a forward, at least")
-    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1])
     parser.add_argument("--goodput", action="store_true", help="engines with the controller too")
     parser.add_argument("--lookups", type=int, nargs="*", default=[], help="batches to time")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=4, help="of a round, each its own prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
-    options = parser.parse_args()
-    try:
-        texts = load_prompts(options.prompts, sys.maxsize)
-    except ConfigError as error:
-        parser.error(str(error))
-    prompts = [text[: options.max_prompt_chars] for text in texts]
-    options.target, options.drafter = map(os.path.abspath, (options.target, options.drafter))
+    options, prompts = parsed(parser, sys.maxsize)
     spawn = multiprocessing.get_context("spawn")
     runs: dict[str, list[Run]] = {}
     timings = []

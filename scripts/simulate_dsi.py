@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,9 +27,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines are in the process
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each process has cores of its own
 
 from _parallel_model import ahead_speed, dsi_time, serial_time
-
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.inputs.prompts import load_prompts
+from _parallel_options import pair_parser, parsed
 
 if TYPE_CHECKING:
     from _parallel_schedules import Text, Written
@@ -147,28 +144,13 @@ def measure(texts: "Sequence[Text]", options: argparse.Namespace) -> list[list[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--max-prompt-chars", type=int, default=400)
+    parser = pair_parser(__doc__)
     parser.add_argument("--lookaheads", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 7], help="targets of DSI")
-    parser.add_argument("--target-ms", type=float, default=40.0, help="a step of a target")
-    parser.add_argument("--drafter-ms", type=float, default=5.0, help="a forward, at least")
-    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="ours, the drafter's")
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
-    options = parser.parse_args()
-    try:
-        texts = load_prompts(options.prompts, options.requests)
-    except ConfigError as error:
-        parser.error(str(error))
-    options.target, options.drafter = map(os.path.abspath, (options.target, options.drafter))
+    options, prompts = parsed(parser, None)
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        prompts = [text[: options.max_prompt_chars] for text in texts]
         with ProcessPoolExecutor(1, spawn) as pool:
             written = pool.submit(continuations, options, prompts).result()
         lines = measure(written, options)
