@@ -99,6 +99,20 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_wanted", remembers)
 
 
+def drafted_ahead(llm: Any) -> dict[str, Any]:
+    """What was counted of some texts by a `patient` engine: many drafts were there, guesses too."""
+    from vllm_hetero_spec import read_stats
+
+    stats, metrics = read_stats(llm), metrics_of(llm)
+    assert stats["drafts_ahead"] >= 20
+    assert stats["drafts_ahead"] >= stats["drafts"] > stats["drafts_guessed"] >= 5
+    assert metrics["num_accepted_tokens"] >= 20
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+    assert stats["forwards"] > 20
+    assert 0 < stats["kv_blocks_held"] <= stats["kv_blocks"]
+    return stats
+
+
 def profile(llm: Any, requests: int = 5) -> None:
     """Sample for requests that do not exist, as vLLM does at start-up unless eager on a CPU."""
     runner = proposer_of(llm).seam._runner

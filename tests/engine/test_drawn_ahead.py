@@ -5,17 +5,16 @@ caught.
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from chain_pair import PROMPT
-from goodness import ALPHA, p_value
+from drawn_samples import SAMPLES, SETTINGS, WAVE, Law, sample
+from goodness import ALPHA
 from harness import engine, metrics_of, patient, proposer_of, slem
-from target_law import LENGTH, Ids, Setting, counted, law_of, law_of_third, load
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
@@ -26,36 +25,12 @@ from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 pytestmark = pytest.mark.engine
 
 CORE = max(os.sched_getaffinity(0))
-SAMPLES, WAVE = 960, 16
-# Of few sequences each is seen often.
-SETTINGS = {"hot": Setting(1.0), "few": Setting(1.6, top_k=6)}
-
-
-class Law(NamedTuple):
-    """The target's own: of the first tokens, and of the third, the first that is drafted."""
-
-    texts: dict[Ids, float]
-    third: dict[int, float]
-
-    def p_value(self, found: Counter) -> float:
-        """Of samples, by whichever tells more against them."""
-        third = Counter[int]()
-        for ids, count in found.items():
-            third[ids[2]] += count
-        return min(p_value(found, self.texts), p_value(third, self.third))
 
 
 @pytest.fixture(scope="module")
 def laws(chain_pair: Path) -> dict[str, Law]:
     """Under every setting."""
-    model, start = load(chain_pair / "target", PROMPT)
-    return {
-        name: Law(
-            law_of(model, start, setting),
-            dict(enumerate(law_of_third(model, start, setting).tolist())),
-        )
-        for name, setting in SETTINGS.items()
-    }
+    return {name: Law.of(chain_pair / "target", setting) for name, setting in SETTINGS.items()}
 
 
 @pytest.fixture(scope="module", params=[("tli", "token"), ("push_forward", "block")], ids="-".join)
@@ -76,26 +51,6 @@ def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft that was not foreseen is waited for."""
     control = proposer_of(llm).drafting.control
     monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
-
-
-def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter:
-    """Samples of one setting, a few at a time, every third with a seed of its own."""
-    found = Counter[Ids]()
-    for start in range(seeds, seeds + count, WAVE):
-        params = [
-            SamplingParams(
-                temperature=setting.temperature,
-                top_k=setting.top_k,
-                top_p=setting.top_p,
-                seed=None if number % 3 else number,
-                max_tokens=LENGTH + 1,
-                ignore_eos=True,
-            )
-            for number in range(start, start + WAVE)
-        ]
-        outputs = llm.generate([PROMPT] * WAVE, params, use_tqdm=False)
-        found += counted(output.outputs[0].token_ids for output in outputs)
-    return found
 
 
 def test_samples_follow_the_targets_law(

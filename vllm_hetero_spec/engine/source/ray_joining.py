@@ -77,7 +77,8 @@ def newest(ray: Any, name: str) -> int | None:
     """The largest number of the actors with that name; None where there is none."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [of["name"].rpartition(":") for of in actors if of["namespace"] == NAMESPACE]
-    return max((int(number) for of, _, number in names if of == name), default=None)
+    numbers = (number for of, _, number in names if of == name and number.isdigit())
+    return max(map(int, numbers), default=None)
 
 
 async def join_actor(ray: Any, errand: Errand) -> Joined:
