@@ -136,42 +136,6 @@ def test_an_actor_ends_once_no_engine_is_left(
     until(lambda: actors(in_cluster) == others)
 
 
-def test_an_actor_that_hangs_is_replaced_for_all_its_engines(
-    llm: Any,
-    texts: list,
-    alone: Outputs,
-    monkeypatch: pytest.MonkeyPatch,
-    in_cluster: RayCluster,
-    demo_pair: Path,
-) -> None:
-    """By one other; it is ended once nobody uses it, and not before."""
-    (hung,) = actors(in_cluster)
-    given = {"target": str(demo_pair / "target"), "spec": actor_of(demo_pair / "drafter")}
-    arguments = json.dumps(given | {"texts": texts})
-    other = in_cluster.popen(str(HERE / "programs.py"), "moving", arguments)
-    assert other.stdout is not None
-    while "again" not in other.stdout.readline():
-        assert other.poll() is None
-    before = read_stats(llm)
-    hung.suspend()
-    monkeypatch.setattr(kept_process, "SILENCE", 2.0)
-    until(lambda: generate(llm, texts, greedy()) == alone and not kept(llm).up)
-    until(lambda: len(actors(in_cluster)) == 2)
-    assert hung.is_running()
-    until(lambda: kept(llm).up, 120)
-    found = in_cluster.answer_of(other)
-    assert found["greedy"] == [alone]
-    assert found["before"]["restarts"] == 1
-    assert found["after"]["drafts_ahead"] > found["before"]["drafts_ahead"]
-    patient(llm, monkeypatch)
-    assert generate(llm, texts, greedy()) == alone
-    after = read_stats(llm)
-    assert after["restarts"] == 1
-    assert after["drafts_ahead"] > before["drafts_ahead"]
-    until(lambda: not hung.is_running())
-    assert len(actors(in_cluster)) == 1
-
-
 def test_what_cannot_start_says_why(
     llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -223,3 +187,39 @@ def test_an_actor_that_is_killed_is_started_again(
     assert after["drafts_ahead"] > stats["drafts_ahead"]
     (again,) = actors(in_cluster)
     assert again.pid != actor.pid
+
+
+def test_an_actor_that_hangs_is_replaced_for_all_its_engines(
+    llm: Any,
+    texts: list,
+    alone: Outputs,
+    monkeypatch: pytest.MonkeyPatch,
+    in_cluster: RayCluster,
+    demo_pair: Path,
+) -> None:
+    """By one other; it is ended once nobody uses it, and not before."""
+    (hung,) = actors(in_cluster)
+    given = {"target": str(demo_pair / "target"), "spec": actor_of(demo_pair / "drafter")}
+    arguments = json.dumps(given | {"texts": texts})
+    other = in_cluster.popen(str(HERE / "programs.py"), "moving", arguments)
+    assert other.stdout is not None
+    while "again" not in other.stdout.readline():
+        assert other.poll() is None
+    before = read_stats(llm)
+    hung.suspend()
+    monkeypatch.setattr(kept_process, "SILENCE", 2.0)
+    until(lambda: generate(llm, texts, greedy()) == alone and not kept(llm).up)
+    until(lambda: len(actors(in_cluster)) == 2)
+    assert hung.is_running()
+    until(lambda: kept(llm).up, 120)
+    found = in_cluster.answer_of(other)
+    assert found["greedy"] == [alone]
+    assert found["before"]["restarts"] == 1
+    assert found["after"]["drafts_ahead"] > found["before"]["drafts_ahead"]
+    patient(llm, monkeypatch)
+    assert generate(llm, texts, greedy()) == alone
+    after = read_stats(llm)
+    assert after["restarts"] == before["restarts"] + 1
+    assert after["drafts_ahead"] > before["drafts_ahead"]
+    until(lambda: not hung.is_running())
+    assert len(actors(in_cluster)) == 1

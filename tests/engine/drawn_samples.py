@@ -5,8 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from chain_pair import PROMPT
 from goodness import p_value
+from harness import proposer_of
 from target_law import LENGTH, Ids, Setting, counted, law_of, law_of_third, load
 from vllm import SamplingParams
 
@@ -54,3 +56,9 @@ def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter
         outputs = llm.generate([PROMPT] * WAVE, params, use_tqdm=False)
         found += counted(output.outputs[0].token_ids for output in outputs)
     return found
+
+
+def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft that was not foreseen is waited for."""
+    control = proposer_of(llm).drafting.control
+    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from chain_pair import PROMPT
-from drawn_samples import SAMPLES, SETTINGS, WAVE, Law, sample
+from drawn_samples import SAMPLES, SETTINGS, WAVE, Law, sample, waiting
 from goodness import ALPHA
-from harness import engine, metrics_of, patient, proposer_of, slem
+from harness import engine, metrics_of, patient, slem
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
@@ -45,12 +45,6 @@ def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
 def process(drafter: Path, method: str, lookahead: int, **changes: Any) -> dict[str, Any]:
     where = {"parallel": "process", "drafter_device": str(CORE)}
     return slem(drafter, lookahead, **(where | {"method": method} | changes))
-
-
-def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draft that was not foreseen is waited for."""
-    control = proposer_of(llm).drafting.control
-    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
 
 
 def test_samples_follow_the_targets_law(

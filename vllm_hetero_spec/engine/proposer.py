@@ -219,6 +219,21 @@ class HeteroProposer:
         if self._drafting is not None:
             self.seam.tell(output, self._drafting.control.asks)
 
+    def sleep(self, level: int) -> None:
+        """The worker falls asleep: what is in its process is vLLM's to keep, the rest is ours.
+
+        Args:
+            level: 2 where no memory is to be held on devices.
+        """
+        if self._drafting is not None:
+            self._drafting.reset()
+            self._drafting.source.sleep(level)
+
+    def wake(self) -> None:
+        """The worker is awake again."""
+        if self._drafting is not None:
+            self._drafting.source.wake()
+
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafting is not None:

@@ -4,6 +4,9 @@
 Level 2 discards the target's weights, which the user then loads anew. Nobody would load the
 drafter's, nor the tables and buffers beside them, so they lie where vLLM keeps what outlives every
 level: in host memory while it sleeps. Addresses stay, so CUDA graphs do too.
+
+A drafter in a process of its own is none of vLLM's memory. At level 1 it stays as it is, and has
+nothing to do; at level 2 its process ends, and is started again when the worker wakes.
 """
 
 import contextlib

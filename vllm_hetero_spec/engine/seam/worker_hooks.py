@@ -62,6 +62,12 @@ class Proposer(transport.Reporter, Protocol):
     def calibrate(self) -> None:
         """Called on every rank when the engine is warm, before the first request."""
 
+    def sleep(self, level: int) -> None:
+        """Called before the worker falls asleep; there are no requests any more."""
+
+    def wake(self) -> None:
+        """Called when the worker's KV is there again."""
+
 
 def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
@@ -77,6 +83,9 @@ def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
+        if worker is not WorkerBase and "wake_up" in vars(worker):
+            patching.replace(worker, "sleep", "sleep", wrap_sleep(proposer))
+            patching.replace(worker, "wake_up", "wake", wrap_wake(proposer))
     transport.require_in_worker(proposer, runner)
 
 
@@ -147,6 +156,37 @@ def wrap_warm(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
             return answer
 
         return compile_or_warm_up_model
+
+    return wrap
+
+
+def wrap_sleep(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`sleep` that first lets a drafter of ours rest."""
+
+    def wrap(original: _Original) -> _Original:
+        def sleep(worker: "WorkerBase", level: int = 1) -> object:
+            drafter = getattr(worker.model_runner, "drafter", None)
+            if isinstance(drafter, proposer):
+                drafter.sleep(level)
+            return original(worker, level)
+
+        return sleep
+
+    return wrap
+
+
+def wrap_wake(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+    """`wake_up` that then has a drafter of ours come back."""
+
+    def wrap(original: _Original) -> _Original:
+        def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
+            answer = original(worker, tags)
+            drafter = getattr(worker.model_runner, "drafter", None)
+            if isinstance(drafter, proposer) and (tags is None or "kv_cache" in tags):
+                drafter.wake()
+            return answer
+
+        return wake_up
 
     return wrap
 

@@ -140,6 +140,12 @@ class InlineSource:
         """See `DraftSource`."""
         self.pool.reset()
 
+    def sleep(self, level: int) -> None:
+        """See `DraftSource`: the drafter lies where vLLM keeps what outlives every level."""
+
+    def wake(self) -> None:
+        """See `DraftSource`."""
+
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         stats.kv_blocks_held = self.pool.held

@@ -2,6 +2,7 @@
 """A drafter process that is started again where it ends, or is silent for long."""
 
 import logging
+import math
 import time
 
 from vllm_hetero_spec.engine.source.answers import Failed, Ready
@@ -91,6 +92,18 @@ class KeptProcess:
         except OSError as error:
             self._lose(error)
             return False
+
+    def rest(self) -> None:
+        """End it until `wake`."""
+        if self._process is not None:
+            self._process.close()
+        self._process, self._loaded, self._again = None, False, math.inf
+
+    def wake(self) -> None:
+        """Begin to start it again where it rests."""
+        if self._again == math.inf:
+            self._again = 0.0
+            _ = self.up
 
     def _launch(self) -> None:
         self._began = self._heard = time.monotonic()

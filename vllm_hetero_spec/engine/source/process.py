@@ -130,6 +130,17 @@ class ProcessSource:
         self._found = []
         self.pool.reset()
 
+    def sleep(self, level: int) -> None:
+        """See `DraftSource`: at level 2 the process ends, and its memory is free."""
+        if level >= 2:
+            self._process.rest()
+        elif self._process.up and self._process.send(Commit(0, [*self.pool.closed], [])):
+            self.pool.closed.clear()
+
+    def wake(self) -> None:
+        """See `DraftSource`: it is loaded while requests go on undrafted."""
+        self._process.wake()
+
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         counts = self._process.counts

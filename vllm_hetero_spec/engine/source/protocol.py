@@ -59,6 +59,16 @@ class DraftSource(Protocol):
     def reset(self) -> None:
         """Forget every request; their states are void already."""
 
+    def sleep(self, level: int) -> None:
+        """The worker falls asleep, and all requests are forgotten.
+
+        Args:
+            level: 2 where no memory is to be held on devices.
+        """
+
+    def wake(self) -> None:
+        """It is awake again."""
+
     def show(self, stats: DraftStats) -> None:
         """Bring the counters that are kept elsewhere up to date."""
 

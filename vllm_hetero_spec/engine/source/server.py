@@ -82,7 +82,6 @@ class DraftingServer:
 
     def take(self, commit: Commit) -> None:
         """Take in what has changed; what is drafted behind a text begins anew from there."""
-        self._count()
         for slot in commit.closed:
             self._close(slot)
         for row in commit.rows:
@@ -97,6 +96,7 @@ class DraftingServer:
                     text.chain.wanted = 0
                 self._put(text, 0, text.chain)
             self._guess(text)
+        self._count()
 
     def advance(self) -> None:
         """One forward for all lines that need one, as far as tokens and blocks last."""
