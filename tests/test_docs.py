@@ -134,6 +134,8 @@ def test_commands_and_their_options_exist(
             assert not {each for each in options if each not in described}, " ".join(words)
         elif words[:1] == ["python"] and scripts and scripts[0].endswith(".py"):
             source = (REPO / scripts[0]).read_text(encoding="utf-8")
+            for shared in re.findall(r"^from (_\w+) import", source, flags=re.MULTILINE):
+                source += (REPO / "scripts" / f"{shared}.py").read_text(encoding="utf-8")
             assert not {each for each in options if f'"{each}"' not in source}, " ".join(words)
 
 
