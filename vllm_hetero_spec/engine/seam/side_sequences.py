@@ -163,7 +163,7 @@ class SideSequences:
         free, lent = self._runner.max_num_reqs - len(req_ids), len(scratch)
         trees: list[_Drafted | None] = []
         for req_id, length, rows in zip(req_ids, lengths, scheduled, strict=True):
-            tree = self._drafted.pop(req_id, None)
+            tree, needed = self._drafted.pop(req_id, None), 0
             if tree is not None and length and rows == 1 + length:
                 tree, needed = _fitted(tree, length, free, lent, sizes)
                 sides = len(tree.rows.counts) - 1

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is planned of a step's trees, by what the scheduler has left of each draft."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_hetero_spec.engine.seam.side_sequences import SideSequences
+from vllm_hetero_spec.verify.tree_rows import lay_out
+from vllm_hetero_spec.verify.trees import ROOT
+
+# Two tokens behind the text, and one behind the first of them: the root is fed again for the side.
+TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], sides=1, rows=4)
+
+
+@pytest.fixture
+def sides() -> SideSequences:
+    """Of a worker with room for eight sequences, blocks of 16 tokens, and 20 scratch blocks."""
+    made = SideSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
+    made.__dict__["_bounds"] = (None, 3, range(100, 120), [16])
+    return made
+
+
+@pytest.mark.parametrize(("scheduled", "length"), [(1, 0), (7, 0), (7, len(TREE.tokens))])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tree_that_is_not_scheduled_is_left_out(
+    sides: SideSequences, scheduled: int, length: int, place: int
+) -> None:
+    """Its draft was dropped, or its request reads more than that; the other's is verified."""
+    ids = ["whole", "dropped"]
+    drafts = dict.fromkeys(ids, TREE.tokens)
+    sides.handed_out(drafts, dict.fromkeys(ids, TREE), dict.fromkeys(ids, 20))
+    step = [("whole", 1 + len(TREE.tokens), len(TREE.tokens))]
+    step.insert(place, ("dropped", scheduled, length))
+    sides.plan(*zip(*step, strict=True))
+    planned = sides._step
+    assert planned is not None
+    assert [tree is None for tree in planned.trees] == [req_id == "dropped" for req_id, *_ in step]
+    assert planned.plans[0].counts.sum() == sum(rows for _, rows, _ in step)
+    assert sides.nodes == {"whole": 3}
+    assert (planned.plans[0].counts > 0).all()
