@@ -220,7 +220,11 @@ def test_the_process_sleeps_with_its_engine(
 
 
 def test_a_drafter_that_is_the_target_is_always_right(
-    demo_pair: Path, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Path,
+    texts: list,
+    alone: Outputs,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with engine(demo_pair / "target", process(demo_pair / "target")) as llm:
         patient(llm, monkeypatch)
@@ -233,3 +237,4 @@ def test_a_drafter_that_is_the_target_is_always_right(
     del llm
     gc.collect()
     assert psutil.wait_procs([child], timeout=10)[1] == []
+    assert "could not be repaired" not in capfd.readouterr().err  # what the process has said

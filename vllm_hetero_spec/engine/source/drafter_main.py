@@ -76,6 +76,7 @@ def load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, 
 def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, Ready]":
     import torch
     from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -93,6 +94,7 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
     device = torch.device(given.device or target.device_config.device_type)
     # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    current_platform.register_triton_kernel_overrides()  # as vLLM does before it builds a worker
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)(
             vllm_config=config,
