@@ -171,7 +171,11 @@ def test_json_schema_is_kept(server: Server, temperature: float) -> None:
     jsonschema.validate(json.loads(reply.choices[0].message.content), SCHEMA)
 
 
-@pytest.mark.parametrize("asked", [{"logit_bias": {"7": 1}}, {"extra_body": {"min_p": 0.1}}])
+@pytest.mark.parametrize(
+    "asked",
+    [{"logit_bias": {"7": 1}}, {"temperature": 1, "extra_body": {"min_p": 0.1}}],
+    ids=lambda asked: "min_p" if "extra_body" in asked else "logit_bias",
+)
 def test_what_v1_leaves_out_of_drafts_is_refused(server: Server, asked: dict[str, Any]) -> None:
     """On Model Runner V2 it is served: see `test_server_v2.py`."""
     with pytest.raises(openai.BadRequestError, match="min_p and logit_bias"):
