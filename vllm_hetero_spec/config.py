@@ -40,7 +40,7 @@ PIPELINE_MODES = ("refuse", "one_batch")
 TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
-MAX_TREE_WIDTH = 3  # with so many, trees are as good as if the drafter fed their best nodes
+MAX_TREE_WIDTH = 3  # with so many, trees are nearly as good as if the drafter fed their best nodes
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
 # Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A

@@ -92,13 +92,16 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
     assert list(ids.values()) == list(alone.values())
 
 
-def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
+def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run, request: pytest.FixtureRequest) -> None:
+    """Of V1 in the installed release; another may put requests together in other steps."""
     pair, others = on_v2[0]["pair"], {}
+    installed = request.node.callspec.params["on_v2"] == "installed"
+    left_out = set() if installed else {"drafter steps", "drafter forwards"}
     for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
         ids, gained = pair[scenario]
         expected, counted = on_v1[scenario]
         assert ids == expected, scenario
-        for metric in counted.keys() - {"skipped"}:  # that is of all scenarios so far
+        for metric in counted.keys() - left_out - {"skipped"}:  # that is of all so far
             if gained[metric] != counted[metric]:
                 others[scenario, metric] = gained[metric], counted[metric]
     assert not others
