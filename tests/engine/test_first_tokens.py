@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that come together: nothing of the drafter before all have their first token."""
+"""Prompts that come together: nothing of the drafter before all of them have been read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,11 +62,10 @@ def test_the_drafter_waits_for_all_first_tokens(
         assert stats["drafts"] >= REQUESTS
         assert stats["skipped"]["catching_up"] >= REQUESTS
 
-        # Short prompts are read, and drafted for, right behind the first token.
+        # Short prompts, of which none is left, are read and drafted for behind the first tokens.
         before, skipped = drafter.forwards, stats["skipped"]["catching_up"]
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, SHORT)]
         first = [all(map(len, out.values())) for out, _ in steps].index(True)
-        assert steps[first][1] == 0
-        assert steps[first + 1][1] > 0
+        assert steps[first][1] > 0
         assert steps[-1][0] == alone[SHORT]
-        assert read_stats(llm)["skipped"]["catching_up"] == skipped + REQUESTS
+        assert read_stats(llm)["skipped"]["catching_up"] == skipped

@@ -242,8 +242,8 @@ def prompted(outputs: dict[str, int]) -> StepView:
 
 @pytest.mark.parametrize("controller", [Fixed(4), ConfidenceStop(0.4, 4)])
 def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
-    """Nothing long is read while first tokens come, but not for ever; what is short is read right
-    behind the first token."""
+    """Nothing long is read while first tokens come, but not for ever; what is short is read once
+    nobody waits for a first token."""
     control = LookaheadControl(controller, can_stop_early=False)
     long, short = 500, 40
 
@@ -257,15 +257,16 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
         )
 
     assert read({"a": 1}, long) == ("", 1)
+    assert read({"a": 1}, short) == ("a", 0)
     assert read({"a": 2, "b": 1, "c": 0}, long, long, long) == ("", 2)
-    assert read({"a": 3, "b": 2, "c": 1}, long, long, short) == ("", 3)
-    assert read({"b": 3, "c": 2, "e": 1}, long, short, short) == ("c", 2)
+    assert read({"a": 3, "b": 2, "c": 1}, long, long, short) == ("c", 2)
+    assert read({"a": 3, "b": 2, "c": 1, "d": 0}, long, short, short, short) == ("b", 2)
     assert read({"a": 4, "b": 3, "c": 2}, long, long, short) == ("abc", 0)
     assert read({"a": 5, "b": 4, "d": 0}, long, long, long) == ("a", 1)
 
 
 def test_no_draft_holds_up_a_first_token() -> None:
-    """Who has just begun is not drafted for, whatever it asks for."""
+    """Who has just begun is not drafted for while another waits, whatever it asks for."""
     limits: list[list[int]] = []
 
     class Limited(Scripted):
@@ -275,12 +276,13 @@ def test_no_draft_holds_up_a_first_token() -> None:
 
     control = LookaheadControl(Limited(2), can_stop_early=False)
     for _ in range(2):
-        step = prompted({"a": 1, "b": 2})
+        step = prompted({"a": 1, "b": 2, "c": 0})
         control.observe(step)
-        control.plan(step, [40, 40])
-    assert limits == [[0, 4], [0, 4]]
+        control.plan(step, [40] * 3)
+    assert limits == [[0, 4, 0], [0, 4, 0]]
     wishing = [request._replace(params=RequestParams(0, lookahead=3)) for request in step.requests]
-    assert control.plan(replace(step, requests=wishing), [40, 40]).lookahead == [0, 3]
+    assert control.plan(replace(step, requests=wishing), [40] * 3).lookahead == [0, 3, 0]
+    assert control.plan(replace(step, requests=wishing[:2]), [40] * 2).lookahead == [3, 3]
 
 
 def test_long_contexts_are_read_for_drafts_alone() -> None:

@@ -4,9 +4,9 @@
 Steps with prompts in them teach nothing. A request that asks for a lookahead of its own has it, and
 teaches nothing either. Knows neither where drafts come from nor which model runner asks.
 
-First tokens go first: a request is not drafted for in the step that samples its first token, since
-others that came with it are waiting for theirs; and while any waits, or has just sampled it, the
-drafter reads no long context of a request that has only begun.
+First tokens go first: while any request of the batch waits for its own, one that has just sampled
+its first is not drafted for; and until a step later the drafter reads no long context of a request
+that has only begun.
 
 Where steps are scheduled ahead, a plan for longer drafts than the present step may have waits for
 one that may (`asks`), and shorter ones are padded until the scheduler has heard of them.
@@ -155,6 +155,10 @@ class LookaheadControl:
         """
         begins = [request.begins for request in step.requests]
         first_tokens = any(begins)
+        on_their_way = any(
+            begun and not request.new_tokens
+            for request, begun in zip(step.requests, begins, strict=True)
+        )
         longest = max(step.tiers, default=step.lookahead)
         limits, num_waiting = [], 0
         self._stopped = False
@@ -162,7 +166,7 @@ class LookaheadControl:
         for request, begun, left in zip(step.requests, begins, unread, strict=True):
             limit, asked = longest if request.new_tokens else 0, request.params.lookahead
             waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
-            if limit and (begun or waits):
+            if limit and (waits or (begun and on_their_way)):
                 limit, num_waiting = 0, num_waiting + 1
             if asked is not None:
                 self._own[request.req_id] = min(asked, limit)
