@@ -75,6 +75,8 @@ class RoundPlan:
 
     def forks_of(self, request: int) -> list[tuple[int, int]]:
         """The places of a request's forks, and the steps behind which they leave it."""
+        if not self.forks.size:
+            return []
         own = np.flatnonzero(self.forks[0] == request)
         return list(zip((self.count + own).tolist(), self.forks[1, own].tolist(), strict=True))
 

@@ -303,7 +303,9 @@ class OwnPicks:
             step: Has been picked.
             forks: See `RoundPlan`.
         """
-        if self._plan is None or not (self._plan.forks[1] >= step).any():
+        if self._plan is None or not self._plan.forks.size:
+            return
+        if not (self._plan.forks[1] >= step).any():
             return
         draws, drawn, first = self.draws, len(self.drawn), self._plan.count
         if draws is None or not self._forked:
