@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts made ahead, tick by tick: forwards, hits and waits are those of a simulation.
+
+A forward of the drafter takes a tick, a step of the target some. The simulation knows what the
+drafter thinks of a text, and nothing of messages, tables, KV or what is kept from commit to commit.
+"""
+
+import heapq
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.model import ForwardBatch
+from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.source import look_up, process
+from vllm_hetero_spec.engine.source.answers import Ready, encode
+from vllm_hetero_spec.engine.source.messages import Commit, commit_of
+from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
+from vllm_hetero_spec.engine.source.table import DraftTable, make_file
+from vllm_hetero_spec.text.bridge import IdentityBridge
+
+PROMPT, LENGTH = [3, 1, 4, 1, 5, 9, 2, 6], 60
+SLOTS, LONGEST, ROWS, BUDGET = 2, 16, 16, 512
+
+
+class Step(NamedTuple):
+    """Counted when a step of the target has ended, and its draft has been looked up."""
+
+    drafted: int
+    forwards: int
+    hits: int
+    beside: int
+    waited: int
+    ticks: int
+
+
+class Setting(NamedTuple):
+    lookahead: int
+    target: int  # ticks of a step
+    sides: int
+    waits: bool
+
+
+oracle = cache(ToyDrafterModel)
+
+
+@cache
+def opinion(ids: tuple[int, ...]) -> list[tuple[float, int]]:
+    """What the drafter thinks comes behind a text: shares and tokens, the likeliest first."""
+    length = len(ids)
+    places = torch.arange(length)
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    blocks = torch.arange(1, 2 + length // SIZE, dtype=torch.int32)[None]
+    batch = ForwardBatch(
+        torch.tensor(ids), places, places + SIZE, ends, ends, ends[1:], ends[1:], blocks,
+        length, length, torch.tensor([length - 1]),
+    )  # fmt: skip
+    logits = oracle().forward(batch)[0]
+    logits[0] = -torch.inf
+    shares, tokens = logits.softmax(-1).float().topk(RIVALS)
+    return list(zip(shares.tolist(), tokens.tolist(), strict=True))
+
+
+def continuation(seed: int) -> list[int]:
+    """What a target writes that often agrees with the drafter, or nearly."""
+    chance, ids = random.Random(seed), [*PROMPT]
+    while len(ids) < len(PROMPT) + LENGTH:
+        tokens = [token for _, token in opinion(tuple(ids))]
+        ids.append(chance.choices([*tokens[:4], chance.randrange(1, VOCAB)], (75, 10, 6, 4, 5))[0])
+    return ids[len(PROMPT) :]
+
+
+def agreed(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+class Ticks:
+    """The clock of a drafter process: while it is waited for, and while the target verifies."""
+
+    def __init__(self, server: DraftingServer) -> None:
+        self.now, self._server = 0, server
+
+    def sleep(self, _: float = 0.0) -> None:
+        self.now += 1
+        if self._server.busy:
+            self._server.advance()
+
+    def perf_counter(self) -> float:
+        return float(self.now)
+
+
+class Process:
+    """In the place of a `KeptProcess`: what is sent is taken in at once."""
+
+    up, life, restarts = True, 1, 0
+
+    def __init__(self, deployment: Any) -> None:
+        shape = SLOTS, LONGEST, deployment.sides, LONGEST
+        file = make_file(*shape)
+        self.table = DraftTable(file, *shape)
+        os.close(file)
+        model: Any = ToyDrafterModel()
+        drafter = Drafter(model, {0}, VOCAB, 4, ROWS, confidences=True, beside=RIVALS)
+        pool = KVPool(BLOCKS, SIZE)
+        self.server = DraftingServer(drafter, pool, self.table, (), BUDGET, ROWS)
+
+    @property
+    def counts(self) -> Any:
+        return self.table.counts
+
+    def start(self) -> Ready:
+        return Ready(BLOCKS, SIZE)
+
+    def send(self, commit: Commit) -> bool:
+        self.server.take(commit_of(encode(commit)))
+        return True
+
+
+class Control:
+    """As many guesses as there is room for, and all waits or none."""
+
+    can_stop_early = False
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+
+    def drafted(self, *_: Any) -> None:
+        pass
+
+    def wait(self, missing: Any, each: float, unread: int) -> tuple[int, float]:
+        return (max(missing.values()), 100.0) if self._waits else (0, 0.0)
+
+    def guesses(self, drafting: int, steps: float, most: int) -> int:
+        return most
+
+
+def measured(text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The package at work."""
+    monkeypatch.setattr(process, "KeptProcess", Process)
+    nothing = frozenset[int]()
+    special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
+    spelled = [bytes([65 + token]) for token in range(VOCAB)]
+    bridge = IdentityBridge(special)
+    pair: Any = SimpleNamespace(bridge=bridge, drafter=SimpleNamespace(token_bytes=spelled))
+    deployment: Any = SimpleNamespace(
+        slots=SLOTS, longest=LONGEST, most_rows=ROWS, sides=setting.sides
+    )
+    stats = DraftStats()
+    source = process.ProcessSource(deployment, pair, stats, 128, None)
+    server: DraftingServer = source._process.server  # type: ignore[attr-defined]
+    ticks = Ticks(server)
+    for module in (process, look_up):
+        monkeypatch.setattr(module, "time", ticks)
+    state, control = RequestState("text", bridge.open()), Control(waits=setting.waits)
+
+    def draft(new: Sequence[int], wanted: int) -> list[int]:
+        unchanged = bridge.extend([state.context], [new])
+        state.align(source.pool, unchanged[0])
+        source.begin([DraftTask(state, wanted)], iter(()), control)
+        return next((draft.tokens for draft in source.finish()), [])
+
+    steps, written = list[Step](), 0
+    tokens = draft(PROMPT, min(setting.lookahead, LENGTH - 1))
+    while True:
+        for _ in range(setting.target):
+            ticks.sleep()
+        right = agreed(tokens, text[written:])
+        new = text[written : written + right + 1]
+        written += len(new)
+        if written == LENGTH:
+            return steps
+        tokens = draft(new, min(setting.lookahead, LENGTH - written - 1))
+        counted = stats.drafts_ahead, stats.drafts_guessed, stats.drafts_waited
+        steps.append(Step(len(tokens), source._process.counts.forwards, *counted, ticks.now))
+
+
+@dataclass
+class Line:
+    """A continuation of what the target has written; the first tokens are given."""
+
+    ids: list[int]
+    wanted: int
+    thought_of: list[int] = field(default_factory=list)  # lengths of it that were looked behind
+
+
+class Drafting:
+    """What is drafted behind one text."""
+
+    def __init__(self, sides: int) -> None:
+        self._sides = sides
+        self.text, self.lines = list[int](), [Line([], 0)]
+        self._at_stake = self._beside = -1
+        self._behind = set[int]()  # lengths of text and lines that are known to the drafter
+        self.forwards = 0
+
+    def tell(self, text: list[int], ahead: list[int], rank: int, at_stake: int, k: int) -> None:
+        """The target has written more; it verifies the first tokens of what is ahead.
+
+        Args:
+            text: In all.
+            ahead: What the line `rank` has behind it; nothing where no line agreed.
+            rank: See above.
+            at_stake: Tokens that are verified.
+            k: Target tokens of a draft; 0: nothing is wanted any more.
+        """
+        known = self.lines[rank].thought_of
+        if rank:
+            known = known + [n for n in self.lines[0].thought_of if n < min(known, default=0)]
+        same = agreed([*self.text, *self.lines[rank].ids], [*text, *ahead])
+        self.lines = [Line([*ahead], 2 * k + 2 if k else 0, [n for n in known if n <= same])]
+        self.text, self._at_stake, self._beside = text, at_stake, k + 2 if k else 0
+        self._guess()
+
+    def find(self, new: list[int]) -> tuple[int, list[int]]:
+        """Which line has something behind these tokens, and what."""
+        for rank, line in enumerate(self.lines):
+            if line.ids[: len(new)] == new and len(line.ids) > len(new):
+                return rank, line.ids[len(new) :]
+        return 0, []
+
+    def tick(self) -> None:
+        """One forward, where any line wants it."""
+        if all(len(line.ids) >= line.wanted for line in self.lines):
+            return
+        self.forwards += 1
+        grown = len(self.lines[0].ids) < self.lines[0].wanted
+        for line in self.lines:
+            if len(line.ids) < line.wanted:
+                whole = *self.text, *line.ids
+                line.thought_of.append(len(whole))
+                line.ids.append(opinion(whole)[0][1])
+        if grown:
+            self._guess()
+
+    def _guess(self) -> None:
+        chain, first = self.lines[0], len(self.text)
+        last = first + self._at_stake
+        if not self._beside or len(self.lines) > 1 or last not in chain.thought_of:
+            return
+        whole, reached, guesses = [*self.text, *chain.ids], 1.0, list[tuple[float, int, int]]()
+        for at in range(first, last + 1):
+            if at not in chain.thought_of:
+                continue
+            thinks = opinion(tuple(whole[:at]))
+            guesses += [(-reached * p, at, token) for p, token in thinks if token != whole[at]]
+            reached *= next(p for p, token in thinks if token == whole[at])
+        for _, at, token in heapq.nsmallest(self._sides, guesses):
+            self.lines.append(Line([*whole[first:at], token], at - first + self._beside))
+
+
+def simulated(text: list[int], setting: Setting) -> list[Step]:
+    """By hand."""
+    drafting, steps, now = Drafting(setting.sides), list[Step](), 0
+    hits = beside = waited = written = 0
+    new = PROMPT  # what is told of first; a draft for it is no step's
+    while True:
+        k = min(setting.lookahead, LENGTH - written - 1)
+        whole = [*PROMPT, *text[:written]]
+        rank, ahead = drafting.find(new)
+        hits, beside = hits + bool(ahead and k), beside + (rank > 0 and k > 0)
+        drafting.tell(whole, ahead, rank, min(k, len(ahead)), k)
+        if k and not ahead and setting.waits:
+            while len(drafting.lines[0].ids) < k:
+                now += 1
+                drafting.tick()
+            ahead, waited = [*drafting.lines[0].ids], waited + 1
+            drafting.tell(whole, ahead, 0, k, k)
+        tokens = ahead[:k]
+        if written:
+            steps.append(Step(len(tokens), drafting.forwards, hits, beside, waited, now))
+        for _ in range(setting.target):
+            now += 1
+            drafting.tick()
+        new = text[written : written + agreed(tokens, text[written:]) + 1]
+        written += len(new)
+        if written == LENGTH:
+            return steps
+
+
+@pytest.mark.parametrize("sides", [0, 2, 6])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("lookahead", "target"), [(4, 8), (3, 2), (2, 12), (4, 3)])
+def test_steps_are_those_of_a_simulation(
+    lookahead: int, target: int, waits: bool, sides: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, seen = Setting(lookahead, target, sides, waits), list[Step]()
+    for seed in range(2):
+        text = continuation(seed)
+        found = measured(text, setting, monkeypatch)
+        assert found == simulated(text, setting)
+        seen.append(found[-1])
+    assert any(last.hits for last in seen)
+    assert any(last.beside for last in seen) == (sides > 0)
+    assert any(last.waited for last in seen) == waits
