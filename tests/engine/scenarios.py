@@ -16,6 +16,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_hetero_spec import read_stats
 
 Outputs = dict[str, list[int]]
+# scenario -> token ids, and what the counters gained meanwhile.
+Run = dict[str, tuple[Outputs, dict[str, Any]]]
 # Of our own counters those that the same load makes grow alike, on any machine.
 COUNTED = (
     "steps",
@@ -205,7 +207,7 @@ def run_all(
     roomy: Mapping[str, Scenario] = ROOMY,
     tight: Mapping[str, Scenario] = TIGHT,
     **changes: Any,
-) -> dict[str, tuple[Outputs, dict[str, Any]]]:
+) -> Run:
     """scenario -> token ids, and what the counters gained meanwhile, `skipped` excepted."""
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):

@@ -4,12 +4,14 @@
 One engine per way of speculating runs all scenarios; every scenario is then compared on its own.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from harness import slem
-from scenarios import ROOMY, TIGHT, run_all
+from scenarios import ROOMY, TIGHT, Run, run_all
 from tokenizers import Tokenizer
 
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -26,25 +28,25 @@ THROUGH_TEXT, THROUGH_TEXT_EACH = 0.97, 0.85
 
 
 @pytest.fixture(scope="module")
-def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> dict[str, dict]:
-    """way -> scenario -> token ids, and what the counters gained meanwhile."""
-    target = demo_pair / "target"
-    text = slem(target, translation="text")
-    return {
-        "alone": run_all(target, None, prompts),
-        "alone on code": run_all(target, None, code_prompts),
-        "pair": run_all(target, slem(demo_pair / "drafter"), prompts),
-        "identity": run_all(target, slem(target), prompts),
-        "forced text": run_all(target, text, code_prompts),
-        "process": run_all(target, slem(demo_pair / "drafter", parallel="process"), prompts),
+def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> Callable[[str], Run]:
+    """way -> scenario -> token ids, and what the counters gained meanwhile; run when asked for."""
+    target, drafter = demo_pair / "target", demo_pair / "drafter"
+    ways: dict[str, tuple[dict | None, list[str]]] = {
+        "alone": (None, prompts),
+        "alone on code": (None, code_prompts),
+        "pair": (slem(drafter), prompts),
+        "identity": (slem(target), prompts),
+        "forced text": (slem(target, translation="text"), code_prompts),
+        "process": (slem(drafter, parallel="process"), prompts),
     }
+    return cache(lambda way: run_all(target, *ways[way]))
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
 @pytest.mark.parametrize("way", ["pair", "identity", "forced text"])
-def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) -> None:
-    alone, _ = runs["alone on code" if way == "forced text" else "alone"][scenario]
-    found, gained = runs[way][scenario]
+def test_same_tokens_as_the_target_alone(runs: Callable, way: str, scenario: str) -> None:
+    alone, _ = runs("alone on code" if way == "forced text" else "alone")[scenario]
+    found, gained = runs(way)[scenario]
     assert found == alone
     assert gained["num_drafts"] > 0
     # What models make of one short scenario hangs on their training: also through text, where a
@@ -54,22 +56,22 @@ def test_same_tokens_as_the_target_alone(runs: dict, way: str, scenario: str) ->
     assert "drafter_error" not in gained["skipped"]
 
 
-def test_same_tokens_beside_a_drafter_in_its_own_process(runs: dict) -> None:
+def test_same_tokens_beside_a_drafter_in_its_own_process(runs: Callable) -> None:
     """Whatever it has drafted in time."""
-    for scenario, (alone, _) in runs["alone"].items():
-        found, gained = runs["process"][scenario]
+    for scenario, (alone, _) in runs("alone").items():
+        found, gained = runs("process")[scenario]
         assert found == alone, scenario
         assert gained["skipped"].keys().isdisjoint(("drafter_error", "drafter_down")), scenario
-    assert sum(gained["num_accepted_tokens"] for _, gained in runs["process"].values()) > 0
+    assert sum(gained["num_accepted_tokens"] for _, gained in runs("process").values()) > 0
 
 
-def test_drafts_of_the_pair_are_accepted(runs: dict) -> None:
-    assert sum(gained["num_accepted_tokens"] for _, gained in runs["pair"].values()) > 100
+def test_drafts_of_the_pair_are_accepted(runs: Callable) -> None:
+    assert sum(gained["num_accepted_tokens"] for _, gained in runs("pair").values()) > 100
 
 
 @pytest.mark.parametrize("scenario", [*ROOMY, *TIGHT])
-def test_drafter_equal_to_the_target_is_accepted(runs: dict, scenario: str) -> None:
-    assert _accepted(runs["identity"][scenario]) >= IDENTITY
+def test_drafter_equal_to_the_target_is_accepted(runs: Callable, scenario: str) -> None:
+    assert _accepted(runs("identity")[scenario]) >= IDENTITY
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +80,16 @@ def tokenizer(demo_pair: Path) -> TextTokenizer:
     return load_tokenizer(Tokenizer.from_file(str(file)), "target")
 
 
-def test_the_same_through_text(runs: dict, tokenizer: TextTokenizer) -> None:
+def test_the_same_through_text(runs: Callable, tokenizer: TextTokenizer) -> None:
     rejected, allowed, spoilt, written = [], [], 0, 0
-    for scenario, (outputs, gained) in runs["forced text"].items():
+    for scenario, (outputs, gained) in runs("forced text").items():
         proposed = gained["num_draft_tokens"]
         uncanonical = sum(_uncanonical(ids, tokenizer) for ids in outputs.values())
         rejected.append(proposed - gained["num_accepted_tokens"])
         allowed.append(LOOKAHEAD * uncanonical)
         assert rejected[-1] <= (1 - THROUGH_TEXT_EACH) * proposed + allowed[-1], scenario
         spoilt, written = spoilt + uncanonical, written + sum(map(len, outputs.values()))
-    proposed = sum(gained["num_draft_tokens"] for _, gained in runs["forced text"].values())
+    proposed = sum(gained["num_draft_tokens"] for _, gained in runs("forced text").values())
     assert sum(rejected) <= (1 - THROUGH_TEXT) * proposed + sum(allowed)
     assert spoilt < written / 4  # else this says nothing
 
@@ -107,6 +109,6 @@ def _accepted(run: tuple) -> float:
     return gained["num_accepted_tokens"] / gained["num_draft_tokens"]
 
 
-def test_preemption_was_forced(runs: dict) -> None:
-    assert runs["pair"]["preemption"][1]["num_preemptions"] > 0
-    assert runs["alone"]["preemption"][1]["num_preemptions"] > 0
+def test_preemption_was_forced(runs: Callable) -> None:
+    assert runs("pair")["preemption"][1]["num_preemptions"] > 0
+    assert runs("alone")["preemption"][1]["num_preemptions"] > 0

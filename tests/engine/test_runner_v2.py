@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from harness import HERE, v2_environment
+from scenarios import Run
 from test_identity import IDENTITY
-from v2_runs import SOME, STAGED, WAYS, Run, run_way
+from v2_runs import SOME, STAGED, WAYS, run_way
 
 pytestmark = pytest.mark.engine
 

@@ -4,10 +4,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from harness import engine, slem
-from scenarios import ROOMY, TIGHT, Outputs, generate, greedy, run_all
+from scenarios import ROOMY, TIGHT, Run, generate, greedy, run_all
 
 from vllm_hetero_spec.engine.seam import async_scheduling
 
@@ -16,7 +15,6 @@ WAYS = ("alone", "pair", "identity", "pair, ahead", "identity, ahead", STAGED)
 # All in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
 LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # more of the same, and too long
 SOME = {name: run for name, run in (ROOMY | TIGHT).items() if name not in LEFT_OUT}
-Run = dict[str, tuple[Outputs, dict[str, Any]]]
 
 
 def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
