@@ -43,7 +43,7 @@ def actors(cluster: RayCluster) -> list[psutil.Process]:
     return processes(cluster.address, "DrafterActor")
 
 
-def until(holds: Callable[[], Any], seconds: float = 60) -> None:
+def until(holds: Callable[[], Any], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -102,7 +102,7 @@ def test_two_engines_share_one_actor_and_one_is_killed(
     other.kill()
     other.communicate()
     assert generate(llm, texts, greedy()) == alone
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=240)[1] == []
     stats = read_stats(llm)
     assert stats["drafts_ahead"] > before["drafts_ahead"]
     assert stats["restarts"] == 0
@@ -179,7 +179,7 @@ def test_an_actor_that_is_killed_is_started_again(
     stats = read_stats(llm)
     assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
     assert len(warnings(caplog, "drafter_down")) == 1
-    until(lambda: kept(llm).up, 120)
+    until(lambda: kept(llm).up)
     patient(llm, monkeypatch)
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
@@ -211,7 +211,7 @@ def test_an_actor_that_hangs_is_replaced_for_all_its_engines(
     until(lambda: generate(llm, texts, greedy()) == alone and not kept(llm).up)
     until(lambda: len(actors(in_cluster)) == 2)
     assert hung.is_running()
-    until(lambda: kept(llm).up, 120)
+    until(lambda: kept(llm).up)
     found = in_cluster.answer_of(other)
     assert found["greedy"] == [alone]
     assert found["before"]["restarts"] == 1
