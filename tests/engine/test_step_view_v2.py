@@ -178,6 +178,19 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     assert seam.batch(batch).lengths == [1, 0]
 
 
+def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: Any) -> None:
+    """vLLM schedules some for who comes back, so that all requests have as many rows."""
+    seam = RunnerV2(runner)
+    batch.cu_num_logits_np = np.array([0, 5, 6])
+    seam.begins(output_of(new("a"), new("b")))
+    seam.hand_out(batch, [[5, 6], []])
+    seam.begins(output_of(preempted="a"))
+    seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
+    assert seam.batch(batch).lengths == [0, 0]
+    step = seam.view(batch, SAMPLED)
+    assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(0, 4), (0, 0)]
+
+
 class _Proposer:
     """Drafts one token for each request, at the second question."""
 

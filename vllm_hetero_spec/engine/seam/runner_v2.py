@@ -95,6 +95,8 @@ class RunnerV2:
             scheduler_output: What it is made of.
         """
         self._output = scheduler_output
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self._drafted.pop(req_id, None)  # it comes back with places for a draft, and none
         self._verified = {  # padding is none
             req_id: min(len(places), len(self._drafted.get(req_id, ())))
             for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
@@ -266,8 +268,7 @@ class RunnerV2:
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
-        told = self.tiers or self._sides is not None
-        if told and all(req_id in self._new for req_id in batch.req_ids):
+        if all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
             trees = None if self._sides is None else self._sides.view()
             return BatchView(batch.req_ids, lengths=lengths, trees=trees)
