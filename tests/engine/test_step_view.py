@@ -51,6 +51,7 @@ def output_of(drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
         scheduled_new_reqs=[SimpleNamespace(req_id=req_id) for req_id in new],
         scheduled_spec_decode_tokens=drafted,
         total_num_scheduled_tokens=6,
+        preempted_req_ids=None,
         num_spec_tokens_to_schedule=4,
     )
 
@@ -78,6 +79,15 @@ def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
     assert set(step.live) == {"a", "b", "waits"}
     assert not step.decodes_only
     assert step.in_order([Draft.chain("a", [5, 6])]) == [[5, 6], []]
+
+
+def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> None:
+    seam = RunnerV1(runner, num_speculative_tokens=4)
+    output = output_of({"a": [-1] * 4})
+    output.preempted_req_ids = {"waits"}
+    step = seam.view(output, [[8], []])
+    assert (step.requests[0].num_drafted, step.requests[0].num_padding) == (0, 4)
+    assert set(step.preempted) == {"waits"}
 
 
 def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> None:

@@ -102,8 +102,10 @@ class RunnerV1:
         nodes = {} if self.sides is None else self.sides.nodes
         token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
-            state, rows = states[req_id], len(drafted.get(req_id, ()))
-            verified = nodes.get(req_id, rows)
+            state, places = states[req_id], drafted.get(req_id, ())
+            rows = len(places)
+            held = 0 if places and places[0] < 0 else rows  # see `StepView.preempted`
+            verified = nodes.get(req_id, held)
             requests.append(
                 RequestView(
                     req_id,
@@ -132,6 +134,7 @@ class RunnerV1:
             trees=None
             if self.sides is None
             else self.sides.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
+            preempted=scheduler_output.preempted_req_ids or (),
         )
 
     def handed_out(self) -> None:

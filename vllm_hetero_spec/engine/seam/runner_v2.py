@@ -197,6 +197,7 @@ class RunnerV2:
             step_seconds=times.step,
             tiers=self.tiers,
             trees=None if self._sides is None else self._sides.room(len(requests), rows),
+            preempted=output.preempted_req_ids or (),
         )
 
     @property

@@ -110,6 +110,8 @@ class StepView:
         tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts
             may have any length up to `lookahead`. They count rows of trees.
         trees: What drafts may be beside chains; None where they may be chains alone.
+        preempted: Requests that the step took the KV from: their drafts are void. vLLM may schedule
+            places for one that comes back, which hold none.
         max_model_len: The target's longest sequence in tokens.
         num_rows: Tokens that the target computed in this step.
         target_seconds: Wall time since the drafts before were handed out; None in the first step.
@@ -126,6 +128,7 @@ class StepView:
     step_seconds: float | None = None
     tiers: Sequence[int] = ()
     trees: TreeRoom | None = None
+    preempted: Collection[str] = ()
 
     @cached_property
     def index_of(self) -> dict[str, int]:

@@ -99,7 +99,7 @@ class Verifier:
             drafts: Of this step. Where ranks verify together, all of them call this, and those of
                 the first rank count.
         """
-        self._pending.keep(step.live, step.index_of)
+        self._pending.keep(step.live, {*step.index_of, *step.preempted})
         if self._fuzzy is not None:
             self._fuzzy.keep(step.live)
         draft_probs = {
