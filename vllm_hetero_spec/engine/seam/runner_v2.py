@@ -95,17 +95,15 @@ class RunnerV2:
             scheduler_output: What it is made of.
         """
         self._output = scheduler_output
-        for req_id in scheduler_output.preempted_req_ids or ():
-            self._drafted.pop(req_id, None)  # it comes back with places for a draft, and none
+        for req_id in scheduler_output.preempted_req_ids or ():  # it may come back with places,
+            self._drafted.pop(req_id, None)  # which hold none
         self._verified = {  # padding is none
             req_id: min(len(places), len(self._drafted.get(req_id, ())))
             for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
         }
         for req_id in scheduler_output.finished_req_ids:
-            self._new.pop(req_id, None)
-            self._started.pop(req_id, None)
-            self._params.pop(req_id, None)
-            self._drafted.pop(req_id, None)
+            for known in (self._new, self._started, self._params, self._drafted):
+                known.pop(req_id, None)
             self._preempted.discard(req_id)
         self._preempted |= scheduler_output.preempted_req_ids or set()
         for new in scheduler_output.scheduled_new_reqs:
@@ -273,8 +271,8 @@ class RunnerV2:
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
             trees = None if self._sides is None else self._sides.view()
             return BatchView(batch.req_ids, lengths=lengths, trees=trees)
-        rows = np.diff(batch.cu_num_logits_np)
-        return BatchView(batch.req_ids, lengths=(rows - 1).tolist())  # but for the bonus token's
+        rows = np.diff(batch.cu_num_logits_np) - 1  # but for the bonus token's
+        return BatchView(batch.req_ids, lengths=rows.tolist())
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [n], where the token behind each position stands in its request's output.
