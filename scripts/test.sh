@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs everything if need be, then checks style and types and runs the tests, in three processes
-# at once: on two cores a third one works while others wait for processes of their own. Arguments go
-# to pytest: `bash scripts/test.sh -m "not engine and not server"` leaves out what starts vLLM, and
-# `-n 0` runs all in one process.
+# Installs everything if need be, then checks style and types and runs the tests, in two processes
+# at once. Arguments go to pytest: `bash scripts/test.sh -m "not engine and not server"` leaves out
+# what starts vLLM, and `-n 0` runs all in one process.
 
 set -euo pipefail
 
@@ -17,4 +16,4 @@ ruff format --check
 say "mypy"
 mypy
 say "pytest"
-python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
