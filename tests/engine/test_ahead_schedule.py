@@ -203,7 +203,6 @@ class Drafting:
         self._sides = sides
         self.text, self.lines = list[int](), [Line([], 0)]
         self._at_stake = self._beside = -1
-        self._behind = set[int]()  # lengths of text and lines that are known to the drafter
         self.forwards = 0
 
     def tell(self, text: list[int], ahead: list[int], rank: int, at_stake: int, k: int) -> None:
