@@ -19,6 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Kernels kept per batch shape; few, so that a leak stands out from them.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# Processes of the tests start fast: what one of them has compiled, or found out about a model in a
+# process more, the next one finds.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(REPO / "tests" / "any_process"), os.environ.get("PYTHONPATH")])
+)
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
 # Engines run in the process that starts them: tests reach into the worker, and children start fast.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -60,6 +67,7 @@ def demo_pair() -> Path:
     script = REPO / "scripts" / "train_demo_models.py"
     with FileLock(f"{out}.lock"):  # one of the workers trains, the others wait
         subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
+    os.environ["HETERO_SPEC_DEMO"] = str(out)  # processes of this one need not look
     return out
 
 

@@ -18,7 +18,7 @@ from scenarios import answers, generate, greedy
 
 def executor(
     target: str,
-    specs: list[tuple[str, dict[str, Any] | None]],
+    specs: list[dict[str, Any] | None],
     texts: list[str],
     sampled: dict[str, Any] | None = None,
     kill: bool = False,
@@ -27,7 +27,7 @@ def executor(
 
     Args:
         target: Its folder.
-        specs: An executor and a speculative configuration for each engine.
+        specs: A speculative configuration for each engine.
         texts: Prompts.
         sampled: Sampling parameters, `prompt` and `times`: asked of the last engine.
         kill: Whether a worker of the last engine is killed at its work.
@@ -37,19 +37,19 @@ def executor(
     from vllm_hetero_spec.engine.metrics.counters import RPC
 
     found: dict[str, Any] = {"greedy": [], "counts": []}
-    for backend, spec in specs:
+    for spec in specs:
         llm = LLM(
             target,
             **BASE,
             tensor_parallel_size=2,
-            distributed_executor_backend=backend,
+            distributed_executor_backend="ray",
             speculative_config=spec,
         )
         for text in texts[:3]:  # one by one: what is drafted hangs on no other request
             generate(llm, [text], greedy())
         found["counts"].append(llm.collective_rpc(RPC) if spec else None)
         found["greedy"].append(generate(llm, texts, greedy()))
-        if (backend, spec) == tuple(specs[-1]):
+        if spec == specs[-1]:
             if sampled is not None:
                 prompts = [sampled.pop("prompt")] * sampled.pop("times")
                 outputs = llm.generate(prompts, SamplingParams(**sampled), use_tqdm=False)

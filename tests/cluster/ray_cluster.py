@@ -27,7 +27,7 @@ import pytest
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
-IMPORTED = (REPO, HERE.parent, HERE.parent / "engine", HERE)
+IMPORTED = (HERE.parent / "any_process", REPO, HERE.parent, HERE.parent / "engine", HERE)
 SECONDS = 600  # bound on a program
 _START = 300  # bound on the start of a node, which a busy machine takes a minute for
 _PLATFORM = """

@@ -31,12 +31,18 @@ def v2_environment(*first: Path) -> dict[str, str]:
     Args:
         first: Folders to import from before all others, such as another release of vLLM.
     """
-    path = [HERE / "v2_on_cpu", *first, HERE, HERE.parent, HERE.parent.parent]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "TRITON_INTERPRET": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # takes the stand-in for a backend that it can compile for
-    }
+    tests = HERE.parent
+    path = [HERE / "v2_on_cpu", *first, tests / "any_process", HERE, tests, tests.parent]
+    own = {"VLLM_CACHE_ROOT": f"{first[0]}-cache"} if first else {}
+    return (
+        os.environ
+        | own
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "TRITON_INTERPRET": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # takes the stand-in for a backend that it can compile for
+        }
+    )
 
 
 @contextlib.contextmanager

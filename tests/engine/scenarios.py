@@ -60,10 +60,10 @@ async def answers(texts: list[str], **arguments: Any) -> Outputs:
     return {str(index): ids for index, ids in enumerate(found)}
 
 
-def in_batches_of(size: int) -> Scenario:
+def in_batches_of(size: int, most: int = 64) -> Scenario:
     def run(llm: LLM, prompts: list[str]) -> Outputs:
         found: Outputs = {}
-        for start in range(0, len(prompts), size):
+        for start in range(0, min(len(prompts), most), size):
             part = generate(llm, prompts[start : start + size], greedy())
             found |= {f"{start}+{k}": v for k, v in part.items()}
         return found
@@ -169,12 +169,12 @@ def crowded(llm: LLM, prompts: list[str]) -> Outputs:
     """More requests than the KV cache holds: vLLM preempts."""
     ids = llm.get_tokenizer().encode("\n".join(prompts), add_special_tokens=False)
     requests = [{"prompt_token_ids": ids[i * 30 : i * 30 + 60]} for i in range(16)]
-    return generate(llm, requests, greedy(max_tokens=120, ignore_eos=True))
+    return generate(llm, requests, greedy(max_tokens=90, ignore_eos=True))
 
 
 ROOMY: dict[str, Scenario] = {
-    "batch 1": in_batches_of(1),
-    "batch 8": in_batches_of(8),
+    "batch 1": in_batches_of(1, most=8),
+    "batch 8": in_batches_of(8, most=24),
     "batch 32": in_batches_of(32),
     "joining and aborting": joining_and_aborting,
     "common prefix": common_prefix,

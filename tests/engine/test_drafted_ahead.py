@@ -133,11 +133,14 @@ def test_wrong_guesses_are_never_hit(
     context.append([token for ids in pair.outputs.values() for token in ids])
     written = look._spelled(context.ids)
     wrong = next(i for i, data in look._bytes.items() if data.isalnum() and data not in written)
-    read = DraftTable.read
+    read, ends = DraftTable.read, look._bridge.drafter_eos
 
     def misread(table: DraftTable, slot: int, rank: int = 0) -> Drafted | None:
         found = read(table, slot, rank)
-        return found and found._replace(ids=[wrong] * len(found.ids))
+        if found is None:
+            return None
+        end = [token for token in found.ids if token in ends]  # else the rest is waited for
+        return found._replace(ids=[wrong] * len(found.ids) + end)
 
     monkeypatch.setattr(DraftTable, "read", misread)
     outputs, counts = pair.load.run()

@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(36_000 if LONG else 1200)]
 def test_samples_of_v2_follow_the_targets_law(way: str, request: pytest.FixtureRequest) -> None:
     """Of the other release what shows that its sampler takes ours: the law has no release."""
     pytest.importorskip("triton")
-    chosen = {"installed": "", "ahead": "slrs" if not LONG else "", "0.33": "races or log_prob"}
+    chosen = {
+        "installed": "",
+        "ahead": "slrs" if not LONG else "",
+        "0.33": "races or (log_prob and tli)",
+    }
     folders = [request.getfixturevalue("runs_033")] if way == "0.33" else []
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "laws_v2.py")]
     environment = v2_environment(*folders) | {"V2_AHEAD": str(int(way == "ahead"))}

@@ -30,10 +30,11 @@ def test_ledger_matches(vllm_033: Path) -> None:
 
 
 @pytest.mark.engine
-def test_scenarios_run_on_it(runs_033: Path, demo_pair: Path) -> None:
+@pytest.mark.usefixtures("demo_pair")
+def test_scenarios_run_on_it(runs_033: Path) -> None:
     """The engine tests named above, in one process, on 0.33."""
-    path = os.pathsep.join([str(runs_033), os.environ.get("PYTHONPATH", str(HERE.parent.parent))])
-    environment = os.environ | {"PYTHONPATH": path, "HETERO_SPEC_DEMO": str(demo_pair)}
+    path = os.pathsep.join([str(runs_033), os.environ["PYTHONPATH"], str(HERE.parent.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "VLLM_CACHE_ROOT": f"{runs_033}-cache"}
 
     def python(*arguments: str) -> str:
         command = [sys.executable, *arguments]

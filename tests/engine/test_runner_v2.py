@@ -17,7 +17,7 @@ from scenarios import Run
 from test_identity import IDENTITY
 from v2_runs import SOME, STAGED, WAYS, run_way
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 
 
 @pytest.mark.parametrize("scenario", SOME)
-@pytest.mark.parametrize("way", ["identity", "identity, ahead", STAGED])
+@pytest.mark.parametrize("way", ["identity, ahead", STAGED])
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
     """All that is counted: scheduled ahead, drafts are padded to one length.
 

@@ -53,6 +53,11 @@ def ending(llm: LLM, prompts: list[str]) -> Outputs:
 
 MORE = {"taken up": taken_up, "ending": ending}
 ALL = SOME | MORE
+RUN: dict[str, set[str]] = {
+    "large blocks": ALL.keys() - TIGHT,
+    "small blocks": {"batch 8", "joining and aborting", *MORE},
+    "tight": ALL.keys() & TIGHT,
+}
 ONLY_CHAINS = ("penalties", "bad_words", "min_tokens")
 
 
@@ -73,7 +78,7 @@ def few(code_prompts: list[str]) -> list[str]:
 @pytest.fixture(scope="module", params=LIMITS)
 def compared(request: pytest.FixtureRequest, demo_pair: Any, few: list[str]) -> Iterator[Compared]:
     limits = LIMITS[request.param]
-    names = [name for name in ALL if (name in TIGHT) == (limits is TIGHT_LIMITS)]
+    names = [name for name in ALL if name in RUN[request.param]]
     alone, known = {}, {}
     with engine(demo_pair / "target", **limits) as llm:
         for name in names:

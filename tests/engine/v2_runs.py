@@ -11,7 +11,7 @@ from scenarios import ROOMY, TIGHT, Run, generate, greedy, run_all
 from vllm_hetero_spec.engine.seam import async_scheduling
 
 STAGED = "identity, ahead, in stages"
-WAYS = ("alone", "pair", "identity", "pair, ahead", "identity, ahead", STAGED)
+WAYS = ("alone", "pair", "pair, ahead", "identity, ahead", STAGED)
 # All in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
 LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # more of the same, and too long
 SOME = {name: run for name, run in (ROOMY | TIGHT).items() if name not in LEFT_OUT}

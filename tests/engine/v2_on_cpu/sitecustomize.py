@@ -6,6 +6,7 @@ kernels, slowly, and `lanes.py` does the same for all programs of a launch at on
 be told that there is a backend. With V2_AHEAD=1 engines of ours are scheduled ahead, as on a GPU.
 """
 
+import gc
 import importlib.abc
 import importlib.util
 import os
@@ -48,6 +49,7 @@ def _masks_are_bools(store: Any) -> Any:
     return create_masked_store
 
 
+gc.set_threshold(100_000, 50, 1000)  # as in `any_process`, whose place this takes
 if os.environ.get("TRITON_INTERPRET") == "1":
     import lanes
     from triton.backends import backends
