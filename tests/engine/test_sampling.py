@@ -21,7 +21,7 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])]
-SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "2000"))
+SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
 SETTINGS = {
     "cold": Setting(0.8, top_k=3),
     "nucleus": Setting(1.0, top_p=0.8),
