@@ -50,8 +50,7 @@ class CostCurve:
 
     def __init__(self, points: Mapping[int, Points] | None = None, kinds: int = 1) -> None:
         known = {kind: clean for kind, raw in (points or {}).items() if (clean := _clean(raw))}
-        self._kinds = kinds
-        self._seen = np.zeros(kinds * len(_KNOTS), bool)
+        self._seen: set[int] = set()  # knots of all kinds that were calibrated or measured
         self._learnt = 0  # measurements
         self._measurements: list[tuple[float, float, int]] = []  # not learnt from yet
         fallback = known.get(0) or next(iter(known.values()), None)
@@ -62,7 +61,7 @@ class CostCurve:
             means.append(_line(calibrated) if calibrated else _GROWTH * _OCTAVES + _LEVEL)
             for size, _ in known.get(kind, ()):
                 nearest = int(np.abs(_OCTAVES - math.log2(size)).argmin())
-                self._seen[kind * len(_KNOTS) + nearest] = True
+                self._seen.add(kind * len(_SIZES) + nearest)
         self._log = np.concatenate(means)
         near = np.exp(-np.abs(_OCTAVES[:, None] - _OCTAVES) / _CORRELATION_OCTAVES)
         across = np.full((kinds, kinds), _ACROSS_KINDS)
@@ -71,15 +70,16 @@ class CostCurve:
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
         self._surprises = 0.0  # in a row: positive above, negative below
-        # Results kept until the next measurement; hulls by kind, first and last knot.
+        # Results kept until the next measurement: by kind, by kind and knot, by kind, first and
+        # last knot.
         self._monotone: dict[int, list[float]] = {}
-        self._slopes: dict[int, list[float]] = {}
+        self._slopes: dict[tuple[int, int], float] = {}
         self._hulls: dict[tuple[int, int, int], list[float]] = {}
 
     @property
     def known(self) -> bool:
         """Whether there is a calibration or a measurement at all."""
-        return bool(self._seen.any())
+        return bool(self._seen)
 
     def seconds(self, size: float, kind: int = 0) -> float:
         """Of a step of this size; beyond the largest size the line goes on."""
@@ -95,36 +95,39 @@ class CostCurve:
         range), so that nobody stops before it who would be glad to be beyond. What is uncertain
         counts for the least that is likely. At least 0.
         """
-        if kind not in self._slopes:
-            self._slopes[kind] = self._least_slopes(kind)
-        at, low, high = (_place(place)[0] for place in (size, first, max(first, last)))
-        least = self._slopes[kind][at]
-        if not low <= at <= high:
+        at = _below(size)
+        least = self._slopes.get((kind, at))
+        if least is None:
+            least = self._slopes[kind, at] = self._least_slope(at, kind)
+        low, high = _below(first), _below(max(first, last))
+        if not least or not low <= at <= high:
             return least
         hull = self._hulls.get((kind, low, high))
         if hull is None:
-            span = slice(low, high + 2)
-            widths = np.diff(_KNOTS[span])
-            rises = _isotonic(np.diff(self._values(kind)[span]) / widths, widths)
-            hull = self._hulls[kind, low, high] = rises.tolist()
+            values, knots = self._values(kind), range(low, high + 1)
+            widths = [_SIZES[knot + 1] - _SIZES[knot] for knot in knots]
+            rises = [values[knot + 1] - values[knot] for knot in knots]
+            hull = _isotonic([rise / w for rise, w in zip(rises, widths, strict=True)], widths)
+            self._hulls[kind, low, high] = hull
         return min(least, hull[at - low])
 
     def stddev(self, size: float, kind: int = 0) -> float:
         """Standard deviation of the logarithm of `seconds(size, kind)`."""
         at, low, high, _ = self._expect(size, kind)
-        column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
-        return math.sqrt(max(low * column[at] + high * column[at + 1], 0.0))
+        first, second, both = self._covariances(at)
+        return math.sqrt(max(low * low * first + high * high * second + 2 * low * high * both, 0.0))
 
     def loosen(self, spread: float) -> None:
         """Long unmeasured: the whole curve may have moved by this standard deviation."""
         self._covariance += spread**2
+        self._slopes.clear()
 
     def observe(self, size: float, seconds: float, kind: int = 0) -> None:
         """Learn from one measurement; what is not a positive number is ignored."""
         if not (size > 0 and 0 < seconds < math.inf):
             return
         self._measurements.append((size, seconds, kind))
-        familiar = self._learnt >= _EACH and self._seen[kind * len(_KNOTS) + _place(size)[0]]
+        familiar = self._learnt >= _EACH and kind * len(_SIZES) + _below(size) in self._seen
         if familiar and len(self._measurements) < _TOGETHER:
             return
         for measurement in self._measurements:
@@ -134,8 +137,8 @@ class CostCurve:
 
     def points(self, kind: int = 0) -> list[tuple[float, float]]:
         """The curve at all sizes that were calibrated or measured, as calibration takes it."""
-        seen = self._seen.reshape(self._kinds, -1).any(0)
-        return [(float(size), self.seconds(size, kind)) for size in _KNOTS[seen]]
+        seen = sorted({knot % len(_SIZES) for knot in self._seen})
+        return [(_SIZES[knot], self.seconds(_SIZES[knot], kind)) for knot in seen]
 
     def _learn(self, size: float, seconds: float, kind: int) -> None:
         self._learnt += 1
@@ -143,7 +146,9 @@ class CostCurve:
             self._covariance += (self._drift - self._covariance) * (_FADE_EVERY / _FADE)
         at, low, high, expected = self._expect(size, kind)
         off = math.log(seconds / expected)
-        column = low * self._covariance[:, at] + high * self._covariance[:, at + 1]
+        column = low * self._covariance[at]
+        if high:
+            column += high * self._covariance[at + 1]
         spread = float(low * column[at] + high * column[at + 1]) + _NOISE**2
         bound = _SURPRISE * math.sqrt(spread)
         side = math.copysign(1.0, off) if abs(off) > bound else 0.0
@@ -156,41 +161,50 @@ class CostCurve:
             self._surprises = 0.0
         self._log += column * (max(-bound, min(bound, off)) / spread)
         self._covariance -= column[:, None] * (column / spread)
-        self._seen[at + (high > low)] = True
+        self._seen.add(at + (high > low))
 
     def _expect(self, size: float, kind: int) -> tuple[int, float, float, float]:
         """The knot below, the log-seconds' derivatives by that knot and the next, the seconds."""
         below, share = _place(size)
         share = min(max(share, 0.0), 1.0)
-        at = kind * len(_KNOTS) + below
+        at = kind * len(_SIZES) + below
         low, high = (1.0 - share) * math.exp(self._log[at]), share * math.exp(self._log[at + 1])
         expected = low + high
         return at, low / expected, high / expected, expected
 
     def _values(self, kind: int) -> list[float]:
         """Seconds at all knots; where noise made them fall, the mean of the neighbours."""
-        if kind not in self._monotone:
-            span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
-            logs = self._log[span]
-            if (logs[1:] < logs[:-1]).any():
-                logs = _isotonic(logs, 1.0 / self._covariance.diagonal()[span])
-            self._monotone[kind] = np.exp(logs).tolist()
-        return self._monotone[kind]
+        values = self._monotone.get(kind)
+        if values is None:
+            span = slice(kind * len(_SIZES), (kind + 1) * len(_SIZES))
+            logs = self._log[span].tolist()
+            if logs != sorted(logs):
+                logs = _isotonic(logs, (1.0 / self._covariance.diagonal()[span]).tolist())
+            values = self._monotone[kind] = list(map(math.exp, logs))
+        return values
 
-    def _least_slopes(self, kind: int) -> list[float]:
-        """Slopes between all knots, a standard deviation below what is expected."""
-        span = slice(kind * len(_KNOTS), (kind + 1) * len(_KNOTS))
-        spread = self._covariance[span, span]
-        variance = spread.diagonal()[1:] + spread.diagonal()[:-1] - 2.0 * spread.diagonal(1)
-        values = np.array(self._values(kind))
-        rise = np.log(values[1:] / values[:-1]) - np.sqrt(np.maximum(variance, 0.0))
-        slopes: np.ndarray = values[:-1] * np.expm1(np.maximum(rise, 0.0)) / np.diff(_KNOTS)
-        return slopes.tolist()
+    def _least_slope(self, knot: int, kind: int) -> float:
+        """The slope from a knot to the next, a standard deviation below what is expected."""
+        first, second, both = self._covariances(kind * len(_SIZES) + knot)
+        spread = math.sqrt(max(first + second - 2.0 * both, 0.0))
+        low, high = self._values(kind)[knot : knot + 2]
+        rise = low * math.expm1(max(math.log(high / low) - spread, 0.0))
+        return rise / (_SIZES[knot + 1] - _SIZES[knot])
+
+    def _covariances(self, at: int) -> tuple[float, float, float]:
+        """Variance of a value, of the next, and the covariance of the two."""
+        (first, both), (_, second) = self._covariance[at : at + 2, at : at + 2].tolist()
+        return first, second, both
+
+
+def _below(size: float) -> int:
+    """The knot below a size, at most the last but one."""
+    return min(max(bisect_right(_SIZES, size), 1), len(_SIZES) - 1) - 1
 
 
 def _place(size: float) -> tuple[int, float]:
     """The knot below a size, and how far the size is towards the next; above 1 past the last."""
-    low = min(max(bisect_right(_SIZES, size) - 1, 0), len(_SIZES) - 2)
+    low = _below(size)
     return low, (size - _SIZES[low]) / (_SIZES[low + 1] - _SIZES[low])
 
 
@@ -206,7 +220,7 @@ def _clean(points: Points) -> list[tuple[float, float]]:
 def _line(points: Points) -> np.ndarray:
     """Logarithms at the knots of the rising line through the points."""
     sizes = np.array([size for size, _ in points])
-    seconds = _isotonic(np.array([value for _, value in points]), np.ones(len(points)))
+    seconds = _isotonic([value for _, value in points], [1.0] * len(points))
     if len(points) == 1:
         return np.log(seconds[0]) + _GROWTH * (_OCTAVES - math.log2(sizes[0]))
     line = np.interp(_KNOTS, sizes, seconds)
@@ -216,11 +230,11 @@ def _line(points: Points) -> np.ndarray:
     return np.log(np.maximum(line, seconds[0] / 2))
 
 
-def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The rising values nearest to the given ones (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, members
     rising: list[float] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+    for value, weight in zip(values, weights, strict=True):
         mean, total, members = value, weight, 1
         while pools and pools[-1][0] > mean:
             before, heavy, count = pools.pop()
@@ -229,4 +243,4 @@ def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
         pools.append((mean, total, members))
     for mean, _, members in pools:
         rising += [mean] * members
-    return np.array(rising)
+    return rising
