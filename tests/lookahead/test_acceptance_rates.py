@@ -109,7 +109,8 @@ class Binned:
     def predict(self, confidences: np.ndarray) -> np.ndarray:
         from vllm_hetero_spec.lookahead.curve import _isotonic
 
-        return _isotonic(self._accepted / self._tested, self._tested)[self._bin(confidences)]
+        rates = _isotonic((self._accepted / self._tested).tolist(), self._tested.tolist())
+        return np.array(rates)[self._bin(confidences)]
 
     def observe(self, confidences: np.ndarray, accepted: np.ndarray) -> None:
         keep = 0.5 ** (len(confidences) / 256)

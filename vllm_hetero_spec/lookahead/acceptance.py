@@ -26,6 +26,7 @@ _LEAST_VARIANCE = 0.1  # of one test: a sure prediction must not make its own re
 _LARGEST_STEP = 2.0  # logits that a prediction may move at once, whatever the surprise
 _STEEPEST = 6.0  # logits: nothing is believed to be surer than 99.75 %, either way
 _LEAST_CONFIDENCE = 1.0 / (1.0 + math.exp(_STEEPEST))  # the same bound for what drafters say
+_LARGEST_CONFIDENCE = 1.0 - _LEAST_CONFIDENCE
 
 # The least squares of `StepsOfDraft`: before any round, one step for each token, hardly any extra.
 _PRIOR_ROUNDS = 2.0  # rounds that the belief in no extra steps weighs
@@ -125,18 +126,24 @@ class Confidence:
         """
         slope, bend, offset, depth = self._as_floats
         logit = _logit(confidences)
-        score = slope * logit + bend * np.maximum(logit - _BEND, 0.0) + offset
-        score = score + depth * np.log1p(positions)
-        return 1.0 / (1.0 + np.exp(-np.clip(score, -_STEEPEST, _STEEPEST)))
+        score = slope * logit + bend * np.maximum(logit - _BEND, 0.0)
+        return _probability(score + (offset + depth * np.log1p(positions)))
 
     def chance(self, confidence: float, position: int) -> float:
         """`predict` of a single token, without the cost of arrays."""
         slope, bend, offset, depth = self._as_floats
-        inside = min(max(confidence, _LEAST_CONFIDENCE), 1.0 - _LEAST_CONFIDENCE)
-        logit = math.log(inside / (1.0 - inside))
-        score = slope * logit + bend * max(logit - _BEND, 0.0) + offset
-        score += depth * math.log1p(position)
-        return 1.0 / (1.0 + math.exp(-min(max(score, -_STEEPEST), _STEEPEST)))
+        if confidence <= _LEAST_CONFIDENCE:
+            logit = -_STEEPEST
+        elif confidence >= _LARGEST_CONFIDENCE:
+            logit = _STEEPEST
+        else:
+            logit = math.log(confidence / (1.0 - confidence))
+        score = slope * logit + offset + depth * math.log1p(position)
+        if logit > _BEND:
+            score += bend * (logit - _BEND)
+        if abs(score) > _STEEPEST:
+            score = math.copysign(_STEEPEST, score)
+        return 1.0 / (1.0 + math.exp(-score))
 
     def observe(
         self, confidences: Sequence[float], positions: Sequence[int], accepted: Sequence[bool]
@@ -144,19 +151,19 @@ class Confidence:
         """Learn from tokens that were tested together, [n] each: one step of Newton's method."""
         if not len(confidences):
             return
-        confidence = np.asarray(confidences, float)
-        logit, depth = _logit(confidence), np.log1p(positions)
-        bent = np.maximum(logit - _BEND, 0.0)
-        features = np.stack([logit, bent, np.ones(len(logit)), depth], axis=1)
-        predicted = self.predict(confidence, np.asarray(positions))
+        features = np.ones((4, len(confidences)))
+        logit = features[0] = _logit(np.array(confidences, float))
+        features[1] = np.maximum(logit - _BEND, 0.0)
+        features[3] = np.log1p(positions)
+        predicted = _probability(self._weights @ features)
         keep = 0.5 ** (len(logit) / _HALF_LIFE_TOKENS)
         learnt = (self._information - _PRIOR_INFORMATION) * keep
         variance = np.maximum(predicted * (1.0 - predicted), _LEAST_VARIANCE)
-        tests = (features * variance[:, None]).T @ features
+        tests = (features * variance) @ features.T
         self._information = _PRIOR_INFORMATION + learnt + tests
-        surprise = features.T @ (np.asarray(accepted, float) - predicted)
+        surprise = features @ (np.array(accepted, float) - predicted)
         step = np.linalg.solve(self._information, surprise)
-        largest = float(np.abs(features @ step).max())
+        largest = float(np.abs(step @ features).max())
         self._weights += step * min(1.0, _LARGEST_STEP / max(largest, 1e-9))
         self._as_floats = self._weights.tolist()
 
@@ -267,5 +274,13 @@ def numbers(saved: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def _logit(confidences: np.ndarray) -> np.ndarray:
     """The logit, bounded."""
-    inside = np.clip(confidences, _LEAST_CONFIDENCE, 1.0 - _LEAST_CONFIDENCE)
-    return np.log(inside / (1.0 - inside))
+    inside = np.minimum(np.maximum(confidences, _LEAST_CONFIDENCE), _LARGEST_CONFIDENCE)
+    logit: np.ndarray = np.log(inside / (1.0 - inside))
+    return logit
+
+
+def _probability(scores: np.ndarray) -> np.ndarray:
+    """Of logits, bounded."""
+    bounded = np.minimum(np.maximum(scores, -_STEEPEST), _STEEPEST)
+    probability: np.ndarray = 1.0 / (1.0 + np.exp(-bounded))
+    return probability

@@ -78,12 +78,9 @@ class AcceptanceStats:
         """Conditional acceptance of each position of one kind of request, as of last `learn`."""
         return self._kinds[random].rates
 
-    def survival_of(
-        self, confidences: Sequence[Sequence[float]], random: Sequence[bool]
-    ) -> list[list[float]]:
-        """P[accepted up to each token] of drafts under way, by the confidences of each."""
-        drafts = zip(confidences, random, strict=True)
-        return [self._kinds[kind].survival_of(draft) for draft, kind in drafts]
+    def survival_of(self, confidences: Sequence[float], random: bool) -> list[float]:
+        """P[accepted up to each token] of a draft under way, by its confidences."""
+        return self._kinds[random].survival_of(confidences)
 
     def survival(self, random: Sequence[bool]) -> np.ndarray:
         """P[accepted up to each position] of recent drafts, float [n, positions].
@@ -102,7 +99,13 @@ class AcceptanceStats:
         return rows
 
     def conditional(self, random: Sequence[bool]) -> np.ndarray:
-        """Conditional acceptance of each position for the rows of `survival`, of its shape."""
+        """Conditional acceptance of each position for the rows of `survival`.
+
+        Returns:
+            float [n, positions], or [1, positions] where that is the same for all.
+        """
+        if len(kind := set(random)) == 1:
+            return np.array([self.rates(kind.pop())])
         kinds = self._in_turn(random)
         return np.where(kinds[:, None], self.rates(True), self.rates(False))
 
@@ -192,12 +195,9 @@ class _KindStats:
 
     def survival_of(self, confidences: Sequence[float]) -> list[float]:
         """P[accepted up to each token] of a draft, given its confidences."""
-        alive, survival = 1.0, []
-        for position, confidence in enumerate(confidences[: len(self.rates)]):
-            if math.isnan(confidence):
-                alive *= self.rates[position]
-            else:
-                alive *= self._by_confidence.chance(confidence, position)
+        alive, survival, chance = 1.0, [], self._by_confidence.chance
+        for position, (confidence, rate) in enumerate(zip(confidences, self.rates, strict=False)):
+            alive *= rate if math.isnan(confidence) else chance(confidence, position)
             survival.append(alive)
         return survival
 
@@ -284,9 +284,13 @@ class _RecentDrafts:
             return np.cumprod(rates)[None]
         predicted = confidence.predict(drafts, np.arange(drafts.shape[1]))
         ended, unknown = drafts == _ENDED, np.isnan(drafts)
-        # Where a draft was not asked for so much, it might have ended as others did.
-        before = np.hstack([np.zeros((len(drafts), 1), bool), ended[:, :-1]])
-        asked = (~unknown & ~before).sum(0)
-        goes_on = 1.0 - (ended & ~before).sum(0) / np.maximum(asked, 1)
-        steps = np.where(unknown, rates * goes_on, np.where(ended, 0.0, predicted))
-        return np.cumprod(steps, axis=1)
+        if not ended.any():
+            goes_on = 1.0
+        else:
+            # Where a draft was not asked for so much, it might have ended as others did.
+            before = np.zeros_like(ended)
+            before[:, 1:] = ended[:, :-1]
+            asked = (~unknown & ~before).sum(0)
+            goes_on = 1.0 - (ended & ~before).sum(0) / np.maximum(asked, 1)
+            predicted[ended] = 0.0
+        return np.cumprod(np.where(unknown, rates * goes_on, predicted), axis=1)

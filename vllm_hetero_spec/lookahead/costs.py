@@ -123,7 +123,7 @@ class CostModel:
         """Seconds to feed a request's context tokens, beyond what any round feeds."""
         return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
-    def side(self, context: int) -> float:
+    def side(self, context: float) -> float:
         """Seconds that a side sequence over so much context takes beside its rows."""
         tokens, seconds = self._read_again
         return context * max(seconds, 0.0) / tokens

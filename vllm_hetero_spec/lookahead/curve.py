@@ -10,12 +10,15 @@ curve is a straight line, and it never falls.
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, repeat
 
 import numpy as np
 
 Points = Sequence[tuple[float, float]]  # (size, seconds)
 
 _SIZES = [1.0, 2.0, 3.0, *(float(part << octave) for octave in range(9) for part in range(4, 8))]
+_INNER = _SIZES[1:-1]
+_WIDTHS = [high - low for low, high in pairwise(_SIZES)]
 _KNOTS = np.array(_SIZES)
 _OCTAVES = np.log2(_KNOTS)
 
@@ -84,8 +87,9 @@ class CostCurve:
     def seconds(self, size: float, kind: int = 0) -> float:
         """Of a step of this size; beyond the largest size the line goes on."""
         values = self._values(kind)
-        low, share = _place(size)
-        return max(values[low] + share * (values[low + 1] - values[low]), values[0])
+        at, share = _place(size)
+        low, high = values[at : at + 2]
+        return low + share * (high - low) if at or share > 0.0 else low
 
     def slope(self, size: float, first: float, last: float, kind: int = 0) -> float:
         """Seconds that one more adds at this size, on the way from a first size to a last.
@@ -104,10 +108,9 @@ class CostCurve:
             return least
         hull = self._hulls.get((kind, low, high))
         if hull is None:
-            values, knots = self._values(kind), range(low, high + 1)
-            widths = [_SIZES[knot + 1] - _SIZES[knot] for knot in knots]
-            rises = [values[knot + 1] - values[knot] for knot in knots]
-            hull = _isotonic([rise / w for rise, w in zip(rises, widths, strict=True)], widths)
+            values, widths = self._values(kind)[low : high + 2], _WIDTHS[low : high + 1]
+            pairs = zip(pairwise(values), widths, strict=True)
+            hull = _isotonic([(after - before) / width for (before, after), width in pairs], widths)
             self._hulls[kind, low, high] = hull
         return min(least, hull[at - low])
 
@@ -189,7 +192,7 @@ class CostCurve:
         spread = math.sqrt(max(first + second - 2.0 * both, 0.0))
         low, high = self._values(kind)[knot : knot + 2]
         rise = low * math.expm1(max(math.log(high / low) - spread, 0.0))
-        return rise / (_SIZES[knot + 1] - _SIZES[knot])
+        return rise / _WIDTHS[knot]
 
     def _covariances(self, at: int) -> tuple[float, float, float]:
         """Variance of a value, of the next, and the covariance of the two."""
@@ -198,14 +201,14 @@ class CostCurve:
 
 
 def _below(size: float) -> int:
-    """The knot below a size, at most the last but one."""
-    return min(max(bisect_right(_SIZES, size), 1), len(_SIZES) - 1) - 1
+    """The knot below a size, from the first to the last but one."""
+    return bisect_right(_INNER, size)
 
 
 def _place(size: float) -> tuple[int, float]:
     """The knot below a size, and how far the size is towards the next; above 1 past the last."""
     low = _below(size)
-    return low, (size - _SIZES[low]) / (_SIZES[low + 1] - _SIZES[low])
+    return low, (size - _SIZES[low]) / _WIDTHS[low]
 
 
 def _clean(points: Points) -> list[tuple[float, float]]:
@@ -234,13 +237,12 @@ def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The rising values nearest to the given ones (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, members
     rising: list[float] = []
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, members = value, weight, 1
-        while pools and pools[-1][0] > mean:
-            before, heavy, count = pools.pop()
-            mean = (before * heavy + mean * total) / (heavy + total)
-            total, members = heavy + total, count + members
-        pools.append((mean, total, members))
+    for pool in zip(values, weights, repeat(1)):
+        while pools and pools[-1][0] > pool[0]:
+            (before, heavy, count), (mean, weight, members) = pools.pop(), pool
+            total = heavy + weight
+            pool = (before * heavy + mean * weight) / total, total, count + members
+        pools.append(pool)
     for mean, _, members in pools:
         rising += [mean] * members
     return rising

@@ -8,6 +8,7 @@ would be ended early, are so in the replay too, at the same price: what a second
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -98,48 +99,52 @@ def forecast(
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
-    asking = np.bincount(limits)[::-1].cumsum()[::-1].tolist()
+    ordered = sorted(limits)
+    asking = [len(limits) - bisect_left(ordered, depth) for depth in range(ordered[-1] + 1)]
     drafting = asking[1]
-    step, read_again = costs.drafter(drafting * paths), 0.0
+    step, before, read_again = costs.drafter(drafting * paths), costs.drafting(drafting, 0.0), 0.0
     if sides is not None:
         step += costs.beside(drafting)
+        before += drafting * sides.seconds
     step_price = tokens_per_second * step * known.steps.each
     read_price = tokens_per_second * costs.side(1)
     drafter_stddev = costs.drafter_stddev(drafting)
+    hope_of_drafter = _optimism(drafter_stddev)
     survival = known.acceptance.survival(random)  # [drafts, positions]
-    conditional = known.acceptance.conditional(random)
+    # P[a further token counts] behind so many, as is known before it is drawn.
+    expected = survival[:, :-1] * known.acceptance.conditional(random)[:, 1:]
+    groups = _Groups(len(survival), drafting)
     still_drafted = np.ones(len(survival), bool)
     still_verified = np.ones(len(survival), bool)
     tokens, rows, depth_drafted = float(batch), float(batch), 0.0
+    share = 1.0  # of the groups that still draft: all where there are no early stops
     found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
     for depth in range(len(asking) - 1):
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
-        beside = np.zeros(3)
+        side_tokens = side_rows = side_reads = beside = 0.0
         if sides is not None:
-            beside = sides.worth(depth + 1, row_price, random, read_price)
-            found.beside.append(float(beside @ (1.0, -row_price, -read_price)))
+            found_beside = sides.worth(depth + 1, row_price, random, read_price)
+            side_tokens, side_rows, side_reads = found_beside.tolist()
+            beside = side_tokens - row_price * side_rows - read_price * side_reads
+            found.beside.append(beside)
         if can_stop_early and depth:
-            expected = survival[:, depth - 1] * conditional[:, depth]
-            expected += found.beside[-1] if found.beside else 0.0
-            worth_a_step = _worth_a_step(expected * still_drafted, drafting, step_price)
-            still_drafted &= worth_a_step & (expected >= row_price)
-        still_verified &= still_drafted & (survival[:, depth] >= row_price)
-        # Without early stops all drafts go on: a share of 1.
-        depth_drafted += float(_groups(still_drafted, drafting).any(1).mean())
+            counts = expected[:, depth - 1] + beside
+            still_drafted &= groups.earn(counts * still_drafted, step_price)
+            still_drafted &= counts >= row_price
+            share = groups.share(still_drafted)
+        still_verified &= still_drafted
+        still_verified &= survival[:, depth] >= row_price
+        depth_drafted += share
         weight = asking[depth + 1] / len(survival)
         accepted = weight * float(survival[:, depth] @ still_verified)
         rows += weight * int(np.count_nonzero(still_verified))
-        accepted += asking[depth + 1] * float(beside[0])
-        rows += asking[depth + 1] * float(beside[1])
-        read_again += asking[depth + 1] * float(beside[2])
+        accepted += asking[depth + 1] * side_tokens
+        rows += asking[depth + 1] * side_rows
+        read_again += asking[depth + 1] * side_reads
         tokens += accepted
-        steps = known.steps.expected(depth_drafted)
-        seconds = costs.drafting(drafting, steps)
-        if sides is not None:
-            seconds += steps * (step - costs.drafter(drafting))
-            seconds += drafting * sides.seconds + costs.side(read_again)
+        seconds = before + step * known.steps.expected(depth_drafted) + costs.side(read_again)
         verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
-        hoped = seconds * _optimism(drafter_stddev) + verifying * _optimism(stddev)
+        hoped = seconds * hope_of_drafter + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))
         found.hopeful.append(tokens / hoped)
         found.stddevs.append(max(stddev, drafter_stddev))
@@ -153,15 +158,28 @@ def _optimism(stddev: float) -> float:
     return math.exp(-min(_OPTIMISM * stddev, _MOST_OPTIMISM))
 
 
-def _worth_a_step(expected: np.ndarray, drafting: int, step_price: float) -> np.ndarray:
-    """bool [n]: of drafts in groups as large as the batch, whose group earns one more step."""
-    groups = _groups(expected, drafting)
-    enough = groups.sum(1) * (drafting / groups.shape[1]) >= step_price
-    return np.resize(np.repeat(enough, groups.shape[1]), len(expected))
+class _Groups:
+    """Drafts in groups as large as the batch, which go on together; the rest is left out.
 
+    Args:
+        drafts: How many there are, at least one.
+        size: Of a group; fewer where there are fewer.
+    """
 
-def _groups(values: np.ndarray, size: int) -> np.ndarray:
-    """[n] as groups [m, size] of as many as there are; the rest is left out."""
-    size = min(size, len(values))
-    count = len(values) // size
-    return values[: count * size].reshape(count, size)
+    def __init__(self, drafts: int, size: int) -> None:
+        self._shape = drafts // min(size, drafts), min(size, drafts)
+        self._whole = self._shape[0] * self._shape[1]
+        self._scale = size / self._shape[1]
+        # The rest does as the first ones do.
+        self._group_of = np.arange(drafts) % self._whole // self._shape[1]
+
+    def earn(self, expected: np.ndarray, price: float) -> np.ndarray:
+        """bool [drafts], whether the group of each earns that many tokens, of those in [drafts]."""
+        earned = expected[: self._whole].reshape(self._shape).sum(1) * self._scale
+        enough: np.ndarray = (earned >= price)[self._group_of]
+        return enough
+
+    def share(self, drafted: np.ndarray) -> float:
+        """Share of the groups in which any is left of drafts [drafts]."""
+        left = drafted[: self._whole].reshape(self._shape).any(1)
+        return int(np.count_nonzero(left)) / self._shape[0]

@@ -16,7 +16,7 @@ from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observa
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
-from vllm_hetero_spec.lookahead.on_off import OnOff, ProbeBudget
+from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
@@ -114,7 +114,10 @@ class Goodput(Controller):
         if not self._costs.knows_drafter:
             return self._maybe_probe(now, able, limits, pending) or nothing
         found = self._foresee(now, limits, probed)
-        self.off = self._on_off.update(max(found.gain, self._warm_up_gain(limits)), batch)
+        gain = found.gain
+        if gain <= BEGIN:  # above it, more makes no difference
+            gain = max(gain, self._warm_up_gain(limits))
+        self.off = self._on_off.update(gain, batch)
         self.regime = "target alone" if self.off else "drafting"
         if self.off:
             return self._maybe_probe(now, able, limits, pending) or nothing

@@ -7,7 +7,7 @@ come less and less often while they show nothing new; one that does is followed 
 the share saved up allows.
 """
 
-_BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast may be off
+BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast may be off
 _END = 0.99  # gain at which it ends: below 1, or the two would take turns on the edge
 _STAY_OFF = 8  # steps off at least: probes and forecasts need some to say anything new
 _OTHER_BATCH = 1.25  # larger or smaller by this is another batch: no need to settle
@@ -34,7 +34,7 @@ class OnOff:
         self._since += 1
         low, high = sorted((batch, self._batch))
         settled = high > _OTHER_BATCH * low or self._since >= _STAY_OFF
-        if (settled and gain > _BEGIN) if self._off else gain < _END:
+        if (settled and gain > BEGIN) if self._off else gain < _END:
             self._off = not self._off
             self._since, self._batch = 0, batch
         return self._off

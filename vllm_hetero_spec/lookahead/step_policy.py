@@ -36,15 +36,15 @@ class StepPolicy(NamedTuple):
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        survival = self.known.acceptance.survival_of(confidences, self.random)
         price = self.row_price(self.batch + sum(map(len, confidences)))
-        expected = list(map(self._next, survival, self.random))
+        expected = list(map(self._next, confidences, self.random))
         expected = [tokens if tokens >= price else 0.0 for tokens in expected]
-        active = sum(tokens > 0 for tokens in expected)
-        costs, drafting = self.known.costs, max(active, 1) * self.paths
+        total = sum(expected)
+        if not total:
+            return [False] * len(expected)
+        costs, drafting = self.known.costs, sum(map(bool, expected)) * self.paths
         step = costs.drafter(drafting) + (costs.beside(drafting) if self.beside else 0.0)
-        step *= self.known.steps.each
-        enough = sum(expected) >= self.tokens_per_second * step
+        enough = total >= self.tokens_per_second * step * self.known.steps.each
         return [enough and tokens > 0 for tokens in expected]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
@@ -53,7 +53,7 @@ class StepPolicy(NamedTuple):
         Depth by depth over the whole batch, the most promising requests first, so that whether a
         token is in does not depend on what was drawn after it.
         """
-        survival = self.known.acceptance.survival_of(confidences, self.random)
+        survival = list(map(self.known.acceptance.survival_of, confidences, self.random))
         kept = [0] * len(survival)
         rows = self.batch
         alive = [i for i, request in enumerate(survival) if request]
@@ -126,11 +126,11 @@ class StepPolicy(NamedTuple):
         """Tokens that a side sequence over so much context has to bring beside its rows."""
         return self.tokens_per_second * self.known.costs.side(context)
 
-    def _next(self, survival: Sequence[float], random: bool) -> float:
+    def _next(self, confidences: Sequence[float], random: bool) -> float:
         """P[a further token counts]: 0 for a request without a draft or at its longest."""
-        rates = self.known.acceptance.rates(random)
-        if not 0 < len(survival) < len(rates):
+        acceptance, depth = self.known.acceptance, len(confidences)
+        rates = acceptance.rates(random)
+        if not 0 < depth < len(rates):
             return 0.0
-        depth = len(survival)
         beside = self.beside[depth] if depth < len(self.beside) else 0.0
-        return survival[-1] * rates[depth] + beside
+        return acceptance.survival_of(confidences, random)[-1] * rates[depth] + beside
