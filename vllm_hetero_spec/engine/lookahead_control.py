@@ -242,7 +242,7 @@ class LookaheadControl:
         Args:
             confidences: Of the drafter tokens picked so far, of each request still drafted.
         """
-        if any(req_id in self._own for req_id in confidences):
+        if not self._own.keys().isdisjoint(confidences):
             return True
         worth = self.controller.continue_drafting(self._in_order(confidences))
         self._stopped = not any(worth[self._index_of[req_id]] for req_id in confidences)

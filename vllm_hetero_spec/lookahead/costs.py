@@ -94,6 +94,10 @@ class CostModel:
         """
         return self._target.slope(rows, batch, most, _VERIFY)
 
+    def rows(self, batch: int, most: int) -> list[float]:
+        """`row` at `batch` rows, one more and so on up to `most`, [1 + most - batch]."""
+        return self._target.slopes(batch, most, _VERIFY)
+
     def plain_stddev(self, batch: int) -> float:
         """How uncertain a plain step is: standard deviation as a share of its seconds."""
         return self._target.stddev(batch, _PLAIN)

@@ -73,11 +73,11 @@ class CostCurve:
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
         self._surprises = 0.0  # in a row: positive above, negative below
-        # Results kept until the next measurement: by kind, by kind and knot, by kind, first and
+        # Results kept until anything is learnt: by kind, by kind and knot, by kind, first and
         # last knot.
         self._monotone: dict[int, list[float]] = {}
-        self._slopes: dict[tuple[int, int], float] = {}
-        self._hulls: dict[tuple[int, int, int], list[float]] = {}
+        self._least: dict[tuple[int, int], float] = {}
+        self._slopes: dict[tuple[int, int, int], list[float]] = {}
 
     @property
     def known(self) -> bool:
@@ -99,20 +99,19 @@ class CostCurve:
         range), so that nobody stops before it who would be glad to be beyond. What is uncertain
         counts for the least that is likely. At least 0.
         """
-        at = _below(size)
-        least = self._slopes.get((kind, at))
-        if least is None:
-            least = self._slopes[kind, at] = self._least_slope(at, kind)
-        low, high = _below(first), _below(max(first, last))
-        if not least or not low <= at <= high:
-            return least
-        hull = self._hulls.get((kind, low, high))
-        if hull is None:
-            values, widths = self._values(kind)[low : high + 2], _WIDTHS[low : high + 1]
-            pairs = zip(pairwise(values), widths, strict=True)
-            hull = _isotonic([(after - before) / width for (before, after), width in pairs], widths)
-            self._hulls[kind, low, high] = hull
-        return min(least, hull[at - low])
+        at, low, high = _below(size), _below(first), _below(max(first, last))
+        if low <= at <= high:
+            return self._spread_slopes(low, high, kind)[at - low]
+        return self._least_slope(at, kind)
+
+    def slopes(self, first: int, last: int, kind: int = 0) -> list[float]:
+        """`slope` at all sizes from a first to a last, [1 + last - first]."""
+        low, high = _below(first), _below(last)
+        found: list[float] = []
+        for knot, slope in enumerate(self._spread_slopes(low, high, kind), low):
+            ends = last + 1 if knot == high else int(_SIZES[knot + 1])
+            found += [slope] * (ends - first - len(found))
+        return found
 
     def stddev(self, size: float, kind: int = 0) -> float:
         """Standard deviation of the logarithm of `seconds(size, kind)`."""
@@ -123,7 +122,7 @@ class CostCurve:
     def loosen(self, spread: float) -> None:
         """Long unmeasured: the whole curve may have moved by this standard deviation."""
         self._covariance += spread**2
-        self._slopes.clear()
+        self._forget_results()
 
     def observe(self, size: float, seconds: float, kind: int = 0) -> None:
         """Learn from one measurement; what is not a positive number is ignored."""
@@ -135,8 +134,8 @@ class CostCurve:
             return
         for measurement in self._measurements:
             self._learn(*measurement)
-        for results in (self._measurements, self._monotone, self._slopes, self._hulls):
-            results.clear()
+        self._measurements.clear()
+        self._forget_results()
 
     def points(self, kind: int = 0) -> list[tuple[float, float]]:
         """The curve at all sizes that were calibrated or measured, as calibration takes it."""
@@ -186,13 +185,31 @@ class CostCurve:
             values = self._monotone[kind] = list(map(math.exp, logs))
         return values
 
+    def _spread_slopes(self, low: int, high: int, kind: int) -> list[float]:
+        """See `slope`: from the first knot to the last, each to the next, [1 + high - low]."""
+        slopes = self._slopes.get((kind, low, high))
+        if slopes is None:
+            values, widths = self._values(kind)[low : high + 2], _WIDTHS[low : high + 1]
+            pairs = zip(pairwise(values), widths, strict=True)
+            hull = _isotonic([(after - before) / width for (before, after), width in pairs], widths)
+            slopes = [min(self._least_slope(at, kind), rise) for at, rise in enumerate(hull, low)]
+            self._slopes[kind, low, high] = slopes
+        return slopes
+
     def _least_slope(self, knot: int, kind: int) -> float:
         """The slope from a knot to the next, a standard deviation below what is expected."""
-        first, second, both = self._covariances(kind * len(_SIZES) + knot)
-        spread = math.sqrt(max(first + second - 2.0 * both, 0.0))
-        low, high = self._values(kind)[knot : knot + 2]
-        rise = low * math.expm1(max(math.log(high / low) - spread, 0.0))
-        return rise / _WIDTHS[knot]
+        slope = self._least.get((kind, knot))
+        if slope is None:
+            first, second, both = self._covariances(kind * len(_SIZES) + knot)
+            spread = math.sqrt(max(first + second - 2.0 * both, 0.0))
+            low, high = self._values(kind)[knot : knot + 2]
+            rise = math.expm1(max(math.log(high / low) - spread, 0.0))
+            slope = self._least[kind, knot] = low * rise / _WIDTHS[knot]
+        return slope
+
+    def _forget_results(self) -> None:
+        for results in (self._monotone, self._least, self._slopes):
+            results.clear()
 
     def _covariances(self, at: int) -> tuple[float, float, float]:
         """Variance of a value, of the next, and the covariance of the two."""

@@ -6,17 +6,16 @@ their seconds. Both are asked before the token concerned is drawn, or of all tha
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
 _ON_ITS_WAY = 0.5  # of a drafter step, which has to end before one for the new text begins
 
 
-class StepPolicy(NamedTuple):
-    """The drafts of one step.
+class StepPolicy:
+    """The drafts of one step, at the costs that are known when it begins.
 
-    Attributes:
+    Args:
         known: Estimates.
         tokens_per_second: Lambda.
         batch: Requests in the target's step.
@@ -26,25 +25,31 @@ class StepPolicy(NamedTuple):
         paths: How many the drafter follows.
     """
 
-    known: Estimates
-    tokens_per_second: float
-    batch: int
-    most: int
-    random: Sequence[bool]
-    beside: Sequence[float] = ()
-    paths: int = 1
+    def __init__(
+        self,
+        known: Estimates,
+        tokens_per_second: float,
+        batch: int,
+        most: int,
+        random: Sequence[bool],
+        beside: Sequence[float] = (),
+        paths: int = 1,
+    ) -> None:
+        self._known, self._tokens_per_second = known, tokens_per_second
+        self._batch, self._most, self._random = batch, most, random
+        self._beside, self._paths = beside, paths
+        self._rows = known.costs.rows(batch, most)  # seconds of one more than `batch` and so on
+        self._step_prices: dict[int, float] = {}  # by requests that take it
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which requests draft on; see `Controller`."""
-        price = self.row_price(self.batch + sum(map(len, confidences)))
-        expected = list(map(self._next, confidences, self.random))
-        expected = [tokens if tokens >= price else 0.0 for tokens in expected]
-        total = sum(expected)
-        if not total:
-            return [False] * len(expected)
-        costs, drafting = self.known.costs, sum(map(bool, expected)) * self.paths
-        step = costs.drafter(drafting) + (costs.beside(drafting) if self.beside else 0.0)
-        enough = total >= self.tokens_per_second * step * self.known.steps.each
+        price = self.row_price(self._batch + sum(map(len, confidences)))
+        expected = []
+        for draft, random in zip(confidences, self._random, strict=True):
+            tokens = self._next(draft, random)
+            expected.append(tokens if tokens >= price else 0.0)
+        drafting = len(expected) - expected.count(0.0)
+        enough = drafting > 0 and sum(expected) >= self._step_price(drafting)
         return [enough and tokens > 0 for tokens in expected]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
@@ -53,9 +58,9 @@ class StepPolicy(NamedTuple):
         Depth by depth over the whole batch, the most promising requests first, so that whether a
         token is in does not depend on what was drawn after it.
         """
-        survival = list(map(self.known.acceptance.survival_of, confidences, self.random))
+        survival = list(map(self._known.acceptance.survival_of, confidences, self._random))
         kept = [0] * len(survival)
-        rows = self.batch
+        rows = self._batch
         alive = [i for i, request in enumerate(survival) if request]
         while alive:
             alive.sort(key=lambda i: -survival[i][kept[i]])
@@ -85,20 +90,20 @@ class StepPolicy(NamedTuple):
             Target tokens of each draft that are worth it, 0 for none; and the seconds in which all
             that they bring would be lost.
         """
-        step = self.known.costs.drafter(len(missing))
-        begins = _ON_ITS_WAY * step + self.known.costs.catch_up(unread)
-        rates = [self.known.acceptance.rates(self.random[index]) for index in missing]
+        step = self._known.costs.drafter(len(missing))
+        begins = _ON_ITS_WAY * step + self._known.costs.catch_up(unread)
+        rates = [self._known.acceptance.rates(self._random[index]) for index in missing]
         alive = [1.0] * len(missing)
-        rows, gain = self.batch, 0.0
+        rows, gain = self._batch, 0.0
         best, most, seconds = 0.0, 0, 0.0
         for tokens in range(1, longest + 1):
             alive = [chance * of[tokens - 1] for chance, of in zip(alive, rates, strict=True)]
             gain += sum(alive) - len(missing) * self.row_price(rows)
             rows += len(missing)
             takes = begins + each * tokens * step
-            if gain - self.tokens_per_second * takes > best:
-                best = gain - self.tokens_per_second * takes
-                most, seconds = tokens, gain / self.tokens_per_second
+            if gain - self._tokens_per_second * takes > best:
+                best = gain - self._tokens_per_second * takes
+                most, seconds = tokens, gain / self._tokens_per_second
         return most, seconds
 
     def guesses(self, drafting: int, steps: float, most: int) -> int:
@@ -112,25 +117,38 @@ class StepPolicy(NamedTuple):
         Returns:
             As many as are done before the target is; the chain itself comes first.
         """
-        costs = self.known.costs
-        left = costs.target(self.batch, self.most) / max(steps, 1.0)
+        costs = self._known.costs
+        left = costs.target(self._batch, self._most) / max(steps, 1.0)
         counts = range(most, 0, -1)
         return next((n for n in counts if costs.drafter(drafting * (1 + n)) <= left), 0)
 
     def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""
-        most = max(self.most, rows)  # of trees, there may be more than was planned for chains
-        return self.tokens_per_second * self.known.costs.row(rows, self.batch, most)
+        if self._batch <= rows <= self._most:
+            return self._tokens_per_second * self._rows[rows - self._batch]
+        # Of trees, there may be more than was planned for chains.
+        most = max(self._most, rows)
+        return self._tokens_per_second * self._known.costs.row(rows, self._batch, most)
 
     def side_price(self, context: int) -> float:
         """Tokens that a side sequence over so much context has to bring beside its rows."""
-        return self.tokens_per_second * self.known.costs.side(context)
+        return self._tokens_per_second * self._known.costs.side(context)
+
+    def _step_price(self, drafting: int) -> float:
+        """Tokens that a drafter step of so many requests has to bring."""
+        price = self._step_prices.get(drafting)
+        if price is None:
+            costs, wide = self._known.costs, drafting * self._paths
+            step = costs.drafter(wide) + (costs.beside(wide) if self._beside else 0.0)
+            price = self._tokens_per_second * step * self._known.steps.each
+            self._step_prices[drafting] = price
+        return price
 
     def _next(self, confidences: Sequence[float], random: bool) -> float:
         """P[a further token counts]: 0 for a request without a draft or at its longest."""
-        acceptance, depth = self.known.acceptance, len(confidences)
+        acceptance, depth = self._known.acceptance, len(confidences)
         rates = acceptance.rates(random)
         if not 0 < depth < len(rates):
             return 0.0
-        beside = self.beside[depth] if depth < len(self.beside) else 0.0
+        beside = self._beside[depth] if depth < len(self._beside) else 0.0
         return acceptance.survival_of(confidences, random)[-1] * rates[depth] + beside
