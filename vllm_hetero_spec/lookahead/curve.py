@@ -10,7 +10,8 @@ curve is a straight line, and it never falls.
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, repeat
+from itertools import groupby, pairwise, repeat
+from operator import itemgetter
 
 import numpy as np
 
@@ -132,8 +133,8 @@ class CostCurve:
         familiar = self._learnt >= _EACH and kind * len(_SIZES) + _below(size) in self._seen
         if familiar and len(self._measurements) < _TOGETHER:
             return
-        for measurement in self._measurements:
-            self._learn(*measurement)
+        for (size, kind), several in groupby(self._measurements, itemgetter(0, 2)):
+            self._learn(size, kind, [seconds for _, seconds, _ in several])
         self._measurements.clear()
         self._forget_results()
 
@@ -142,28 +143,47 @@ class CostCurve:
         seen = sorted({knot % len(_SIZES) for knot in self._seen})
         return [(_SIZES[knot], self.seconds(_SIZES[knot], kind)) for knot in seen]
 
-    def _learn(self, size: float, seconds: float, kind: int) -> None:
-        self._learnt += 1
-        if not self._learnt % _FADE_EVERY:
+    def _learn(self, size: float, kind: int, measured: Sequence[float]) -> None:
+        """From the seconds of steps alike, one after the other.
+
+        Each moves the curve along the same column of the covariance, and takes some of that column:
+        numbers tell how much, and the arrays follow in the end.
+        """
+        first = _FADE_EVERY - 1 - self._learnt % _FADE_EVERY  # so many before the curve fades
+        if 0 < first < len(measured):
+            self._learn(size, kind, measured[:first])
+            measured, first = measured[first:], 0
+        self._learnt += len(measured)
+        if not first:
             self._covariance += (self._drift - self._covariance) * (_FADE_EVERY / _FADE)
         at, low, high, expected = self._expect(size, kind)
-        off = math.log(seconds / expected)
         column = low * self._covariance[at]
         if high:
             column += high * self._covariance[at + 1]
-        spread = float(low * column[at] + high * column[at + 1]) + _NOISE**2
-        bound = _SURPRISE * math.sqrt(spread)
-        side = math.copysign(1.0, off) if abs(off) > bound else 0.0
-        self._surprises = side + (self._surprises if self._surprises * side > 0 else 0.0)
-        if abs(self._surprises) >= _LASTING:
-            self._covariance += _JUMP**2
-            column += _JUMP**2
-            spread += _JUMP**2
-            bound = math.inf
-            self._surprises = 0.0
-        self._log += column * (max(-bound, min(bound, off)) / spread)
-        self._covariance -= column[:, None] * (column / spread)
+        variance = float(low * column[at] + high * column[at + 1])
+        left, moved, taken = 1.0, 0.0, 0.0  # what is left of column and variance, and what came
+        for seconds in measured:
+            off = math.log(seconds / expected) - variance * moved
+            spread = left * variance + _NOISE**2
+            bound = _SURPRISE * math.sqrt(spread)
+            side = math.copysign(1.0, off) if abs(off) > bound else 0.0
+            self._surprises = side + (self._surprises if self._surprises * side > 0 else 0.0)
+            if abs(self._surprises) >= _LASTING:
+                self._move(column, moved, taken)
+                self._covariance += _JUMP**2
+                expected *= math.exp(variance * moved)
+                column, variance = left * column + _JUMP**2, left * variance + _JUMP**2
+                left, moved, taken = 1.0, 0.0, 0.0
+                spread, bound, self._surprises = variance + _NOISE**2, math.inf, 0.0
+            moved += left * max(-bound, min(bound, off)) / spread
+            taken += left**2 / spread
+            left *= _NOISE**2 / spread
+        self._move(column, moved, taken)
         self._seen.add(at + (high > low))
+
+    def _move(self, column: np.ndarray, moved: float, taken: float) -> None:
+        self._log += column * moved
+        self._covariance -= column[:, None] * (column * taken)
 
     def _expect(self, size: float, kind: int) -> tuple[int, float, float, float]:
         """The knot below, the log-seconds' derivatives by that knot and the next, the seconds."""
