@@ -82,6 +82,7 @@ class Goodput(Controller):
         self._budget = ProbeBudget(clock())
         self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
         self._warm_up_lost = 0.0  # plain steps
+        self._good = known._replace(acceptance=AcceptanceStats(self._positions))  # hoped for
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
@@ -258,9 +259,8 @@ class Goodput(Controller):
         """The gain if drafts were good, while warming up; then 0."""
         if not self._warming_up():
             return 0.0
-        good = self.known._replace(acceptance=AcceptanceStats(self._positions))
         prices = self._tokens_per_second, self._can_stop_early
-        found = forecast(good, self._batch, limits, [False], *prices)
+        found = forecast(self._good, self._batch, limits, [False], *prices)
         return max(found.hopeful) / found.alone
 
     def _choose(self, found: Forecast) -> int:
