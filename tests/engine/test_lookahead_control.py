@@ -20,7 +20,7 @@ from vllm_hetero_spec.engine.ahead_control import AheadControl
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams, params_of
-from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import (
     ConfidenceStop,
     Controller,
@@ -190,6 +190,15 @@ def test_what_requests_ask_for_goes_first() -> None:
     assert planned(four) == StepPlan([0, 0, 2, 4], [False, False, True, True])
     del four["c"]
     assert planned(four).lookahead == [0, 0, 4]
+
+
+def test_the_controller_is_told_whether_trees_have_room() -> None:
+    controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, sides=2)
+    control = LookaheadControl(controller, can_stop_early=False)
+    assert controller.sides is not None
+    for trees in (room, room._replace(sides=0), None, room):
+        control.plan(replace(step_of({"a": [1]}), trees=trees), [0])
+        assert controller.sides.room == (trees is room)
 
 
 def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:

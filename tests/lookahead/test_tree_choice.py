@@ -96,6 +96,17 @@ def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
     assert ours.looking == 0.0
 
 
+def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
+    """Whatever is known of trees: nothing is expected of them, and none is looked for."""
+    ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
+    ours.controller.sides.room = False
+    for number in range(40):
+        ours.controller.sides.add(*GOOD, CONTEXT, bool(number % 2))
+    assert ours.run(300) == chains.run(300)
+    ours.controller.sides.room = True
+    assert any(plan.trees.paths and not plan.trees.looks for plan in ours.run(100))
+
+
 @pytest.mark.parametrize("tree", [0.0002, 0.002])
 def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> None:
     engine = Engine(row=0.0003, tree=tree, beside=BAD)

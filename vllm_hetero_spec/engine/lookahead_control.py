@@ -116,8 +116,7 @@ class LookaheadControl:
         self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
-        self.controller = controller
-        self.can_stop_early = can_stop_early
+        self.controller, self.can_stop_early = controller, can_stop_early
         self._verifying: dict[str, _Verifying] = {}
         self._plan = LookaheadPlan(())
         self._own: dict[str, int] = {}  # what requests of this step ask for themselves
@@ -161,8 +160,7 @@ class LookaheadControl:
         )
         longest = max(step.tiers, default=step.lookahead)
         limits, num_waiting = [], 0
-        self._stopped = False
-        self._own = {}
+        self._stopped, self._own = False, {}
         for request, begun, left in zip(step.requests, begins, unread, strict=True):
             limit, asked = longest if request.new_tokens else 0, request.params.lookahead
             waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
@@ -172,12 +170,14 @@ class LookaheadControl:
                 self._own[request.req_id] = min(asked, limit)
                 limit = 0
             limits.append(limit)
+        room = step.trees is not None and step.trees.sides > 0
+        if self.controller.sides is not None:
+            self.controller.sides.room = room
         self._plan = self._planned(step, limits, unread)
         self._say(len(limits))
         lookahead = list(self._plan.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
-        room = step.trees is not None and step.trees.sides > 0
         trees = self._plan.trees if room else Trees()
         if step.tiers:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)

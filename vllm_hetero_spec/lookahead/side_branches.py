@@ -11,9 +11,14 @@ _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
 
 class SideBranches:
-    """What recent trees had beside the drafter's chain, of greedy and of random requests."""
+    """What recent trees had beside the drafter's chain, of greedy and of random requests.
+
+    Attributes:
+        room: Whether the target has any for them in the present step; told before it is planned.
+    """
 
     def __init__(self) -> None:
+        self.room = True
         self._kinds = deque[np.ndarray](maxlen=_KEPT), deque[np.ndarray](maxlen=_KEPT)
         self._together: list[np.ndarray | None] = [None, None]  # of each kind
         # Trees and their seconds, discounted: found and valued; and trimmed, where that was due.

@@ -65,7 +65,7 @@ class TreeChoice:
             lookahead: In target tokens.
         """
         costs, self._pay, self.paths = self._known.costs, False, 1
-        if not self._width:
+        if not (self._width and self.sides.room):
             return None
         row = tokens_per_second * costs.row(2 * batch, batch, 2 * batch)
         self._dear = row >= _DEAR
@@ -96,7 +96,7 @@ class TreeChoice:
         """
         if self._pay:
             return Trees(self.paths)
-        if self._dear or now < self._next_look or not self._width:
+        if self._dear or now < self._next_look or not (self._width and self.sides.room):
             return Trees()
         takes = drafted * self.sides.seconds + self._steps * self._known.costs.beside(drafted)
         self._next_look = now + max(takes / _SHARE, _APART)
