@@ -15,6 +15,7 @@ from vllm_hetero_spec.lookahead.goodput import Goodput
 GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # depths, values and rows fed again beside a chain
 BAD = ([1], [0.02], [1])
 PLAIN, STEP, CONTEXT = 0.02, 0.001, 50  # seconds of a target step and of a drafter step; tokens
+AROUND = 0.0002  # seconds that a round takes beside its steps
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Engine:
         row: Seconds of a row beyond the first.
         width: Paths, 0 for chains alone.
         tree: Seconds that finding a tree takes.
+        longer: Steps of a round that looks for trees, as multiples of others.
+        around: Seconds that such a round takes beside its steps, more than others.
         beside: What every tree has.
         plans: So far.
         looking: Seconds spent on trees so far.
@@ -33,6 +36,8 @@ class Engine:
     row: float
     width: int = 2
     tree: float = 0.0002
+    longer: float = 1.1
+    around: float = 0.0
     beside: tuple[list[int], list[float], list[int]] = GOOD
     batch: int = 2
     plans: list[LookaheadPlan] = field(default_factory=list)
@@ -40,7 +45,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         target = [(rows, PLAIN + (rows - 1) * self.row) for rows in (1, 2, 8, 64)]
-        costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, 0.0002), (64, 0.0002)])
+        costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
         self.clock = Clock()
         known = Estimates.of(costs, 4)
         self.controller = Goodput(known, width=self.width, clock=self.clock)
@@ -58,13 +63,15 @@ class Engine:
         length, drafted = max(plan.lookahead), sum(map(bool, plan.lookahead))
         tokens = 0
         if length:
-            drafting = STEP * length * (1.1 if plan.trees.paths else 1.0)
             wide = plan.trees.paths > 0
+            drafting = STEP * length * (self.longer if wide else 1.0)
+            overhead = AROUND + (self.around if wide else 0.0)
             controller.observe_draft(
-                drafted, length, drafting, overhead=0.0002, longest=length, wide=wide
+                drafted, length, drafting, overhead=overhead, longest=length, wide=wide
             )
-            self.clock.now += drafting + 0.0002
+            self.clock.now += drafting + overhead
             if wide:
+                self.looking += drafting + overhead - STEP * length - AROUND
                 controller.sides.found(drafted, self.tree * drafted)
                 for _ in range(drafted):
                     controller.sides.add(*self.beside, CONTEXT, False)
@@ -115,6 +122,16 @@ def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> Non
     looks = sum(plan.trees.looks for plan in plans)
     assert 3 <= looks <= 0.2 * len(plans)
     assert engine.looking <= 0.005 * engine.clock.now + 3 * engine.batch * tree
+
+
+def test_looks_do_not_make_chains_dear() -> None:
+    """What they take longer is not put down to chains, which would seem not to pay."""
+    engine = Engine(row=0.0003, beside=BAD, longer=1.4, around=0.0004)
+    costs = engine.controller.known.costs
+    for _ in range(300):
+        engine.run(1)
+        assert costs.drafting(2, 4) == pytest.approx(AROUND + 4 * STEP, rel=0.01)
+    assert sum(plan.trees.looks for plan in engine.plans) > 3
 
 
 def test_a_change_is_seen() -> None:

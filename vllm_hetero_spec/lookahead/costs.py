@@ -161,8 +161,12 @@ class CostModel:
         fed: int = 0,
         *,
         wide: bool = False,
+        looks: bool = False,
     ) -> None:
-        """One round of drafting; see `Controller.observe_draft`."""
+        """One round of drafting; see `Controller.observe_draft`.
+
+        Where it only `looks` for trees, other rounds tell what one takes that does not.
+        """
         if not (batch > 0 and steps > 0 and seconds > 0):
             return
         if wide:
@@ -170,6 +174,8 @@ class CostModel:
                 rounds, longer = (_KEEP_WIDE * x for x in self._wide)
                 more = math.log(seconds / (steps * self._drafter.seconds(batch)))
                 self._wide = rounds + 1.0, longer + min(max(more, -_FAR), _FAR)
+            if looks and self._drafter.known:
+                return
             seconds *= math.exp(-self._longer)
         if overhead > 0 or self._overhead.known:
             self._overhead.observe(batch, max(overhead, _LEAST_OVERHEAD))

@@ -86,7 +86,7 @@ class Goodput(Controller):
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
-        self._lookahead, self._tokens_per_second = 0, 0.0
+        self._lookahead, self._tokens_per_second, self._looks = 0, 0.0, False
         self._since_plain = 0  # steps
         # The last forecast, the load it is for, its age in steps, and how many that load has had.
         self._forecast: Forecast | None = None
@@ -104,7 +104,7 @@ class Goodput(Controller):
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
-        self._batch, self._load, self.policy = batch, (batch, quarters), None
+        self._batch, self._load, self.policy, self._looks = batch, (batch, quarters), None, False
         probed = self._budget.end()
         nothing = LookaheadPlan((0,) * len(limits))
         if not any(limits) or not self._costs.knows_target:
@@ -132,6 +132,7 @@ class Goodput(Controller):
         chosen = chosen[: self._familiar()]
         lookahead = _lookahead_of(chosen, self._lookahead, limits)
         trees, rate = self._choice.plan(now, len(chosen)), self._tokens_per_second
+        self._looks = trees.looks
         beside = found.beside if trees.paths and not trees.looks else ()
         load = batch, batch + sum(lookahead), self._random
         self.policy = StepPolicy(self.known, rate, *load, beside, max(trees.paths, 1))
@@ -176,7 +177,8 @@ class Goodput(Controller):
         waited = steps if exposed is None else exposed
         if self._budget.probing:
             self._budget.charge(seconds * waited / steps + overhead)
-        self._costs.observe_drafting(batch, steps, seconds, overhead, fed, wide=wide)
+        looks = wide and self._looks
+        self._costs.observe_drafting(batch, steps, seconds, overhead, fed, wide=wide, looks=looks)
         self.known.steps.observe(longest, waited)
 
     def observe_acceptance(
