@@ -176,7 +176,11 @@ class RayCluster:
 
 def _end(process: subprocess.Popen) -> None:
     """A node and all that it has started, and no other."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    try:
+        first = psutil.Process(process.pid)
+        family = [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:  # it has failed, and says why
+        family = []
     process.terminate()
     _, alive = psutil.wait_procs(family, timeout=15)
     for each in alive:

@@ -180,8 +180,11 @@ def test_goodput_knows_what_the_process_costs(
         steps = controller.known.steps.expected(4)
         before = costs.drafting(1, steps)
         assert before > 2 * costs.drafter(1)  # as if all of it were to be waited for
-        generate(llm, [code_prompts[0][:400]], greedy(max_tokens=64))
-        stats = read_stats(llm)
+        for text in code_prompts[:8]:  # on a busy machine some of them are left to the target
+            generate(llm, [text[:400]], greedy(max_tokens=64))
+            stats = read_stats(llm)
+            if stats["drafts_ahead"] and controller.known.steps.expected(4) != steps:
+                break
         assert stats["drafts_ahead"] > 0
         assert stats["forward_seconds"] > stats["wait_seconds"]
         assert controller.known.steps.expected(4) != steps  # which way, hangs on the machine
