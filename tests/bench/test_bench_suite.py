@@ -353,7 +353,7 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "long", "lookahead", "parallel", "paper", "spec_bench", "trees", "trees_goodput"],
+    ["demo", "long", "lookahead", "parallel", "paper", "spec_bench", "trees"],
 )
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
