@@ -75,13 +75,9 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 @pytest.mark.parametrize("scenario", SOME)
 @pytest.mark.parametrize("way", ["identity, ahead", STAGED])
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
-    """All that is counted: scheduled ahead, drafts are padded to one length.
-
-    Otherwise vLLM counts the places that it schedules for a request that was preempted.
-    """
+    """All that is counted: scheduled ahead, drafts are padded to one length."""
     _, gained = on_v2[0][way][scenario]
-    places = 4 * gained["num_preemptions"]
-    assert gained["num_accepted_tokens"] >= IDENTITY * gained["num_draft_tokens"] - places
+    assert gained["num_accepted_tokens"] >= IDENTITY * gained["num_draft_tokens"]
 
 
 def test_preemption_was_forced(on_v2: tuple) -> None:
