@@ -10,7 +10,9 @@ from simulation import Clock
 from vllm_hetero_spec.lookahead.controllers import LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.forecast import forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
 
 GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # depths, values and rows fed again beside a chain
 BAD = ([1], [0.02], [1])
@@ -162,3 +164,21 @@ def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
             costs.observe_drafting(2, 4, 4 * STEP)
         paths.append({plan.trees.paths for plan in engine.run(60)[30:]} - {0})
     assert paths == [{3}, {2}, {1}]
+
+
+def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:
+    """Where the first row more is free and the next ones are dear, few of a tree's are had."""
+    target = [(1, PLAIN), (2, PLAIN), (3, 1.1 * PLAIN), (8, 2 * PLAIN), (64, 16 * PLAIN)]
+    costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
+    choice = TreeChoice(Estimates.of(costs, 4), width=3)
+    load = 1, [4], [False], 1.5 / PLAIN, False
+    chains = choice.forecast(*load, 1)
+    assert not chains.beside
+    gains = []
+    for number, likely in enumerate((0.1, 0.2, 0.4, 0.8)):
+        choice.sides.add([1] * 7, [likely, *[0.02] * 6], [1] * 7, CONTEXT, False)
+        trees = forecast(Estimates.of(costs, 4), *load, choice.sides)
+        assert max(trees.rates) > 0.98 * max(chains.rates)
+        gains.append(choice.forecast(*load, 1).gain)
+        assert choice.plan(9.0 * number, 1).looks is (gains[-1] == chains.gain)
+    assert gains[0] == chains.gain < gains[-1]

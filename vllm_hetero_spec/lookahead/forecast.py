@@ -10,10 +10,12 @@ would be ended early, are so in the replay too, at the same price: what a second
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 
@@ -123,9 +125,11 @@ def forecast(
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
         side_tokens = side_rows = side_reads = beside = 0.0
         if sides is not None:
-            found_beside = sides.worth(depth + 1, row_price, random, read_price)
+            chains = rows + asking[depth + 1]
+            price_of = partial(_price_of_last, costs, tokens_per_second, chains, drafting)
+            found_beside, row = sides.paying(depth + 1, row_price, price_of, random, read_price)
             side_tokens, side_rows, side_reads = found_beside.tolist()
-            beside = side_tokens - row_price * side_rows - read_price * side_reads
+            beside = side_tokens - row * side_rows - read_price * side_reads
             found.beside.append(beside)
         if can_stop_early and depth:
             counts = expected[:, depth - 1] + beside
@@ -151,6 +155,14 @@ def forecast(
         if found.hopeful[-1] < _HOPELESS * max(found.rates) or accepted < _NEGLIGIBLE * tokens:
             break
     return found
+
+
+def _price_of_last(
+    costs: CostModel, tokens_per_second: float, chains: float, drafting: int, beside: float
+) -> float:
+    """Tokens that the last row has to bring where drafts have so many beside the rows of chains."""
+    rows = chains + drafting * beside
+    return tokens_per_second * costs.row(rows, chains, rows)
 
 
 def _optimism(stddev: float) -> float:

@@ -236,9 +236,8 @@ class Goodput(Controller):
             achieved = self._throughput.rate(self._load, foreseen)
             self._tokens_per_second = max(target_rate, achieved)
             rate = self._tokens_per_second
-            sides = self._choice.weigh(self._batch, random, rate, self._lookahead)
             load = self._batch, limits, random, rate, self._can_stop_early
-            found = forecast(self.known, *load, sides, self._choice.paths)
+            found = self._choice.forecast(*load, self._lookahead)
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:

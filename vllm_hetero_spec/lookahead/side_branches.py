@@ -2,11 +2,12 @@
 """What trees would add to chains: recent trees replayed at any price of a row."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 _KEEP = 0.9  # weight of a step's trees against the next
+_REPRICED = 4  # times at most
 _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
 
@@ -85,6 +86,29 @@ class SideBranches:
             sums = values[kept].sum(), (1.0 + again[kept]).sum(), tokens[kept].sum()
             found += weight / len(trees) * np.array(sums)
         return found
+
+    def paying(
+        self,
+        depth: int,
+        row: float,
+        price_of: Callable[[float], float],
+        random: Sequence[bool],
+        read: float,
+    ) -> tuple[np.ndarray, float]:
+        """`worth` at a price at which all rows pay for the last of them, or nearly; and that price.
+
+        Args:
+            row: Price of the first.
+            price_of: That of the last of so many for each draft.
+            depth, random, read: See `worth`.
+        """
+        for _ in range(_REPRICED):
+            found = self.worth(depth, row, random, read)
+            last = price_of(float(found[1]))
+            if last <= row:
+                break
+            row = last
+        return found, row
 
     def _joined(self, random: bool) -> np.ndarray:
         """float [4, n], depths, values, rows fed again, context read again of one kind's nodes."""

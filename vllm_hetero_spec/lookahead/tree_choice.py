@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 
 # Tokens for a row, from which on nothing is looked for: of two siblings one is worth half a token
 # at most and takes two rows, so that the best trees are chains, or hardly better.
 _DEAR = 0.25
-_ENOUGH = 0.01  # share of a request's tokens that trees have to add: less is not told from nothing
+_ENOUGH = 0.01  # share of the rate that trees have to add: less is not told from nothing
 _OF_A_PATH = 0.05  # tokens for each request that each path of the drafter's brings, or more
 _UNCERTAIN = 0.45  # share of a cost: more paths are not taken at costs less certain than this
 _SHARE = 0.0025  # of the time that may be spent on looking
@@ -44,7 +45,7 @@ class TreeChoice:
 
     Attributes:
         sides: What recent trees had beside their chains.
-        paths: How many the drafter follows at present where it follows any.
+        paths: How many the drafter follows at present where it follows any for trees.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
@@ -53,39 +54,56 @@ class TreeChoice:
         self._pay = self._dear = False
         self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
 
-    def weigh(
-        self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
-    ) -> SideBranches | None:
-        """What trees bring, where that is more than they cost; to be asked with each forecast.
+    def forecast(
+        self,
+        batch: int,
+        limits: Sequence[int],
+        random: Sequence[bool],
+        tokens_per_second: float,
+        can_stop_early: bool,
+        lookahead: int,
+    ) -> Forecast:
+        """Rates of trees where these are better than those of chains, else of chains.
 
         Args:
-            batch: Requests in the target's step.
-            random: Which of those to be drafted for are random, at least one.
-            tokens_per_second: Lambda.
-            lookahead: In target tokens.
+            batch, limits, random, tokens_per_second, can_stop_early: See `forecast`.
+            lookahead: The last one, in target tokens.
         """
-        costs, self._pay, self.paths = self._known.costs, False, 1
+        load = batch, limits, random, tokens_per_second, can_stop_early
+        chains, self._pay = forecast(self._known, *load), False
+        if not self._may_pay(batch, random, tokens_per_second, lookahead):
+            return chains
+        self.paths = self._nearly_free(batch, tokens_per_second)
+        trees = forecast(self._known, *load, self.sides, self.paths)
+        self._pay = max(trees.rates) > (1.0 + _ENOUGH) * max(chains.rates)
+        return trees if self._pay else chains
+
+    def _may_pay(
+        self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
+    ) -> bool:
+        """Whether trees would pay if all their rows were as cheap as the first ones."""
         if not (self._width and self.sides.room):
-            return None
+            return False
+        costs = self._known.costs
         row = tokens_per_second * costs.row(2 * batch, batch, 2 * batch)
         self._dear = row >= _DEAR
         if self._dear:
-            return None
+            return False
         self._steps = steps = self._known.steps.expected(lookahead)
         read = tokens_per_second * costs.side(1)
         tokens, rows, again = self.sides.worth(None, row, random, read)
         seconds = self.sides.seconds + steps * costs.beside(batch) / batch
-        seconds += _ENOUGH * costs.target(batch, batch) / batch
-        self._pay = bool(tokens - row * rows - read * again > tokens_per_second * seconds)
-        if not self._pay:
-            return None
+        return bool(tokens - row * rows - read * again > tokens_per_second * seconds)
+
+    def _nearly_free(self, batch: int, tokens_per_second: float) -> int:
+        """Paths that a drafter step takes hardly longer for than for one."""
+        costs, steps = self._known.costs, self._steps
         for paths in range(2, self._width + 1):
             wide = paths * batch
             more = tokens_per_second * steps * (costs.drafter(wide) - costs.drafter(wide - batch))
             if more >= _OF_A_PATH * batch or costs.drafter_stddev(wide) >= _UNCERTAIN:
-                break
-            self.paths = paths
-        return self.sides
+                return paths - 1
+        return self._width
 
     def plan(self, now: float, drafted: int) -> Trees:
         """For the drafts of a step.
