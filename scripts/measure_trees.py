@@ -30,7 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH, ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import Load, Sample
 from vllm_hetero_spec.report.figures import error_of_ratio
@@ -70,6 +70,7 @@ def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> 
         "num_speculative_tokens": shape.depth,
         "controller": "fixed",
         "tree_nodes": shape.nodes,
+        **({"tree_width": arguments.width} if shape.nodes else {}),
         "verification": RACE if law == RACE else "token",
     }
     llm = LLM(
@@ -139,6 +140,7 @@ def main() -> int:
     parser.add_argument("--chains", type=int, nargs="*", default=[2, 4, 8], help="lookaheads")
     parser.add_argument("--trees", type=int, nargs="*", default=[4, 8, 16], help="nodes")
     parser.add_argument("--depth", type=int, default=8, help="of trees, at most")
+    parser.add_argument("--width", type=int, default=DEFAULT_TREE_WIDTH, help="paths of a tree")
     parser.add_argument("--batch", type=int, default=2, help="requests in flight")
     parser.add_argument("--tokens", type=int, default=96, help="of each request")
     parser.add_argument("--max-model-len", type=int, default=1024)

@@ -89,7 +89,7 @@ def test_own_keys_reach_the_options() -> None:
         ({"num_speculative_tokens": None}, ["num_speculative_tokens is missing"]),
         ({"tree_nodes": -1}, ["tree_nodes is -1", "from 0 to 64"]),
         ({"tree_nodes": 65}, ["tree_nodes is 65"]),
-        ({"tree_nodes": 8, "tree_width": 4}, ["tree_width is 4", "from 1 to 3"]),
+        ({"tree_nodes": 8, "tree_width": 5}, ["tree_width is 5", "from 1 to 4"]),
         ({"tree_nodes": 8, "tree_values": "ranks"}, ["did you mean 'rank'", "learnt, rank"]),
         ({"tree_values": "rank"}, ["tree_values", "tree_nodes"]),
         ({"tree_nodes": 0, "tree_width": 1}, ["tree_width", "tree_nodes"]),

@@ -40,7 +40,9 @@ PIPELINE_MODES = ("refuse", "one_batch")
 TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
-MAX_TREE_WIDTH = 3  # with so many, trees are nearly as good as if the drafter fed their best nodes
+MAX_TREE_WIDTH = 4
+# With so many, trees are nearly as good as if the drafter fed their best nodes.
+DEFAULT_TREE_WIDTH = 3
 MAX_CANDIDATES = 16
 MIN_CONTEXT = 64
 # Drafter tokens, where the user does not say: each costs memory, and time in all steps behind it. A
@@ -85,7 +87,7 @@ class HeteroOptions:
         tree_nodes: Most tokens of a draft that may be a tree; 0 where all drafts are chains.
         tree_width: Most paths that the drafter follows for a tree: 1 knows the siblings of one
             path alone, 2 follows a second one from the next likeliest first token on, 3 also one
-            that leaves the first behind its first token.
+            that leaves the first behind its first token, 4 one behind its second.
         tree_values: By what nodes of trees are chosen: "learnt" by all that the drafter knows of
             them, "rank" by their place among their siblings alone (ERSD's Algorithm 3).
         tokenizer: The drafter's tokenizer; its model's where None.
@@ -136,7 +138,7 @@ class HeteroOptions:
     model: str
     num_speculative_tokens: int
     tree_nodes: int = 0
-    tree_width: int = MAX_TREE_WIDTH
+    tree_width: int = DEFAULT_TREE_WIDTH
     tree_values: str = "learnt"
     tokenizer: str | None = None
     tokenizer_mode: str = "auto"

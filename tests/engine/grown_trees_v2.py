@@ -17,10 +17,12 @@ LENGTH, NODES = 8, 8
 
 
 class Run(NamedTuple):
-    """What an engine said, greedy and raced, and what it counted, at last of kept chains."""
+    """What an engine said, greedy and raced, of the last two prompts also in a batch of their own,
+    and what it counted, at last of kept chains."""
 
     greedy: Outputs
     raced: Outputs
+    last_two: Outputs
     stats: dict[str, Any]
     metrics: dict[str, int]
     kept: dict[str, int]
@@ -30,7 +32,8 @@ def run(pair: Path, prompts: list[str], **changes: Any) -> Run:
     spec = slem(pair / "drafter", LENGTH, method="push_forward", verification="race", **changes)
     drawn = [SamplingParams(temperature=0.9, seed=n, max_tokens=40) for n in range(len(prompts))]
     with engine(pair / "target", spec, max_num_seqs=64) as llm:
-        found = generate(llm, prompts, greedy(max_tokens=40)), generate(llm, prompts, drawn)
+        found = [generate(llm, prompts, greedy(max_tokens=40)), generate(llm, prompts, drawn)]
+        found.append(generate(llm, prompts[-2:], drawn[-2:]))
         counted = read_stats(llm), metrics_of(llm)
         generate(llm, prompts[:2], [greedy(presence_penalty=0.5), greedy(min_tokens=9)])
         return Run(*found, *counted, read_stats(llm)["chains"])
@@ -53,15 +56,18 @@ def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> It
         more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "calibrate": False}
         if request.param == "rank":
             more |= {"tree_values": "rank", "tree_width": 1}
+        elif request.param == "fixed":
+            more["tree_width"] = 4
         else:
             more["controller"] = request.param
         yield run(demo_pair, few, **more)
 
 
 def test_trees_change_no_token(chains: Run, trees: Run, demo_pair: Path, few: list[str]) -> None:
-    """Of greedy requests, nor of raced ones."""
+    """Of greedy requests, nor of raced ones, whatever else is in their batch."""
     assert trees.greedy == chains.greedy
     assert trees.raced == chains.raced
+    assert list(trees.last_two.values()) == list(chains.raced.values())[-2:]
     assert not set(trees.stats["skipped"]) - {"catching_up", "not_worth_it"}
 
 

@@ -13,7 +13,7 @@ from toy_drafter import VOCAB
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.config import MAX_TREE_WIDTH
+from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.engine.drafter import tree_drafts
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -335,7 +335,9 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
         assert context == len(TEXTS[name])
 
 
-@pytest.mark.parametrize("change", [{"probe": True}, {"trees": Trees(MAX_TREE_WIDTH, looks=True)}])
+@pytest.mark.parametrize(
+    "change", [{"probe": True}, {"trees": Trees(DEFAULT_TREE_WIDTH, looks=True)}]
+)
 def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any]) -> None:
     """And what is emitted behind them teaches what their nodes are worth."""
 
@@ -347,7 +349,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     control = LookaheadControl(controller, can_stop_early=False, values=values)
     step = step_of(TEXTS)
     control.observe(step)
-    assert control.plan(step, [0] * 3).paths == MAX_TREE_WIDTH
+    assert control.plan(step, [0] * 3).paths == DEFAULT_TREE_WIDTH
     drafts = world.draft(TEXTS, control)
     for draft in control.trim(list(drafts.values())):
         assert draft.rows is None

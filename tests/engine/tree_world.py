@@ -10,7 +10,7 @@ import torch
 from tape_graphs import TapeGraphs
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
-from vllm_hetero_spec.config import MAX_TREE_WIDTH
+from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -148,7 +148,7 @@ def planned(step: StepView, controller: Controller | None = None) -> LookaheadCo
     control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
     control.observe(step)
     paths = control.plan(step, [0] * len(step.requests)).paths
-    assert paths == MAX_TREE_WIDTH * (step.trees is not None)
+    assert paths == DEFAULT_TREE_WIDTH * (step.trees is not None)
     return control
 
 

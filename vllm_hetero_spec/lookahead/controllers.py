@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_hetero_spec.config import MAX_TREE_WIDTH
+from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import Trees
@@ -190,7 +190,7 @@ class Fixed(Controller):
         width: Paths that the drafter follows for a tree; 0 where drafts are chains.
     """
 
-    def __init__(self, lookahead: int, width: int = MAX_TREE_WIDTH) -> None:
+    def __init__(self, lookahead: int, width: int = DEFAULT_TREE_WIDTH) -> None:
         self._lookahead, self._trees = lookahead, Trees(width)
         self.off = not lookahead
 
@@ -222,7 +222,7 @@ class ConfidenceStop(Fixed):
         width: See `Fixed`.
     """
 
-    def __init__(self, threshold: float, lookahead: int, width: int = MAX_TREE_WIDTH) -> None:
+    def __init__(self, threshold: float, lookahead: int, width: int = DEFAULT_TREE_WIDTH) -> None:
         super().__init__(lookahead, width)
         self._threshold = threshold
 

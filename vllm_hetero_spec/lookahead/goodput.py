@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_hetero_spec.config import MAX_TREE_WIDTH
+from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -70,7 +70,7 @@ class Goodput(Controller):
         known: Estimates,
         *,
         can_stop_early: bool = False,
-        width: int = MAX_TREE_WIDTH,
+        width: int = DEFAULT_TREE_WIDTH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
