@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import drafted_ahead, engine, patient, proposer_of, slem, warnings
+from drawn_samples import SAMPLES, SETTINGS, WAVE, Law, sample, waiting
+from goodness import ALPHA
+from harness import drafted_ahead, engine, metrics_of, patient, proposer_of, slem, warnings
 from ray_cluster import HERE, RayCluster, processes
 from scenarios import Outputs, generate, greedy
 
@@ -57,6 +59,34 @@ def start(llm: Any, **changes: Any) -> KeptProcess:
     found = KeptProcess(dataclasses.replace(deployment, options=options))
     found.start()
     return found
+
+
+def test_samples_follow_the_targets_law(
+    in_cluster: RayCluster, chain_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At temperature 1, and where a wrong row shows; drafts that were foreseen, or waited for.
+
+    This engine is gone when that of the other tests begins.
+    """
+    spec = slem(chain_pair / "drafter", 3, method="tli", parallel="ray")
+    hot, few = (Law.of(chain_pair / "target", SETTINGS[name]) for name in ("hot", "few"))
+    # So many rows of the drafter's that each request of a wave has guesses.
+    with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
+        patient(llm, monkeypatch)
+        foreseen = sample(llm, SAMPLES, SETTINGS["hot"])
+        waiting(llm, monkeypatch)
+        waited = sample(llm, 2 * SAMPLES, SETTINGS["few"])
+        stats, metrics = read_stats(llm), metrics_of(llm)
+        monkeypatch.undo()
+    print(f"\np {hot.p_value(foreseen):.2g}, {few.p_value(waited):.2g}")
+    assert hot.p_value(foreseen) > ALPHA
+    assert few.p_value(waited) > ALPHA
+    assert stats["drafts_ahead"] > SAMPLES // 4
+    assert stats["drafts_waited"] > SAMPLES // 4
+    assert stats["drafts_guessed"] > SAMPLES // 40
+    assert 0 < metrics["num_accepted_tokens"] < metrics["num_draft_tokens"]
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+    until(lambda: not actors(in_cluster))
 
 
 def test_texts_are_the_targets_own(
@@ -109,14 +139,7 @@ def test_two_engines_share_one_actor_and_one_is_killed(
     assert actors(in_cluster) == [actor]
 
 
-def test_another_share_is_another_actor(llm: Any, in_cluster: RayCluster) -> None:
-    (actor,) = actors(in_cluster)
-    start(llm, ray_drafter=RayDrafter(share="other"))
-    assert len(actors(in_cluster)) == 2
-    until(lambda: actors(in_cluster) == [actor])  # nobody uses the other
-
-
-def test_an_actor_ends_once_no_engine_is_left(
+def test_another_share_is_another_actor_and_ends_once_no_engine_is_left(
     llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster
 ) -> None:
     """Not while one is there that says nothing; also where it could not see it go."""
