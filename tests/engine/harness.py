@@ -55,10 +55,8 @@ def engine(model: Path, spec: dict[str, Any] | None = None, **changes: Any) -> I
     try:
         yield llm
     finally:
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # it collects twice on the way out: once will do
-            patch.setattr(gc, "collect", lambda *_: 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so twice: once behind it will do
             llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
