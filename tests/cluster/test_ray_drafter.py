@@ -2,6 +2,7 @@
 """A drafter that is an actor of Ray's and is shared: the target's text, whatever becomes of it."""
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -64,20 +65,22 @@ def start(llm: Any, **changes: Any) -> KeptProcess:
 def test_samples_follow_the_targets_law(
     in_cluster: RayCluster, chain_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At temperature 1, and where a wrong row shows; drafts that were foreseen, or waited for.
-
-    This engine is gone when that of the other tests begins.
-    """
-    spec = slem(chain_pair / "drafter", 3, method="tli", parallel="ray")
+    """At temperature 1, and where a wrong row shows; drafts that were foreseen, or waited for."""
     hot, few = (Law.of(chain_pair / "target", SETTINGS[name]) for name in ("hot", "few"))
-    # So many rows of the drafter's that each request of a wave has guesses.
-    with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
-        patient(llm, monkeypatch)
-        foreseen = sample(llm, SAMPLES, SETTINGS["hot"])
-        waiting(llm, monkeypatch)
-        waited = sample(llm, 2 * SAMPLES, SETTINGS["few"])
-        stats, metrics = read_stats(llm), metrics_of(llm)
-        monkeypatch.undo()
+
+    def drawn() -> tuple[Any, Any, dict[str, Any], dict[str, int]]:
+        spec = slem(chain_pair / "drafter", 3, method="tli", parallel="ray")
+        # So many rows of the drafter's that each request of a wave has guesses.
+        with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
+            patient(llm, monkeypatch)
+            foreseen = sample(llm, SAMPLES, SETTINGS["hot"])
+            waiting(llm, monkeypatch)
+            waited = sample(llm, 2 * SAMPLES, SETTINGS["few"])
+            monkeypatch.undo()
+            return foreseen, waited, read_stats(llm), metrics_of(llm)
+
+    foreseen, waited, stats, metrics = drawn()
+    gc.collect()  # the engine is gone when that of the other tests begins
     print(f"\np {hot.p_value(foreseen):.2g}, {few.p_value(waited):.2g}")
     assert hot.p_value(foreseen) > ALPHA
     assert few.p_value(waited) > ALPHA
@@ -85,7 +88,8 @@ def test_samples_follow_the_targets_law(
     assert stats["drafts_waited"] > SAMPLES // 4
     assert stats["drafts_guessed"] > SAMPLES // 40
     assert 0 < metrics["num_accepted_tokens"] < metrics["num_draft_tokens"]
-    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
+    # On a machine that is busy for seconds the actor may seem to hang, and is replaced.
+    assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up", "drafter_down"}
     until(lambda: not actors(in_cluster))
 
 

@@ -86,6 +86,8 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begin, wanted_of, wanted = source.begin, source._wanted, {}
 
     def ready(text: Any) -> bool:
+        if source._process._process is None:  # it is about to be started again
+            return True
         missing = wanted.get(text.slot, 0) - len(text.drafted)
         found = source._process.table.read(text.slot)
         ids = found.ids if found is not None and found.serial == text.serial else []
