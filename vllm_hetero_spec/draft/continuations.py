@@ -6,9 +6,7 @@ outcome: bytes, which need not end where a drafter token does, or a character. T
 continuation that begins with the outcome is used, and what it has behind it is the next draft.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -93,13 +91,16 @@ def _behind(
 ) -> tuple[list[int], int] | None:
     """Of tokens that begin with a text, those that reach past `end`, and how much of the first does
     not; None where they differ from it."""
-    pieces = list(map(bytes_of, ids))
-    spelled = b"".join(pieces)
-    if len(spelled) < len(text):
-        return ([], 0) if text.startswith(spelled) else None
-    if not spelled.startswith(text):
-        return None
-    ends = [0, *accumulate(map(len, pieces))]
-    first = bisect_right(ends, end) - 1
-    known = end - ends[first] if first < len(ids) else 0
-    return list(ids[first:]), known
+    position = first = known = 0
+    for index, token in enumerate(ids):
+        data = bytes_of(token)
+        if position >= len(text):
+            break
+        if not data.startswith(text[position : position + len(data)]):
+            return None
+        position += len(data)
+        if position <= end:
+            first, known = index + 1, 0
+        elif first == index:
+            known = max(0, end - position + len(data))
+    return (list(ids[first:]), known) if position >= len(text) else ([], 0)

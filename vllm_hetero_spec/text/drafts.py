@@ -7,13 +7,11 @@ end of the known text, what follows is the draft; where a token spans that place
 not what the target would have written in one go, and the drafted bytes are encoded alone.
 """
 
-from bisect import bisect_left
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +22,6 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 ANCHOR_TOKENS = 8
 # Pairs of a target and a drafter token that first_choice remembers.
 MEMO_PAIRS = 1 << 18
-# How tokens begin and end.
-_BEGINS_WITH_SPACE, _ENDS_IN_SPACE, _INSIDE_A_CHARACTER = 1, 2, 4
 
 
 class _Stretch(NamedTuple):
@@ -62,13 +58,6 @@ class DraftTranslator:
             None if token_id in special.drafter_control else piece
             for token_id, piece in enumerate(drafter.token_bytes)
         ]
-        # Bytes of each id, 0 of one that is not text: the last is UNKNOWN_ID.
-        self._drafted_sizes = [*(len(piece or b"") for piece in self._pieces), 0]
-        self._proposed_sizes = [
-            0 if token_id in special.target_control else len(data)
-            for token_id, data in enumerate([*target.token_bytes, b""])
-        ]
-        self._shapes = bytes(map(_shape_of, [*target.token_bytes, b""]))
         self._same = target.fingerprint == drafter.fingerprint
         self._spaces_behind_control = (
             target.leading_space.applies(first=False),
@@ -186,18 +175,6 @@ class DraftTranslator:
 
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
         """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
-        try:
-            drafted = list(map(self._drafted_sizes.__getitem__, draft))
-            proposed = list(map(self._proposed_sizes.__getitem__, proposal))
-        except IndexError:  # of a row without a token
-            return self._covering(draft, proposal)
-        if not (all(drafted) and all(proposed)):
-            return self._covering(draft, proposal)
-        ends = list(accumulate(drafted))
-        return [min(1 + bisect_left(ends, end), len(ends)) for end in accumulate(proposed)]
-
-    def _covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
-        """The same one by one, where some are not text."""
         covering = []
         count = spare = 0  # drafted ids so far, and their bytes beyond those of the proposal
         for token_id in proposal:
@@ -249,12 +226,9 @@ class DraftTranslator:
 
     def _parts(self, draft: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
-        pieces = list(map(self._piece, draft))
-        if None not in pieces:
-            yield b"".join(cast(list[bytes], pieces)), None
-            return
-        data = b""
-        for token_id, piece in zip(draft, pieces, strict=True):
+        data, pieces, size = b"", self._pieces, len(self._pieces)
+        for token_id in draft:
+            piece = pieces[token_id] if 0 <= token_id < size else None
             if piece is not None:
                 data += piece
                 continue
@@ -282,15 +256,20 @@ class DraftTranslator:
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
         """The last target ids, back to the start of a word, a control token or ANCHOR_TOKENS."""
-        shapes, sizes = self._shapes, self._proposed_sizes
-        start = end = len(target_ids)
-        first = max(0, end - ANCHOR_TOKENS)
-        while start > first and sizes[token_id := target_ids[start - 1]]:
-            start -= 1
-            begins = start and shapes[token_id] & _BEGINS_WITH_SPACE
-            if begins and not shapes[target_ids[start - 1]] & _ENDS_IN_SPACE:
+        table, control = self._target.token_bytes, self._special.target_control
+        start = len(target_ids)
+        while start > max(0, len(target_ids) - ANCHOR_TOKENS):
+            token_id = target_ids[start - 1]
+            if token_id in control:
                 break
-        while start < end and shapes[target_ids[start]] & _INSIDE_A_CHARACTER:
+            start -= 1
+            if (
+                table[token_id][0] == 0x20
+                and start
+                and not _ends_in_space(target_ids, start, table)
+            ):
+                break
+        while start < len(target_ids) and 0x80 <= table[target_ids[start]][0] < 0xC0:
             start += 1
         return list(target_ids[start:])
 
@@ -329,8 +308,5 @@ def _inner_pairs(table: Sequence[bytes]) -> bytes:
     return np.bincount(inner, minlength=1 << 16).astype(bool).tobytes()
 
 
-def _shape_of(data: bytes) -> int:
-    """How a token begins and ends."""
-    begins = _BEGINS_WITH_SPACE * data.startswith(b" ")
-    inside = _INSIDE_A_CHARACTER * (0x80 <= (data or b"\0")[0] < 0xC0)
-    return begins | inside | _ENDS_IN_SPACE * data[-1:].isspace()
+def _ends_in_space(target_ids: Sequence[int], end: int, table: Sequence[bytes]) -> bool:
+    return table[target_ids[end - 1]][-1:].isspace()
