@@ -177,8 +177,7 @@ class LookUp:
         seen.append(of)
         yield 0, chain
         starts = self._agreed(chain, written)
-        for rank in range(1, 1 + table.sides):
-            place, guess = table.beginning(text.slot, rank)
+        for rank, (place, guess) in enumerate(table.beginnings(text.slot), 1):
             if place >= len(starts):
                 continue
             data, start = self._bytes[guess], starts[place]

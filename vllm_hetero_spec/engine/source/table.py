@@ -80,10 +80,10 @@ class DraftTable:
         self.sides, self.longest, self.drawn = sides, longest, drawn
         shared = mmap.mmap(file, self.size(slots, longest, sides, drawn))
         memory, self._bytes = np.frombuffer(shared, np.int32), memoryview(shared)
-        self._numbers = self._bytes.cast("i")
         counts, records = np.split(memory, [2 * len(Counts._fields)])
         self._counts = counts.view(np.float64)
         self._records = records.reshape(slots, 1 + sides, -1)
+        self._beginnings = self._records[:, 1:, 2 : 1 + _HEAD : _HEAD - 2]  # places, first tokens
         self._start, (self._of_slot, self._of_record, _) = counts.nbytes, self._records.strides
 
     @staticmethod
@@ -125,25 +125,25 @@ class DraftTable:
         record.view(np.uint32)[0] = _checksum(record.tobytes())
         self._records[slot, rank, : len(record)] = record
 
-    def beginning(self, slot: int, rank: int) -> tuple[int, int]:
-        """The place and the first token of a record, be it that it is being written."""
-        start = self.span(slot, rank).start // 4
-        return self._numbers[start + 2], self._numbers[start + _HEAD]
+    def beginnings(self, slot: int) -> list[list[int]]:
+        """Place and first token of each line beside the chain, be it that it is being written."""
+        found: list[list[int]] = self._beginnings[slot].tolist()
+        return found
 
     def read(self, slot: int, rank: int = 0) -> Drafted | None:
         """A record as it stands; None where it is being written."""
         # As bytes: of so few numbers numpy's calls would take longer than their work.
-        start = self.span(slot, rank).start
+        start = self._start + slot * self._of_slot + rank * self._of_record
         _, _, _, count, num_drawn = _head_of(self._bytes, start)
         tokens = _tokens_of(count)
         drawn = tokens.size + 4 * _HEAD
-        record = bytes(self._bytes[start : start + drawn + 4 * _ROW * num_drawn])
+        record = self._bytes[start : start + drawn + 4 * _ROW * num_drawn].tobytes()
         checksum, serial, place, *counts = _head_of(record)
         if counts != [count, num_drawn] or checksum != _checksum(record):
             return None
         values = tokens.unpack_from(record, 4 * _HEAD)
-        rows = tuple(record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW))
-        return Drafted(serial, place, [*values[:count]], [*values[count:]], rows)
+        rows = [record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW)]
+        return Drafted(serial, place, [*values[:count]], [*values[count:]], (*rows,))
 
 
 def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
