@@ -12,7 +12,7 @@ from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair, load_pair
-from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 from vllm_hetero_spec.engine.source.look_up import Found, LookUp, text_of
 from vllm_hetero_spec.engine.source.messages import Commit, Row

@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
-from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.process import ProcessSource
 
 

@@ -20,8 +20,8 @@ from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.config import ConfigError, RayDrafter
-from vllm_hetero_spec.engine.source import drafter_process, kept_process
-from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source import deployment, kept_process
+from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray]
@@ -148,8 +148,8 @@ def test_another_share_is_another_actor_and_ends_once_no_engine_is_left(
 ) -> None:
     """Not while one is there that says nothing; also where it could not see it go."""
     silence, idle_exit = 1.0, 2.0
-    monkeypatch.setattr(drafter_process, "SILENCE", silence)
-    monkeypatch.setattr(drafter_process, "IDLE_EXIT", idle_exit)
+    monkeypatch.setattr(deployment, "SILENCE", silence)
+    monkeypatch.setattr(deployment, "IDLE_EXIT", idle_exit)
     others = actors(in_cluster)
     engine = start(llm, ray_drafter=RayDrafter(share="short"))
     (actor,) = [of for of in actors(in_cluster) if of not in others]
@@ -167,7 +167,7 @@ def test_what_cannot_start_says_why(
     llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(drafter_process, "PATIENCE", 3.0)
+        patch.setattr(deployment, "PATIENCE", 3.0)
         with pytest.raises(ConfigError, match=r"asks for 0 GPU, 64 CPU .* have 2 GPU, 8 CPU, of"):
             start(llm, ray_drafter=RayDrafter(num_cpus=64))
     with monkeypatch.context() as patch:

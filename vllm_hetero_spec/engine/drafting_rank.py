@@ -24,7 +24,7 @@ from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
-from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.inline import InlineSource
 from vllm_hetero_spec.engine.source.process import ProcessSource

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_hetero_spec.engine.source.answers import Ready
-    from vllm_hetero_spec.engine.source.drafter_process import Deployment
+    from vllm_hetero_spec.engine.source.deployment import Deployment
     from vllm_hetero_spec.engine.source.server import DraftingServer
     from vllm_hetero_spec.engine.source.sharing import AnyTable
 

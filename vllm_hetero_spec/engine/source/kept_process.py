@@ -6,7 +6,8 @@ import math
 import time
 
 from vllm_hetero_spec.engine.source.answers import Failed, Ready
-from vllm_hetero_spec.engine.source.drafter_process import Deployment, DrafterProcess
+from vllm_hetero_spec.engine.source.deployment import Deployment
+from vllm_hetero_spec.engine.source.drafter_process import DrafterProcess
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import Counts, DraftTable
 

@@ -21,7 +21,7 @@ from vllm_hetero_spec.engine.drafter.request_state import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTiming
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
-from vllm_hetero_spec.engine.source.drafter_process import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 from vllm_hetero_spec.engine.source.look_up import (

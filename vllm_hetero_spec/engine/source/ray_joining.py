@@ -10,11 +10,10 @@ before: it is ended, if it has not done so by itself, as actors without engines 
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_hetero_spec import __version__
+from vllm_hetero_spec.engine.source.errand import Errand
 from vllm_hetero_spec.engine.source.ray_actor import DrafterActor
 from vllm_hetero_spec.errors import ConfigError
 
@@ -30,33 +29,6 @@ _A_WHILE = 0.5  # seconds between two attempts
 _RECALL = 5.0
 # Seconds after which nobody uses one any more that another has taken the place of.
 _LEFT = 4 * LOOK
-
-
-@dataclass(frozen=True)
-class Errand:
-    """What a relay is to do. Pickled.
-
-    Attributes:
-        actor: The name of the actor: all engines that give the same one share it.
-        resources: Of Ray that it takes: `num_gpus`, `num_cpus`.
-        deployment: What it runs, pickled.
-        shape: Of the table: slots first.
-        address: Of the cluster; None for the one that is found.
-        patience: Seconds that a place for it is waited for.
-        silence: Seconds after which it takes an engine for gone that it does not hear of.
-        idle_exit: Seconds without engines after which it ends.
-        lost: The number of the one that the engine had before; None where it had none.
-    """
-
-    actor: str
-    resources: Mapping[str, float]
-    deployment: bytes
-    shape: tuple[int, ...]
-    address: str | None
-    patience: float
-    silence: float
-    idle_exit: float
-    lost: int | None = None
 
 
 class Joined(NamedTuple):

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_hetero_spec.engine.source.answers import Failed, answer_of, encode
-from vllm_hetero_spec.engine.source.ray_joining import LOOK, Errand, Joined, join_actor, newest
+from vllm_hetero_spec.engine.source.errand import Errand
+from vllm_hetero_spec.engine.source.ray_joining import LOOK, Joined, join_actor, newest
 from vllm_hetero_spec.errors import ConfigError, first_line
 from vllm_hetero_spec.ray_session import join_cluster
 
