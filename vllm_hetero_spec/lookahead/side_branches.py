@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 _KEEP = 0.9  # weight of a step's trees against the next
-_REPRICED = 4  # times at most
+_REPRICED = 4  # prices of a row that are tried, until its tokens pay for the last of them
 _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
 

@@ -45,12 +45,11 @@ class TreeChoice:
 
     Attributes:
         sides: What recent trees had beside their chains.
-        paths: How many the drafter follows at present where it follows any for trees.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
         self._known, self._width = known, width
-        self.sides, self.paths = SideBranches(), 1
+        self.sides, self._paths = SideBranches(), 1
         self._pay = self._dear = False
         self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
 
@@ -73,8 +72,8 @@ class TreeChoice:
         chains, self._pay = forecast(self._known, *load), False
         if not self._may_pay(batch, random, tokens_per_second, lookahead):
             return chains
-        self.paths = self._nearly_free(batch, tokens_per_second)
-        trees = forecast(self._known, *load, self.sides, self.paths)
+        self._paths = self._nearly_free(batch, tokens_per_second)
+        trees = forecast(self._known, *load, self.sides, self._paths)
         self._pay = max(trees.rates) > (1.0 + _ENOUGH) * max(chains.rates)
         return trees if self._pay else chains
 
@@ -113,7 +112,7 @@ class TreeChoice:
             drafted: Requests that are drafted for.
         """
         if self._pay:
-            return Trees(self.paths)
+            return Trees(self._paths)
         if self._dear or now < self._next_look or not (self._width and self.sides.room):
             return Trees()
         takes = drafted * self.sides.seconds + self._steps * self._known.costs.beside(drafted)

@@ -99,7 +99,7 @@ class DraftTable:
 
     def span(self, slot: int, rank: int) -> slice:
         """Bytes of the memory that have a record."""
-        start = self._start + slot * self._of_slot + rank * self._of_record
+        start = self._at(slot, rank)
         return slice(start, start + self._of_record)
 
     @property
@@ -133,7 +133,7 @@ class DraftTable:
     def read(self, slot: int, rank: int = 0) -> Drafted | None:
         """A record as it stands; None where it is being written."""
         # As bytes: of so few numbers numpy's calls would take longer than their work.
-        start = self._start + slot * self._of_slot + rank * self._of_record
+        start = self._at(slot, rank)
         _, _, _, count, num_drawn = _head_of(self._bytes, start)
         tokens = _tokens_of(count)
         drawn = tokens.size + 4 * _HEAD
@@ -142,8 +142,13 @@ class DraftTable:
         if counts != [count, num_drawn] or checksum != _checksum(record):
             return None
         values = tokens.unpack_from(record, 4 * _HEAD)
-        rows = [record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW)]
-        return Drafted(serial, place, [*values[:count]], [*values[count:]], (*rows,))
+        rows = tuple(record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW))
+        return Drafted(serial, place, [*values[:count]], [*values[count:]], rows)
+
+    def _at(self, slot: int, rank: int) -> int:
+        """Where the bytes of a record begin."""
+        start: int = self._start + slot * self._of_slot + rank * self._of_record
+        return start
 
 
 def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
