@@ -21,7 +21,7 @@ from vllm_hetero_spec.verify.tree_rows import SidePlan
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
     "small blocks": {"block_size": 32},
-    "tight": TIGHT_LIMITS,
+    "tight": TIGHT_LIMITS | {"num_gpu_blocks_override": 30},  # half of them for the scheduler
 }
 VERIFICATION = {"large blocks": "token", "small blocks": "race", "tight": "block"}
 
@@ -86,7 +86,7 @@ def compared(request: pytest.FixtureRequest, demo_pair: Any, few: list[str]) -> 
                 alone[name] = ALL[name](llm, few)
     spec = slem(demo_pair / "drafter", tree_nodes=8, verification=VERIFICATION[request.param])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_scratch, "_SHARE", 3)  # so that small caches have scratch
+        patch.setattr(tree_scratch, "_SHARE", 2)  # so that small caches have scratch
         with engine(demo_pair / "target", spec, **limits) as llm:
             yield Compared(llm, KnownTrees(llm), known, alone)
 
