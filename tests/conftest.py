@@ -49,12 +49,17 @@ def shared(shared_or_none: Path | None) -> Path:
     return shared_or_none
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines come first: of two workers none is left alone with them."""
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Files that start engines come first: of two workers none is left alone with them.
+
+    One of those that need the demo pair begins; while it trains the pair, others have work.
+    """
     starts = {
         item.path for item in items if {"engine", "server"} & {m.name for m in item.iter_markers()}
     }
-    items.sort(key=lambda item: item.path not in starts)
+    needy = {item.path for item in items if "demo_pair" in item.fixturenames}
+    first = min(starts & needy, default=None)
+    items.sort(key=lambda item: (item.path not in starts, item.path != first, item.path in needy))
 
 
 @pytest.fixture(scope="session")

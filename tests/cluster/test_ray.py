@@ -80,26 +80,6 @@ def test_a_worker_that_is_killed(two_ranks: Any) -> None:
     assert killed["alive"] == 0
 
 
-def test_the_older_executor(
-    ray_cluster: RayCluster,
-    demo_pair: Path,
-    texts: list[str],
-    hetero: dict[str, Any],
-    two_ranks: Any,
-    alone: Outputs,
-) -> None:
-    found = run(
-        ray_cluster,
-        "executor",
-        {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"},
-        target=str(demo_pair / "target"),
-        specs=[hetero],
-        texts=texts,
-    )
-    assert found["greedy"] == [alone]
-    assert found["counts"][0][0]["drafts"] == two_ranks["counts"][1][0]["drafts"]
-
-
 def test_two_engines_as_actors(
     ray_cluster: RayCluster, demo_pair: Path, texts: list[str], alone: Outputs
 ) -> None:

@@ -75,7 +75,7 @@ def test_samples_follow_the_targets_law(
             patient(llm, monkeypatch)
             foreseen = sample(llm, SAMPLES, SETTINGS["hot"])
             waiting(llm, monkeypatch)
-            waited = sample(llm, 2 * SAMPLES, SETTINGS["few"])
+            waited = sample(llm, SAMPLES, SETTINGS["few"])
             monkeypatch.undo()
             return foreseen, waited, read_stats(llm), metrics_of(llm)
 

@@ -12,7 +12,7 @@ from harness import proposer_of
 from target_law import LENGTH, Ids, Setting, counted, law_of, law_of_third, load
 from vllm import SamplingParams
 
-SAMPLES, WAVE = 960, 16
+SAMPLES, WAVE = 640, 16
 # Of few sequences each is seen often.
 SETTINGS = {"hot": Setting(1.0), "few": Setting(1.6, top_k=6)}
 

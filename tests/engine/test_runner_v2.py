@@ -15,7 +15,7 @@ import pytest
 from harness import HERE, v2_environment
 from scenarios import Run
 from test_identity import IDENTITY
-from v2_runs import SOME, STAGED, WAYS, run_way
+from v2_runs import SOME, WAYS, run_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
@@ -25,7 +25,7 @@ def few(code_prompts: list[str]) -> list[str]:
     return code_prompts[:8]
 
 
-@pytest.fixture(scope="module", params=["installed", "0.33"])
+@pytest.fixture(scope="module", params=WAYS)
 def on_v2(
     request: pytest.FixtureRequest,
     demo_pair: Path,
@@ -44,6 +44,7 @@ def on_v2(
     command = [
         sys.executable,
         str(HERE / "v2_runs.py"),
+        request.param,
         str(demo_pair),
         json.dumps(few),
     ]
@@ -62,8 +63,14 @@ def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:
     assert "does not yet support" not in log
 
 
+def of_releases(*left_out: str) -> pytest.MarkDecorator:
+    """Each release with each of its ways of drafting."""
+    every = [(on, way) for on, ways in WAYS.items() for way in ways if way not in left_out]
+    return pytest.mark.parametrize(("on_v2", "way"), every, indirect=["on_v2"], scope="module")
+
+
 @pytest.mark.parametrize("scenario", SOME)
-@pytest.mark.parametrize("way", WAYS[1:])
+@of_releases("alone")
 def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) -> None:
     runs, _ = on_v2
     ids, gained = runs[way][scenario]
@@ -73,7 +80,7 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 
 
 @pytest.mark.parametrize("scenario", SOME)
-@pytest.mark.parametrize("way", ["identity, ahead", STAGED])
+@of_releases("alone", "pair", "pair, ahead")
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
     """All that is counted: scheduled ahead, drafts are padded to one length."""
     _, gained = on_v2[0][way][scenario]
@@ -81,7 +88,7 @@ def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenari
 
 
 def test_preemption_was_forced(on_v2: tuple) -> None:
-    pair = on_v2[0]["pair"]
+    pair = on_v2[0]["pair, ahead"]
     assert sum(gained["num_preemptions"] for _, gained in pair.values()) > 0
 
 
@@ -93,16 +100,14 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
     assert list(ids.values()) == list(alone.values())
 
 
-def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run, request: pytest.FixtureRequest) -> None:
-    """Of V1 in the installed release; another may put requests together in other steps."""
+@pytest.mark.parametrize("on_v2", ["installed"], indirect=True, scope="module")
+def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
     pair, others = on_v2[0]["pair"], {}
-    installed = request.node.callspec.params["on_v2"] == "installed"
-    left_out = set() if installed else {"drafter steps", "drafter forwards"}
     for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
         ids, gained = pair[scenario]
         expected, counted = on_v1[scenario]
         assert ids == expected, scenario
-        for metric in counted.keys() - left_out - {"skipped"}:  # that is of all so far
+        for metric in counted.keys() - {"skipped"}:  # that is of all so far
             if gained[metric] != counted[metric]:
                 others[scenario, metric] = gained[metric], counted[metric]
     assert not others
@@ -149,10 +154,6 @@ def test_what_requests_bring_holds_on_v2() -> None:
     assert "4 passed" in passed_on_v2(files, "")
 
 
-def test_the_code_pairs_are_accepted_as_on_v1(shared: Path) -> None:
-    assert "2 passed" in passed_on_v2(["test_acceptance.py"], "trained_code_pairs")
-
-
 V1 = """
 import sys
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_two_ranks_have_the_same_drafts() -> None:
     file = Path(__file__).with_name("test_tensor_parallel.py")
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", str(file)]
     done = subprocess.run(
-        [*command, "-k", "(same_tokens and rank0) or trees"],
+        [*command, "-k", "same_tokens or trees"],
         env=v2_environment(),
         capture_output=True,
         text=True,
