@@ -103,4 +103,4 @@ def test_same_tokens_in_two_stages_behind_preemptions(
     assert counted["num_accepted_tokens"] > 0
     # Without what this package tells the first stage, that would go wrong.
     assert preempted_again > 0
-    assert forgotten != pytest.approx(logprobs, abs=1e-1)
+    assert forgotten != pytest.approx(logprobs, abs=1e-2)  # right ones differ by a tenth of that
