@@ -79,7 +79,7 @@ class LookUps:
         began = self._clock()
         found = [self._look.behind(task) for task in tasks]
         looked = self._clock()
-        self._look.translated(found)
+        self._look.translate(found)
         self.translating.append(self._clock() - looked)
         self.looking.append(looked - began)
         self.hits += sum(bool(of.ids) for of in found)

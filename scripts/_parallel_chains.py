@@ -97,7 +97,9 @@ class Chains:
     def drafted(self, state: RequestState, tokens: int) -> Found:
         """So many target tokens behind a text, as far as they are drafted."""
         found = self._look.behind(DraftTask(state, tokens))
-        return self._look.translated([found])[0] if found.ids else found
+        if found.ids:
+            self._look.translate([found])
+        return found
 
     def done(self, found: Found) -> bool:
         """Whether no more will come of it, as far as was asked for."""

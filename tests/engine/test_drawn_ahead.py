@@ -75,7 +75,7 @@ def row_of_the_draw_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: LookUp, *args: Any) -> Found:
         found = behind(self, *args)
-        return found._replace(rows=[*found.rows[-1:], *found.rows[:-1]])
+        return replace(found, rows=[*found.rows[-1:], *found.rows[:-1]])
 
     monkeypatch.setattr(LookUp, "behind", shifted)
 

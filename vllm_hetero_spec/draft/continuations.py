@@ -96,7 +96,7 @@ def _behind(
         data = bytes_of(token)
         if position >= len(text):
             break
-        if not data.startswith(text[position : position + len(data)]):
+        if not text.startswith(data, position) and not data.startswith(text[position:]):
             return None
         position += len(data)
         if position <= end:

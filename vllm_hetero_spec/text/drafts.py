@@ -9,7 +9,7 @@ not what the target would have written in one go, and the drafted bytes are enco
 
 from codecs import utf_8_decode
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 ANCHOR_TOKENS = 8
 # Pairs of a target and a drafter token that first_choice remembers.
 MEMO_PAIRS = 1 << 18
+# How a token begins, where it matters: see `_starts`.
+_SPACE, _INSIDE, _CONTROL = 1, 2, 3
 
 
 class _Stretch(NamedTuple):
@@ -65,6 +67,7 @@ class DraftTranslator:
         )
         self._parted = lru_cache(MEMO_PAIRS)(self._splits)
         self._inner_pairs = _inner_pairs(target.token_bytes)
+        self._starts = _starts(target.token_bytes, special.target_control)
 
     def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
         """The first of the drafter's candidates for its next token that the target may mean.
@@ -256,27 +259,26 @@ class DraftTranslator:
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
         """The last target ids, back to the start of a word, a control token or ANCHOR_TOKENS."""
-        table, control = self._target.token_bytes, self._special.target_control
-        start = len(target_ids)
-        while start > max(0, len(target_ids) - ANCHOR_TOKENS):
-            token_id = target_ids[start - 1]
-            if token_id in control:
+        starts, start = self._starts, len(target_ids)
+        furthest = max(0, start - ANCHOR_TOKENS)
+        while start > furthest:
+            kind = starts[target_ids[start - 1]]
+            if kind == _CONTROL:
                 break
             start -= 1
-            if (
-                table[token_id][0] == 0x20
-                and start
-                and not _ends_in_space(target_ids, start, table)
-            ):
+            if kind == _SPACE and start and not self._ends_in_space(target_ids[start - 1]):
                 break
-        while start < len(target_ids) and 0x80 <= table[target_ids[start]][0] < 0xC0:
+        while start < len(target_ids) and starts[target_ids[start]] == _INSIDE:
             start += 1
         return list(target_ids[start:])
 
-    def _boundary(self, ids: Sequence[int], stretch: _Stretch) -> int | None:
+    def _ends_in_space(self, token_id: int) -> bool:
+        return self._target.token_bytes[token_id][-1:].isspace()
+
+    def _boundary(self, ids: list[int], stretch: _Stretch) -> int | None:
         """Index in ids where the drafted text starts, None where a token spans that place."""
         count = len(stretch.anchor)
-        if list(ids[:count]) == stretch.anchor:
+        if ids[:count] == stretch.anchor:
             return count
         left = len(self._target.decode_bytes(stretch.anchor))
         for index, token_id in enumerate(ids):
@@ -288,15 +290,15 @@ class DraftTranslator:
     def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> tuple[list[int], bool]:
         """The longest prefix of ids that is text and spells drafted bytes; whether all of them."""
         proposal: list[int] = []
-        position = 0
+        position, data = 0, stretch.data
+        table, control = self._target.token_bytes, self._special.target_control
         for token_id in ids[:limit]:
-            piece = self._target.token_bytes[token_id]
-            is_text = token_id not in self._special.target_control
-            if not is_text or not stretch.data.startswith(piece, position):
+            piece = table[token_id]
+            if token_id in control or not data.startswith(piece, position):
                 break
             position += len(piece)
             proposal.append(token_id)
-        return proposal, position == len(stretch.data)
+        return proposal, position == len(data)
 
 
 def _inner_pairs(table: Sequence[bytes]) -> bytes:
@@ -308,5 +310,13 @@ def _inner_pairs(table: Sequence[bytes]) -> bytes:
     return np.bincount(inner, minlength=1 << 16).astype(bool).tobytes()
 
 
-def _ends_in_space(target_ids: Sequence[int], end: int, table: Sequence[bytes]) -> bool:
-    return table[target_ids[end - 1]][-1:].isspace()
+def _starts(table: Sequence[bytes], control: Collection[int]) -> bytes:
+    """How each target token begins: with a space, inside a character, or otherwise; and which are
+    no text. UNKNOWN_ID has the last place."""
+    kinds = bytearray(max(len(table), *control) + 2)
+    for token_id, piece in enumerate(table):
+        if piece:
+            kinds[token_id] = _SPACE * (piece[0] == 0x20) + _INSIDE * (0x80 <= piece[0] < 0xC0)
+    for token_id in control:
+        kinds[token_id] = _CONTROL
+    return bytes(kinds)

@@ -4,8 +4,8 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from vllm_hetero_spec.draft.continuations import find_drawn, find_remainder
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
@@ -18,7 +18,8 @@ from vllm_hetero_spec.engine.source.sent_texts import SentText
 from vllm_hetero_spec.engine.source.table import Drafted
 
 
-class Found(NamedTuple):
+@dataclass(slots=True)
+class Found:
     """What was drafted ahead for a request.
 
     Attributes:
@@ -122,8 +123,8 @@ class LookUp:
             ids, enough = () if chain is None or stale else chain.ids, 2
         return len(ids) >= enough or bool(ids and ids[-1] in self._bridge.drafter_eos)
 
-    def translated(self, found: Sequence[Found]) -> list[Found]:
-        """With the target's tokens."""
+    def translate(self, found: Sequence[Found]) -> None:
+        """Add the target's tokens."""
         began = time.perf_counter()
         proposals = self._bridge.to_target(
             [of.task.state.context for of in found],
@@ -132,27 +133,22 @@ class LookUp:
             [of.known for of in found],
         )
         self._stats.translate_seconds += time.perf_counter() - began
-        found = [
-            of._replace(proposal=proposal, ends=self._bridge.ids_covering(of.ids, proposal))
-            for of, proposal in zip(found, proposals, strict=True)
-        ]
+        for of, proposal in zip(found, proposals, strict=True):
+            of.proposal, of.ends = proposal, self._bridge.ids_covering(of.ids, proposal)
         if self._drawn is not None:
             self._spell(found, self._drawn)
-        return found
 
-    def _spell(self, found: "list[Found]", drawn: DrawnAhead) -> None:
+    def _spell(self, found: Sequence[Found], drawn: DrawnAhead) -> None:
         """With the target's tokens, where they were drawn."""
-        places = [place for place, of in enumerate(found) if of.task.draw is not None and of.ids]
-        if not places:
+        own = [of for of in found if of.task.draw is not None and of.ids]
+        if not own:
             return
-        own = [found[place] for place in places]
         drafts = drawn.drafts(
             [of.task for of in own], [of.ids for of in own], [of.rows for of in own]
         )
-        for place, of, draft in zip(places, own, drafts, strict=True):
-            ends = drawn.ends(of.ids)[: len(draft.tokens)]
-            probs = draft.draft_probs
-            found[place] = of._replace(proposal=draft.tokens, ends=ends, draft_probs=probs)
+        for of, draft in zip(own, drafts, strict=True):
+            of.proposal, of.draft_probs = draft.tokens, draft.draft_probs
+            of.ends = drawn.ends(of.ids)[: len(draft.tokens)]
             if drawn.block:
                 of.text.seen = of.first + len(of.ids)
 
@@ -176,28 +172,27 @@ class LookUp:
         chain = chain[: of.place] + of.ids
         seen.append(of)
         yield 0, chain
-        starts = self._agreed(chain, written)
+        left = self._left(chain, written)
         for rank, (place, guess) in enumerate(table.beginnings(text.slot), 1):
-            if place >= len(starts):
+            if place >= len(left):
                 continue
-            data, start = self._bytes[guess], starts[place]
-            if not data.startswith(written[start : start + len(data)]):
+            data, rest = self._bytes[guess], left[place]
+            if not rest.startswith(data) and not data.startswith(rest):
                 continue
             of = table.read(text.slot, rank)
             if of is not None and of.serial == serial and of.place <= len(chain):
                 seen.append(of)
                 yield of.place + 1, chain[: of.place] + of.ids
 
-    def _agreed(self, ids: Sequence[int], written: bytes) -> list[int]:
-        """Where each of the leading tokens that agree with what was written begins in it, and where
-        the one behind them does."""
-        starts = [0]
+    def _left(self, ids: Sequence[int], written: bytes) -> list[bytes]:
+        """What was written, without each number of leading tokens that agree with it."""
+        left = [written]
         for data in map(self._bytes.__getitem__, ids):
-            start = starts[-1]
-            if not data.startswith(written[start : start + len(data)]):
+            rest = left[-1]
+            if not rest.startswith(data) and not data.startswith(rest):
                 break
-            starts.append(start + len(data))
-        return starts
+            left.append(rest[len(data) :])
+        return left
 
     def _spelled(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes.__getitem__, ids))

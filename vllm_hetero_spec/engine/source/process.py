@@ -89,7 +89,8 @@ class ProcessSource:
         self._control, self._found = cast(AheadControl, control), []
         if self._process.up:
             tasks = [task for task in tasks if self._admit(task, outside)]
-            self._found = self._look.translated([self._look_up(task) for task in tasks])
+            self._found = [self._look_up(task) for task in tasks]
+            self._look.translate(self._found)
             self._commit(self._found)
         else:
             self._stats.skip("drafter_down", times=sum(task.lookahead > 0 for task in tasks))
@@ -196,7 +197,8 @@ class ProcessSource:
         self._unheard = -1 if came else self._process.counts.beats
         self._stats.drafts_waited += len(came)
         self._stats.wait_seconds += time.perf_counter() - began
-        return self._look.translated(came)
+        self._look.translate(came)
+        return came
 
     def _begin_anew(self, task: DraftTask) -> None:
         """The process knows nothing of a text, or is another one than that which did."""
