@@ -135,4 +135,5 @@ def moving(target: str, spec: dict[str, Any], texts: list[str]) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))
+    answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    print(f"\n{json.dumps(answer)}", flush=True)  # others write here too, and end no line

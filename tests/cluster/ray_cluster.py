@@ -133,7 +133,9 @@ class RayCluster:
     def answer_of(self, program: subprocess.Popen) -> Any:
         """The same of one that has been started by `popen`."""
         said = self._said(program)
-        return json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
+        answers = [line for line in said.splitlines() if line.startswith("{")]
+        assert answers, said[-3000:]
+        return json.loads(answers[-1])
 
     @contextlib.contextmanager
     def node(self, *options: str, **environment: str) -> Iterator[None]:

@@ -94,7 +94,7 @@ def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_ways_are_caught(
     llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each under the rule that shows it most: a block, judged as a whole, hardly hides a row."""
+    """Each under one rule: how a block was drawn is hardly seen in it, since it is judged whole."""
     block = "block" in request.node.name
     wrong = row_of_the_draw_before if block else numbers_of_verification
     patient(llm, monkeypatch)
