@@ -234,9 +234,14 @@ def test_an_actor_that_hangs_is_replaced_for_all_its_engines(
         assert other.poll() is None
     before = read_stats(llm)
     hung.suspend()
-    monkeypatch.setattr(kept_process, "SILENCE", 2.0)
-    while kept(llm).restarts == before["restarts"]:
+
+    def replaced() -> bool:
         assert generate(llm, texts, greedy()) == alone
+        return kept(llm).restarts > before["restarts"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_process, "SILENCE", 2.0)
+        until(replaced)
     until(lambda: len(actors(in_cluster)) == 2)
     assert hung.is_running()
     until(lambda: kept(llm).up)
