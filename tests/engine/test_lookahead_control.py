@@ -175,6 +175,32 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
     assert control.wait({"a": 4}, 20.0, 0) == (0, 0.0)
 
 
+def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
+    """None that was there, nor one that did not come."""
+    costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
+    known = Estimates.of(costs, 4)
+    late = known.acceptance.late
+    before = late.rates(False)
+    control = AheadControl(Goodput(known), can_stop_early=False)
+    step = step_of({"a": [1], "b": [1], "c": [1]})
+    control.observe(step)
+    control.plan(step, [0, 0, 0])
+    tokens, _ = control.wait({"a": 4, "c": 4}, 1.0, 0)
+    assert tokens > 0
+    drafts = drafts_of({"a": 4, "b": 4, "c": 0}, 0.9)
+    control.drafted(DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0), drafts)
+    lengths = {draft.req_id: len(draft.tokens) for draft in control.trim(drafts)}
+    assert lengths["a"] > 1
+    others = step_of({"b": [1, 2], "c": [1]}, {"b": lengths["b"], "c": 0})
+    control.observe(replace(others, live=set("abc")))
+    assert late.rates(False) == before
+    control.observe(step_of({"a": [1]}, {"a": lengths["a"]}))
+    assert late.rates(False)[0] < before[0]
+    known_now = late.rates(False)
+    control.observe(step_of({"a": [1, 2]}, {"a": 0}))
+    assert late.rates(False) == known_now
+
+
 def test_what_requests_ask_for_goes_first() -> None:
     control = LookaheadControl(Scripted(3, 3, 0), can_stop_early=False)
     asked = {"b": 0, "c": 2, "d": 9}

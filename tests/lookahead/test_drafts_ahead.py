@@ -24,8 +24,13 @@ class Seen(NamedTuple):
     gain: float
 
 
-def simulated(hits: float, accepts: float, drafter: float, steps: int = 600) -> Seen:
-    """A request whose drafts are there with one probability, and accepted with another."""
+def simulated(
+    hits: float, accepts: float, drafter: float, steps: int = 600, late: float | None = None
+) -> Seen:
+    """A request whose drafts are there with one probability, and accepted with another.
+
+    Those that are waited for are accepted with a third, `late`, where that is given.
+    """
     chance, now = random.Random(5), 0.0
     costs = CostModel(
         target=[(n, TARGET + ROW * (n - 1)) for n in SIZES],
@@ -49,7 +54,10 @@ def simulated(hits: float, accepts: float, drafter: float, steps: int = 600) -> 
                 there, _ = (wanted, 0.0) if policy is None else policy.wait([0], wanted, 1.0, 0)
                 waited = there * drafter
                 waits += there > 0
-            accepted = next((n for n in range(there) if chance.random() >= accepts), there)
+            rate = accepts if late is None or not waited else late
+            accepted = next((n for n in range(there) if chance.random() >= rate), there)
+            if waited and controller.policy is not None:
+                controller.policy.came_late(there, accepted, False)
             if there or not plan.probe:
                 controller.observe_acceptance(there, accepted, [0.7] * there, wanted)
             controller.observe_draft(
@@ -82,6 +90,16 @@ def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
     assert seen.on > 0.8
     assert seen.waited > 0.3 * seen.on
     assert seen.gain > simulated(hits=0.5, accepts=0.8, drafter=0.05).gain
+
+
+def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -> None:
+    """Where the drafter is surprised it knows little of what follows."""
+    worth = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800)
+    poor = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800, late=0.1)
+    assert worth.waited > 0.25 * worth.on
+    assert 0 < poor.waited < 0.05 * poor.on
+    # As fast as where nobody waits, since drafts take so long that it is out of the question.
+    assert poor.gain > 0.97 * simulated(hits=0.7, accepts=0.9, drafter=0.5, steps=1800).gain
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates
+from vllm_hetero_spec.lookahead.late_drafts import LateDrafts
 
 _SURPRISE = 2.7  # standard deviations of accepted tokens: chance exceeds it once in 140 times
 _SLACK = 0.2  # tokens on top, for the first drafts, whose variance is next to none
@@ -45,6 +46,7 @@ class AcceptanceStats:
     Attributes:
         positions: As given.
         drafts: Number of drafts learnt from.
+        late: Of those that the target waited for, once more; learnt anew in every run.
     """
 
     def __init__(self, positions: int) -> None:
@@ -52,6 +54,7 @@ class AcceptanceStats:
         self._kinds = _KindStats(positions), _KindStats(positions)  # greedy, random
         self._observations: tuple[list[Observation], list[Observation]] = [], []
         self.drafts = 0
+        self.late = LateDrafts(positions)
 
     def observe(self, draft: Observation, random: bool) -> None:
         """Note one draft of a greedy or a random request."""

@@ -92,7 +92,9 @@ class StepPolicy:
         """
         step = self._known.costs.drafter(len(missing))
         begins = _ON_ITS_WAY * step + self._known.costs.catch_up(unread)
-        rates = [self._known.acceptance.rates(self._random[index]) for index in missing]
+        late = self._known.acceptance.late
+        rates_of = self._known.acceptance.rates if late.due else late.rates
+        rates = [rates_of(self._random[index]) for index in missing]
         alive = [1.0] * len(missing)
         rows, gain = self._batch, 0.0
         best, most, seconds = 0.0, 0, 0.0
@@ -104,7 +106,12 @@ class StepPolicy:
             if gain - self._tokens_per_second * takes > best:
                 best = gain - self._tokens_per_second * takes
                 most, seconds = tokens, gain / self._tokens_per_second
+        late.decided(waits=most > 0)
         return most, seconds
+
+    def came_late(self, verified: int, accepted: int, random: bool) -> None:
+        """One that was waited for was verified, of a greedy or a random request."""
+        self._known.acceptance.late.observe(verified, accepted, random)
 
     def guesses(self, drafting: int, steps: float, most: int) -> int:
         """Lines beside each chain that a process of its own drafts while the target verifies.

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts bring that the target waits for, where others are made ahead.
+
+They follow what the drafter did not foresee, and where a text surprises it once it often does so
+again: fewer of their tokens are accepted than of others.
+"""
+
+from vllm_hetero_spec.lookahead.acceptance import PositionRates
+
+# Drafts in a row that are not waited for until one is that would be worth it if it were like the
+# others: texts change, and a wait in vain takes about as long as a step.
+_TRIED_EVERY = 32
+
+
+class LateDrafts:
+    """Their acceptance, and whether it is time to see it again.
+
+    Args:
+        positions: Longest draft, in target tokens.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self._counts = PositionRates(positions), PositionRates(positions)  # greedy, random
+        self._rates = [counts.rates().tolist() for counts in self._counts]
+        self._passed = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether one is to be taken for a draft like others, to learn from it."""
+        return self._passed >= _TRIED_EVERY
+
+    def decided(self, *, waits: bool) -> None:
+        """Drafts of a step are waited for, or not."""
+        self._passed = 0 if waits else self._passed + 1
+
+    def observe(self, verified: int, accepted: int, random: bool) -> None:
+        """One of a greedy or a random request was verified."""
+        counts = self._counts[random]
+        counts.observe([verified], [accepted])
+        self._rates[random] = counts.rates().tolist()
+
+    def rates(self, random: bool) -> list[float]:
+        """Conditional acceptance of each position."""
+        rates: list[float] = self._rates[random]
+        return rates
