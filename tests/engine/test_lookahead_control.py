@@ -169,6 +169,8 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
         control.drafted(timing, drafts_of({"a": 4}, 0.9))
     assert costs.drafter(1) == pytest.approx(0.008, rel=0.3)  # of a forward, beside the target
     assert costs.drafting(1, known.steps.expected(4)) == pytest.approx(0.003, abs=0.003)
+    while not known.acceptance.late.due:
+        assert control.wait({"a": 4}, 1.0, 0) == (0, 0.0)
     tokens, seconds = control.wait({"a": 4}, 1.0, 0)
     assert tokens > 0
     assert seconds < 0.2
@@ -180,6 +182,7 @@ def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
     late = known.acceptance.late
+    late.observe(4, 4, False)
     before = late.rates(False)
     control = AheadControl(Goodput(known), can_stop_early=False)
     step = step_of({"a": [1], "b": [1], "c": [1]})

@@ -2,14 +2,15 @@
 """What drafts bring that the target waits for, where others are made ahead.
 
 They follow what the drafter did not foresee, and where a text surprises it once it often does so
-again: fewer of their tokens are accepted than of others.
+again: fewer of their tokens are accepted than of others. So none is waited for in the beginning,
+while a drafter that drafts ahead costs next to nothing.
 """
 
 from vllm_hetero_spec.lookahead.acceptance import PositionRates
 
-# Drafts in a row that are not waited for until one is that would be worth it if it were like the
-# others: texts change, and a wait in vain takes about as long as a step.
-_TRIED_EVERY = 32
+# Steps in a row in which drafts are not waited for until some are that would be worth it if they
+# were like others: texts change, and a wait in vain takes half as long as a step or so.
+_TRIED_EVERY = 16
 
 
 class LateDrafts:
@@ -21,12 +22,12 @@ class LateDrafts:
 
     def __init__(self, positions: int) -> None:
         self._counts = PositionRates(positions), PositionRates(positions)  # greedy, random
-        self._rates = [counts.rates().tolist() for counts in self._counts]
+        self._rates = [[0.0] * positions for _ in self._counts]
         self._passed = 0
 
     @property
     def due(self) -> bool:
-        """Whether one is to be taken for a draft like others, to learn from it."""
+        """Whether they are to be taken for drafts like others, to learn from them."""
         return self._passed >= _TRIED_EVERY
 
     def decided(self, *, waits: bool) -> None:
@@ -40,6 +41,6 @@ class LateDrafts:
         self._rates[random] = counts.rates().tolist()
 
     def rates(self, random: bool) -> list[float]:
-        """Conditional acceptance of each position."""
+        """Conditional acceptance of each position; 0 before any was seen."""
         rates: list[float] = self._rates[random]
         return rates
