@@ -5,7 +5,7 @@ What the target waits for is what drafting costs: a look-up in every step, and w
 foreseen, as much of the drafter's time as such a draft is worth, at the controller's own prices.
 That a draft was not there is learnt like a drafter that has nothing to propose: in what is
 expected of the next drafts it counts with those that were. What was waited for is learnt by itself
-as well (`lookahead/late_drafts.py`): it brings less than others.
+as well (`lookahead/late_drafts.py`), as it tends to bring less than others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,6 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.step_view import StepView
-from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 
 # Seconds that a probe waits for drafts at most: it has none ahead, and shows nothing without any.
 _PROBE = 0.1
@@ -24,31 +22,24 @@ _PROBE = 0.1
 class AheadControl(LookaheadControl):
     """A `LookaheadControl` where drafts are made ahead."""
 
-    def __init__(
-        self,
-        controller: Controller,
-        *,
-        can_stop_early: bool,
-        values: TreeValues | RankValues | None = None,
-    ) -> None:
-        super().__init__(controller, can_stop_early=can_stop_early, values=values)
-        self._late: set[str] = set()  # requests whose draft was waited for, until it is verified
+    _late: frozenset[str] = frozenset()  # requests whose draft was waited for, until it is verified
 
     def observe(self, step: StepView) -> None:
         """See `LookaheadControl`."""
         for request in step.requests if self._late else ():
-            draft = self._verifying.get(request.req_id)
-            if request.req_id in self._late and draft and request.new_tokens:
-                self._late.discard(request.req_id)
-                if self.controller.policy is not None:
-                    self.controller.policy.came_late(*draft.accepted(request), draft.random)
-        self._late = {req_id for req_id in self._late if req_id in step.live}
+            if request.req_id not in self._late or not request.new_tokens:
+                continue
+            self._late -= {request.req_id}
+            draft, policy = self._verifying.get(request.req_id), self.controller.policy
+            if draft is not None and policy is not None:
+                policy.came_late(*draft.accepted(request), draft.random)
+        self._late = self._late.intersection(step.live) if self._late else self._late
         super().observe(step)
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
         """A step's drafts were looked up, or waited for."""
         planned = self._plan.lookahead
-        self._late.difference_update(draft.req_id for draft in drafts if not draft.tokens)
+        self._late -= {draft.req_id for draft in drafts if not draft.tokens}
         for draft in drafts if not self._plan.probe else ():
             if not draft.tokens and draft.req_id not in self._own:
                 index = self._index_of[draft.req_id]
@@ -65,7 +56,7 @@ class AheadControl(LookaheadControl):
         indices = [self._index_of[req_id] for req_id in missing]
         tokens, seconds = policy.wait(indices, longest, each, unread)
         if tokens:
-            self._late.update(missing)
+            self._late |= missing.keys()
         return tokens, seconds
 
     def guesses(self, drafting: int, steps: float, most: int) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts bring that the target waits for, where others are made ahead.
 
-They follow what the drafter did not foresee, and where a text surprises it once it often does so
-again: fewer of their tokens are accepted than of others. So none is waited for in the beginning,
-while a drafter that drafts ahead costs next to nothing.
+They follow what the drafter did not foresee, and where a text has surprised it once it may well do
+so again: fewer of their tokens tend to be accepted. None is waited for in the beginning: what was
+made ahead costs next to nothing, and shows what the drafter is like.
 """
 
 from vllm_hetero_spec.lookahead.acceptance import PositionRates
