@@ -60,7 +60,8 @@ class Forecast(NamedTuple):
         alone: Rate of the target alone.
         rates: As expected.
         hopeful: If steps cost less than thought where little is known.
-        stddevs: How uncertain the costs of each lookahead are, as a share.
+        stddevs: How uncertain the costs of each lookahead are, as a share: the target's, or the
+            drafter's for as much as it is of the time, little where drafts are made ahead.
         beside: Tokens that a tree brings at each depth beside its chain, what their rows cost taken
             off; none of chains.
     """
@@ -151,7 +152,7 @@ def forecast(
         hoped = seconds * hope_of_drafter + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))
         found.hopeful.append(tokens / hoped)
-        found.stddevs.append(max(stddev, drafter_stddev))
+        found.stddevs.append(max(stddev, drafter_stddev * seconds / (seconds + verifying)))
         if found.hopeful[-1] < _HOPELESS * max(found.rates) or accepted < _NEGLIGIBLE * tokens:
             break
     return found
