@@ -95,9 +95,7 @@ class KnownTrees:
         rest = self.known.get(prompt, [])[request.num_output_tokens :]
         longest = step.lookahead
         if not self.past_the_end:
-            longest = request.params.useful_lookahead(
-                longest, request.num_tokens, request.num_output_tokens, step.max_model_len
-            )
+            longest = request.useful_lookahead(longest, step.max_model_len)
         if not rest or not longest:
             return None
         room = step.trees

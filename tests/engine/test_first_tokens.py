@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import engine, proposer_of, slem
-from scenarios import greedy
+from harness import engine, metrics_of, proposer_of, slem
+from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
 
@@ -69,3 +69,14 @@ def test_the_drafter_waits_for_all_first_tokens(
         assert steps[first][1] > 0
         assert steps[-1][0] == alone[SHORT]
         assert read_stats(llm)["skipped"]["catching_up"] == skipped
+
+        # Who has ended is not drafted for, the next one would wait for it: all drafts are verified.
+        made, verified = read_stats(llm)["drafts"], metrics_of(llm)["num_drafts"]
+        for index, tokens in alone[SHORT].items():
+            start = LONG * int(index)
+            prompt = {"prompt_token_ids": ids[start : start + SHORT]}
+            end, most = tokens.index(tokens[9]) + 1, 11
+            stopped = generate(llm, [prompt], greedy(stop_token_ids=[tokens[9]], ignore_eos=True))
+            ended = generate(llm, [prompt], greedy(max_tokens=most, ignore_eos=True))
+            assert (stopped["0"], ended["0"]) == (tokens[:end], tokens[:most])
+        assert read_stats(llm)["drafts"] - made == metrics_of(llm)["num_drafts"] - verified > 0

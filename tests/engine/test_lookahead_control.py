@@ -221,6 +221,28 @@ def test_what_requests_ask_for_goes_first() -> None:
     assert planned(four).lookahead == [0, 0, 4]
 
 
+def test_who_has_ended_is_left_alone() -> None:
+    """Neither read nor drafted for; what coming requests will want is still asked for."""
+    ended = {
+        "a": RequestParams(0, end_ids=frozenset({7})),
+        "b": RequestParams(0, max_tokens=5),
+        "c": RequestParams(0, max_tokens=6, lookahead=4),  # its next token is its last
+        "d": RequestParams(0, max_tokens=7, end_ids=frozenset({7})),
+    }
+    for names in ("abcd", "abc"):
+        control = LookaheadControl(Fixed(4), can_stop_early=False)
+        step = step_of({name: [7 if name == "a" else 1] for name in names}, tiers=[0, 2, 4])
+        requests = [each._replace(params=ended[each.req_id]) for each in step.requests]
+        step, control.asks = replace(step, requests=requests), 2
+        control.observe(step)
+        plan = control.plan(step, [1] * len(names))
+        assert plan == StepPlan([0, 0, 0, 4][: len(names)], [False] * 3 + [True] * ("d" in names))
+        assert control.asks == (4 if "d" in names else 2)
+    full = step_of({"a": [1]})
+    assert not any(replace(full, max_model_len=10).going_on)
+    assert all(replace(full, max_model_len=11).going_on)
+
+
 def test_the_controller_is_told_whether_trees_have_room() -> None:
     controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, sides=2)
     control = LookaheadControl(controller, can_stop_early=False)

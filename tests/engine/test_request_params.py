@@ -38,6 +38,19 @@ def test_lookahead_ends_with_the_request(length, max_tokens, output, expected) -
 
 
 @pytest.mark.parametrize(
+    ("given", "ends"),
+    [({}, {2, 9}), ({"stop_token_ids": [5]}, {2, 5, 9}), ({"ignore_eos": True}, set())],
+)
+def test_tokens_that_end_a_request(given: dict[str, Any], ends: set[int]) -> None:
+    """Those that vLLM ends it with: its tokenizer's, the model's own, and the request's."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**given)
+    sampling.update_from_generation_config({"eos_token_id": [2, 9]}, 2)
+    assert params_of(sampling, 0).end_ids == ends
+
+
+@pytest.mark.parametrize(
     ("given", "proposal", "kept"),
     [
         ({}, [5, 6, 2, 7], 4),

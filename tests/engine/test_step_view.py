@@ -74,7 +74,7 @@ def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
     assert a.token_ids.tolist() == [0, 1, 2, 3, 4]
     assert (a.params.temperature, a.params.noise_seed, a.params.random) == (0.5, 3, True)
     assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (4, [], 0)
-    assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, 4)
+    assert (sum(step.going_on), step.num_new_tokens, step.lookahead) == (1, 2, 4)
     assert step.started == {"b": None}
     assert set(step.live) == {"a", "b", "waits"}
     assert not step.decodes_only

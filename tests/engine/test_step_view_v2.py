@@ -109,7 +109,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert list(a.new_tokens) == [23, 24]
     assert (a.params.temperature, a.params.noise_seed, a.params.random) == (0.5, 3, True)
     assert (b.num_tokens, list(b.new_tokens), b.num_drafted) == (6, [], 0)
-    assert (step.num_sampled, step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
+    assert (sum(step.going_on), step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
     assert (step.started, set(step.live)) == ({"a": None, "b": None}, {"a", "b"})
     assert step.target_seconds is step.step_seconds is None
     seam.handed_out()

@@ -159,7 +159,7 @@ class DraftingRank:
         """A broken drafter must not fail a request: it drafts nothing, and rests for a while."""
         logger.debug("drafter failed", exc_info=True)
         # No part of its state can be trusted.
-        self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", step.num_sampled)
+        self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", sum(step.going_on))
         self.reset()
         self._rest = min(2**self._failures, _LONGEST_REST)
         self._failures += 1
@@ -216,22 +216,18 @@ class DraftingRank:
         """What to draft: exact text as drafter ids, KV aligned, the requests' limits applied."""
         if self._rest:
             self._rest -= 1
-            self._stats.skip("backing_off", times=step.num_sampled)
+            self._stats.skip("backing_off", times=sum(step.going_on))
             return []
         wanted = {index for index, reads in enumerate(plan.reads) if reads}
         self._stats.skip("catching_up", times=plan.num_waiting)
-        self._stats.skip("not_worth_it", times=step.num_sampled - len(wanted) - plan.num_waiting)
+        self._stats.skip("not_worth_it", times=sum(step.going_on) - len(wanted) - plan.num_waiting)
         if not wanted:
             return []
         tasks, draws, index_of = [], self.source.draws, step.index_of
         for request, state in self.requests.read(step, wanted):
             params, paths = request.params, 0
-            useful = params.useful_lookahead(
-                plan.lookahead[index_of[request.req_id]],
-                request.num_tokens,
-                request.num_output_tokens,
-                step.max_model_len,
-            )
+            planned = plan.lookahead[index_of[request.req_id]]
+            useful = request.useful_lookahead(planned, step.max_model_len)
             draw = state.draw_of(request, races=self._races) if draws and useful else None
             if useful > 0 and step.trees is not None:
                 alike = not params.random or (draw is not None and draw.races)

@@ -60,7 +60,7 @@ class StepPlan(NamedTuple):
     Attributes:
         lookahead: Target tokens to draft for each, in the batch's order.
         reads: Whether the drafter reads what it has not read of each; it drafts for no other.
-        num_waiting: Requests that sampled, and are neither read nor drafted for so that first
+        num_waiting: Requests that go on, and are neither read nor drafted for so that first
             tokens go first.
         paths: How many the drafter follows for drafts that may be trees; 0 where all are chains.
     """
@@ -159,10 +159,10 @@ class LookaheadControl:
             for request, begun in zip(step.requests, begins, strict=True)
         )
         longest = max(step.tiers, default=step.lookahead)
-        limits, num_waiting = [], 0
-        self._stopped, self._own = False, {}
-        for request, begun, left in zip(step.requests, begins, unread, strict=True):
-            limit, asked = longest if request.new_tokens else 0, request.params.lookahead
+        self._stopped, self._own, limits, num_waiting = False, {}, [], 0
+        every = zip(step.requests, step.going_on, begins, unread, strict=True)
+        for request, goes_on, begun, left in every:
+            limit, asked = longest if goes_on else 0, request.params.lookahead
             waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > _LONG
             if limit and (waits or (begun and on_their_way)):
                 limit, num_waiting = 0, num_waiting + 1
@@ -230,7 +230,7 @@ class LookaheadControl:
             longest = max(longest, usual)
         if trees and longest:
             longest = max(longest, min(self._trees.rows, step.tiers[-1]))
-        if longest or step.num_sampled:  # else nobody is there who could want anything
+        if longest or any(step.going_on):  # else nobody is there who could want anything
             self.asks = next(tier for tier in step.tiers if tier >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
         self._plan = self._plan._replace(lookahead=planned)

@@ -38,6 +38,7 @@ class RequestParams:
         max_tokens: Its longest output in target tokens; None for no limit.
         min_tokens: Target tokens before which no stop token may come.
         stop_ids: Those stop tokens.
+        end_ids: Target ids that end it.
         allowed_ids: The only target ids it may generate; None for all.
         bad_words: Target ids that must not stand in a row.
         thinks_within: It has a budget of tokens for thinking.
@@ -53,6 +54,7 @@ class RequestParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
     allowed_ids: frozenset[int] | None = None
     bad_words: Sequence[Sequence[int]] = ()
     thinks_within: bool = False
@@ -145,6 +147,7 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop_ids=frozenset(params.all_stop_token_ids),
+        end_ids=frozenset({params.eos_token_id, *(params.stop_token_ids or ())} - {None}),
         allowed_ids=None if allowed is None else frozenset(allowed),
         bad_words=params.bad_words_token_ids or (),
         thinks_within=params.thinking_token_budget is not None,

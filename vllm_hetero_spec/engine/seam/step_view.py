@@ -60,6 +60,11 @@ class RequestView(NamedTuple):
         """Tokens of its draft that the target kept in this step: how deep it went into a tree."""
         return max(0, len(self.new_tokens) - 1)
 
+    def useful_lookahead(self, lookahead: int, max_model_len: int) -> int:
+        """See `RequestParams.useful_lookahead`."""
+        lengths = self.num_tokens, self.num_output_tokens
+        return self.params.useful_lookahead(lookahead, *lengths, max_model_len)
+
     @property
     def prompt_text(self) -> np.ndarray:
         """int [n], its prompt without media."""
@@ -141,9 +146,17 @@ class StepView:
         return sum([len(request.new_tokens) for request in self.requests])
 
     @cached_property
-    def num_sampled(self) -> int:
-        """Requests that sampled in this step, and may be drafted for."""
-        return sum([bool(request.new_tokens) for request in self.requests])
+    def going_on(self) -> list[bool]:
+        """Whether each request sampled in this step, and has more than one token to come.
+
+        That vLLM ends others it tells later: what is drafted for them keeps the next ones waiting.
+        """
+        return [
+            bool(new := request.new_tokens)
+            and request.params.end_ids.isdisjoint(new)
+            and request.useful_lookahead(1, self.max_model_len) > 0
+            for request in self.requests
+        ]
 
     @property
     def decodes_only(self) -> bool:
