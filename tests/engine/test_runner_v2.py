@@ -102,9 +102,10 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
 
 @pytest.mark.parametrize("on_v2", ["installed"], indirect=True, scope="module")
 def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
-    """Where the drafter is torn between two tokens, rounding decides, which costs a draft or two.
+    """But for a draft or two in one scenario.
 
-    Seen in one of some hundred scenarios: nobody knows which machine's training leads to one.
+    Where the drafter is torn between two tokens rounding may decide, and nobody knows which
+    machine's training leads to such a place.
     """
     pair, others = on_v2[0]["pair"], {}
     for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
