@@ -18,7 +18,7 @@ from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.lookahead.tree_values import RankRates
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.race import first_arrivals, race
-from vllm_hetero_spec.verify.trees import ROOT, TreeBatch, race_walk
+from vllm_hetero_spec.verify.trees import ROOT, TreeBatch, greedy_walk
 
 Path = tuple[int, ...]
 RANKS = 3
@@ -237,8 +237,11 @@ def test_a_race_tree_of_the_target_itself() -> None:
     check_shares(tree)
     for node, feed in growth.feeds.items():
         assert feed == (growth.tree.tokens[node], growth.tree.parents[node])
-    batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents], [seed], [place])
-    verdict = race_walk(batch, torch.stack([row(path) for path in [(), *paths_of(tree)]]))
+    batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents])
+    paths = [(), *paths_of(tree)]
+    places = torch.tensor([place + len(path) for path in paths])
+    won = race(torch.stack(list(map(row, paths))), torch.full_like(places, seed), places)
+    verdict = greedy_walk(batch, won)
     assert verdict.accepted.tolist() == [depth]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.seam.step_view import RequestView
 from vllm_hetero_spec.staging import Sender
 
 
@@ -33,8 +34,9 @@ def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> Requ
     ],
 )
 def test_lookahead_ends_with_the_request(length, max_tokens, output, expected) -> None:
-    params = params_with(max_tokens=max_tokens)
-    assert params.useful_lookahead(4, length, output, max_model_len=100) == expected
+    params, text = params_with(max_tokens=max_tokens), np.zeros(length, np.int64)
+    request = RequestView("0", params, text, num_prompt_tokens=length - output, new_tokens=[])
+    assert request.useful_lookahead(4, max_model_len=100) == expected
 
 
 @pytest.mark.parametrize(

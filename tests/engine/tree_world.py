@@ -27,7 +27,8 @@ from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRo
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
+from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 LOOKAHEAD, KNOWN = 4, 5
 ROOM = TreeRoom(nodes=8, rows=40, sides=6)
@@ -156,9 +157,9 @@ def emitted(world: World, text: list[int], draft: Draft, number: int) -> list[in
     """What the target, which is the drafter, emits of a draft."""
     rows = world.rows(text, draft)
     tokens = torch.tensor([text[-1], *draft.tokens])
-    batch = TreeBatch.of(tokens, [draft.parents], [number], [len(text)])
+    batch, best = TreeBatch.of(tokens, [draft.parents]), rows.argmax(-1)
     if world.raced:
-        verdict = race_walk(batch, rows.float().softmax(-1))
-    else:
-        verdict = greedy_walk(batch, rows.argmax(-1))
+        places = len(text) + batch.depths.clamp_min(0)
+        best = race(rows.float().softmax(-1), torch.full_like(places, number), places)
+    verdict = greedy_walk(batch, best)
     return verdict.tokens[0, : int(verdict.accepted[0]) + 1].tolist()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No rule asks the device for a number: fake tensors have none, and raise where one is read."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,7 @@ from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import choose
 from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk, race_walk
+from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 CPU = torch.device("cpu")
 LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough for a draw to look at blocks
@@ -58,14 +57,11 @@ def test_a_rule_reads_nothing(
     assert verdict.accepted.shape == (len(LENGTHS),)
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, race_walk])
-def test_a_walk_reads_nothing(walk: Callable) -> None:
+def test_a_walk_reads_nothing() -> None:
     parents: list[list[int]] = [[-1, 0, -1, -2, 2], [], [-1, -1]]
     with FakeTensorMode():
         tokens = torch.empty(10, dtype=torch.int64)
-        trees = TreeBatch.of(tokens, parents, [7] * 3, [0] * 3, send=sent)
-        rows = tokens if walk is greedy_walk else torch.rand(10, WIDTH)
-        verdict = walk(trees, rows)
+        verdict = greedy_walk(TreeBatch.of(tokens, parents, send=sent), tokens)
     assert verdict.tokens.shape == verdict.rows.shape == (3, 6)
     assert verdict.accepted.shape == (3,)
 

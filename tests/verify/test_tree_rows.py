@@ -167,8 +167,7 @@ class Service:
             tokens += [text[-1], *draft.tokens, *[0] * (length - len(draft.tokens))]
         states = self.target.forward(tokens, starts, plan, self.tables)
         parents = [draft.parents for draft in drafts]
-        nought = [0] * len(drafts)
-        trees = TreeBatch.of(torch.tensor(tokens), parents, nought, nought)
+        trees = TreeBatch.of(torch.tensor(tokens), parents)
         if not self.fault:
             self.check_rows(trees, states)
             self.check_writes(plan, starts, counts)

@@ -20,7 +20,7 @@ from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.reference import Proposal, Row
 from vllm_hetero_spec.verify.rules import greedy_rule, race_rule
-from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk, race_walk
+from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk
 
 EXACT = 1e-10
 WRONG = 0.05  # total variation that a known-wrong rule must exceed
@@ -154,8 +154,8 @@ def test_a_race_gives_the_same_with_any_tree() -> None:
         while len(out) < 3:
             out += ref.walk(lambda u: winner((out + u)[:3]), tree)  # noqa: B023
         assert out[:3] == alone
-        batch = batch_of([tree], [seed], [0])
-        verdict = race_walk(batch, torch.stack([rows[path] for path in [(), *tree]]))
+        won = torch.tensor([winner(path) for path in [(), *tree]])
+        verdict = greedy_walk(batch_of([tree]), won)
         emitted = int(verdict.accepted[0]) + 1
         assert verdict.tokens[0, :emitted].tolist() == list(alone[:emitted])
     assert follows(found, world.target_law(length=3))
@@ -168,11 +168,11 @@ def paths(size: int, length: int) -> list[Path]:
 # ------------------------------------------------------------------------------- on tensors
 
 
-def batch_of(trees: list[list[Path]], seeds: list[int], places: list[int]) -> TreeBatch:
+def batch_of(trees: list[list[Path]]) -> TreeBatch:
     """Trees as rows; the token of a root does not matter."""
     tokens = [path[-1] if path else 0 for tree in trees for path in [(), *tree]]
     parents = [[[(), *tree].index(path[:-1]) - 1 for path in tree] for tree in trees]
-    return TreeBatch.of(torch.tensor(tokens), parents, seeds, places)
+    return TreeBatch.of(torch.tensor(tokens), parents)
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,7 +200,7 @@ def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
             own.append(path)
         rows.append(own)
         tokens += [path[-1] if path else 2 for path in own]
-    batch = TreeBatch.of(torch.tensor(tokens), parents, range(len(sizes)), [0] * len(sizes))
+    batch = TreeBatch.of(torch.tensor(tokens), parents)
     chosen = generator.integers(3, size=len(tokens))
     verdict = greedy_walk(batch, torch.from_numpy(chosen))
     width = max(map(len, parents)) + 1
@@ -230,16 +230,16 @@ def test_a_chain_is_a_tree(lengths: list[int], seed: int) -> None:
     at = np.concatenate([place + np.arange(n + 1) for place, n in zip(places, lengths)])  # noqa: B905
     owners = np.arange(size).repeat(np.array(lengths) + 1)
     won = race(probs, torch.from_numpy(seeds[owners]), torch.from_numpy(at))
-    for rule, walk, chosen, target in (
-        (greedy_rule, greedy_walk, probs.argmax(-1), probs.argmax(-1)),
-        (race_rule, race_walk, won, probs),
+    for rule, chosen, target in (
+        (greedy_rule, probs.argmax(-1), probs.argmax(-1)),
+        (race_rule, won, probs),
     ):
         right = torch.from_numpy(generator.random(rows) < 0.7)
         other = torch.from_numpy(generator.integers(-1, 4, rows))
         tokens = torch.where(right, torch.cat([other[:1], chosen[:-1]]), other)
         chain = DraftBatch.of(tokens[torch.from_numpy(drafted)], lengths, seeds, places)
         parents = [range(ROOT, length - 1) for length in lengths]
-        tree = TreeBatch.of(tokens, parents, torch.from_numpy(seeds), torch.from_numpy(places))
-        expected, found = rule(chain, target[before], chosen[ends]), walk(tree, target)
+        found = greedy_walk(TreeBatch.of(tokens, parents), chosen)
+        expected = rule(chain, target[before], chosen[ends])
         assert torch.equal(found.tokens, expected.tokens)
         assert torch.equal(found.accepted, expected.accepted)

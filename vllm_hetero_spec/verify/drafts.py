@@ -97,7 +97,7 @@ class DraftBatch:
         }
         if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
-        there = sent(send, arrays, seeds=seeds, places=places)
+        there = _sent(send, arrays, seeds=seeds, places=places)
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
     @property
@@ -176,7 +176,7 @@ class DraftBatch:
         return rest.clamp_min_(0.0)
 
 
-def sent(
+def _sent(
     send: Send, arrays: dict[str, np.ndarray], **numbers: Sequence[int] | torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Arrays, and numbers that may be there already, as tensors of these names; one call of `send`.

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.staging import Send, on_host
-from vllm_hetero_spec.verify.drafts import FILLER, Verdict, sent
-from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.drafts import FILLER, Verdict
 
 # Parents of rows that are fed behind the text itself, and of rows that are no nodes: a token that
 # is fed a second time, or that fills a draft up.
@@ -36,8 +35,6 @@ class TreeBatch:
         parents: int64 [R], row of the token before; the row itself where there is none.
         depths: int64 [R], 0 for a root, -1 for a row that is no node.
         request_of: int64 [R], the request of each row.
-        seeds: int64 [B], from which each request's random choices follow (`verify.noise`).
-        places: int64 [B], index in its request's output of the token chosen at the root.
     """
 
     tokens: torch.Tensor
@@ -45,16 +42,12 @@ class TreeBatch:
     parents: torch.Tensor
     depths: torch.Tensor
     request_of: torch.Tensor
-    seeds: torch.Tensor
-    places: torch.Tensor
 
     @classmethod
     def of(
         cls,
         tokens: torch.Tensor,
         parents: Sequence[Sequence[int]],
-        seeds: Sequence[int] | torch.Tensor,
-        places: Sequence[int] | torch.Tensor,
         send: Send = on_host,
     ) -> "TreeBatch":
         """A batch of what is known on the host; see the attributes.
@@ -63,8 +56,6 @@ class TreeBatch:
             tokens: int64 [R].
             parents: Of each token of each request's draft: an earlier one of it that is a node,
                 ROOT or NO_NODE. Children of one parent are different tokens.
-            seeds: [B], or where `tokens` is already, as `places` [B].
-            places: [B].
             send: Brings arrays to where `tokens` is; called once.
         """
         rows: list[int] = []
@@ -83,7 +74,8 @@ class TreeBatch:
             "depths": np.array(depths, np.int64),
             "request_of": np.arange(len(parents)).repeat(np.array(lengths, np.int64) + 1),
         }
-        return cls(tokens, lengths, **sent(send, arrays, seeds=seeds, places=places))
+        there = zip(arrays, send(*arrays.values()), strict=True)
+        return cls(tokens, lengths, **dict(there))
 
     @property
     def size(self) -> int:
@@ -108,11 +100,11 @@ class TreeVerdict(Verdict):
 
 
 def greedy_walk(trees: TreeBatch, best: torch.Tensor) -> TreeVerdict:
-    """Follow each tree while the target's own first choice is in it.
+    """Follow each tree while what the target itself chooses is in it.
 
     Args:
         trees: R rows of B requests.
-        best: int64 [R], the target's first choice in each row.
+        best: int64 [R], what the target chooses in each row: its first choice, or a race's winner.
     """
     parents, width = trees.parents, trees.width
     reached = (trees.depths == 0) | (trees.tokens == best[parents])
@@ -127,14 +119,3 @@ def greedy_walk(trees: TreeBatch, best: torch.Tensor) -> TreeVerdict:
     is_reached = rows >= 0
     tokens = torch.where(is_reached, best[rows.clamp_min(0)], FILLER)
     return TreeVerdict(tokens, is_reached.sum(1) - 1, rows)
-
-
-def race_walk(trees: TreeBatch, target_probs: torch.Tensor) -> TreeVerdict:
-    """Follow each tree while what the target's own race gives is in it (`verify.race`).
-
-    Args:
-        trees: R rows of B requests.
-        target_probs: float32 [R, V], the target's in each row, after all sampling parameters.
-    """
-    seeds, places = trees.seeds[trees.request_of], trees.places[trees.request_of]
-    return greedy_walk(trees, race(target_probs, seeds, places + trees.depths.clamp_min(0)))

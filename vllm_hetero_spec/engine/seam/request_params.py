@@ -85,22 +85,6 @@ class RequestParams:
         """Whether the target draws its tokens instead of taking the likeliest."""
         return self.temperature >= _COLDEST
 
-    def useful_lookahead(
-        self, lookahead: int, num_tokens: int, num_output_tokens: int, max_model_len: int
-    ) -> int:
-        """Target tokens worth proposing: none beyond the model's length or the request's own end.
-
-        Args:
-            lookahead: What is asked for.
-            num_tokens: The request's target tokens so far.
-            num_output_tokens: Those of them that it generated.
-            max_model_len: The target's longest sequence.
-        """
-        room = max_model_len - num_tokens - 1
-        if self.max_tokens is not None:
-            room = min(room, self.max_tokens - num_output_tokens - 1)
-        return max(0, min(lookahead, room))
-
     def acceptable(self, proposal: Sequence[int], output: Sequence[int] | np.ndarray) -> int:
         """Leading tokens of a proposal that the request does not forbid.
 

@@ -61,9 +61,16 @@ class RequestView(NamedTuple):
         return max(0, len(self.new_tokens) - 1)
 
     def useful_lookahead(self, lookahead: int, max_model_len: int) -> int:
-        """See `RequestParams.useful_lookahead`."""
-        lengths = self.num_tokens, self.num_output_tokens
-        return self.params.useful_lookahead(lookahead, *lengths, max_model_len)
+        """Target tokens worth proposing: none beyond the model's length or the request's own end.
+
+        Args:
+            lookahead: What is asked for.
+            max_model_len: The target's longest sequence.
+        """
+        room = max_model_len - self.num_tokens - 1
+        if self.params.max_tokens is not None:
+            room = min(room, self.params.max_tokens - self.num_output_tokens - 1)
+        return max(0, min(lookahead, room))
 
     @property
     def prompt_text(self) -> np.ndarray:

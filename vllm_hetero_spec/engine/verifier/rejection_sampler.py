@@ -159,7 +159,7 @@ class HeteroRejectionSampler(RejectionSampler):
         """
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
-        trees = TreeBatch.of(fed, view.parents, drafts.seeds, drafts.places, self._send)
+        trees = TreeBatch.of(fed, view.parents, self._send)
         best, walks, of = logits.argmax(-1), view.is_tree, trees.request_of
         if self._racing is None:
             walks = walks & cold  # a walk takes the likeliest tokens

@@ -121,7 +121,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         if not (cold or temperature.all()):
             cold = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
-        trees, walk = self._trees(part, seeds, places), None
+        trees, walk = self._trees(part), None
         if (
             trees is not None and self._view.trees is not None
         ):  # before the rule puts probabilities over the logits
@@ -177,14 +177,14 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )
 
-    def _trees(self, part: slice, seeds: torch.Tensor, places: torch.Tensor) -> TreeBatch | None:
+    def _trees(self, part: slice) -> TreeBatch | None:
         """The trees of the next requests, all rows of all of them; None without any."""
         if self._view.trees is None:
             return None
         parents = self._view.trees.parents[part]
         count = len(parents) + sum(map(len, parents))
         fed, self._fed = self._fed[:count], self._fed[count:]
-        return TreeBatch.of(fed, parents, seeds, places, self._send)
+        return TreeBatch.of(fed, parents, self._send)
 
     def _drafts(
         self,
