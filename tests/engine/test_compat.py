@@ -146,12 +146,9 @@ def test_importing_the_package_loads_nothing_large() -> None:
 def test_runner_hooks_leave_other_drafters_alone() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.proposer import HeteroProposer
-
-    worker_hooks.install_worker_hooks(HeteroProposer, v2=False)
+    worker_hooks.install_worker_hooks(v2=False)
     calls = []
-    wrap = worker_hooks.wrap_propose(HeteroProposer)
-    wrapped = wrap(lambda self, *args: calls.append(args) or "theirs")
+    wrapped = worker_hooks.propose_hook(lambda self, *args: calls.append(args) or "theirs")
     assert wrapped(SimpleNamespace(drafter=object()), "out", [[1]], 3) == "theirs"
     assert calls == [("out", [[1]], 3)]
     assert GPUModelRunner.propose_draft_token_ids.__wrapped__ is not None

@@ -145,7 +145,7 @@ def test_vllms_own_serializer_carries_the_growth() -> None:
 def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-    class Ours:
+    class Ours(metrics.Reporter):
         reports = 0
 
         def report(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
             pass
 
     drafter = Ours()
-    wrap = metrics.wrap_sample(Ours, EMPTY_MODEL_RUNNER_OUTPUT)
+    wrap = metrics.wrap_sample(EMPTY_MODEL_RUNNER_OUTPUT)
     fresh = wrap(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
     empty = wrap(lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
     runner = SimpleNamespace(drafter=drafter)

@@ -60,13 +60,13 @@ def test_media_are_no_text(runner: SimpleNamespace) -> None:
     places = [SimpleNamespace(offset=offset, length=2) for offset in (0, 1, 4)]
     runner.requests["b"].mm_features = [SimpleNamespace(mm_position=place) for place in places]
     runner.input_batch.num_tokens_no_spec[1] = 6
-    a, b = RunnerV1(runner, 4).view(output_of({}), [[9], []]).requests
+    a, b = RunnerV1(runner).view(output_of({}), [[9], []]).requests
     assert a.prompt_text.tolist() == [0, 1, 2]
     assert b.prompt_text.tolist() == [13]
 
 
 def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
-    seam = RunnerV1(runner, num_speculative_tokens=4)
+    seam = RunnerV1(runner)
     assert runner.effective_drafter_max_model_len == 105
     step = seam.view(output_of({"a": [7, 8]}, new=("b",)), [[8, 9], []])
     a, b = step.requests
@@ -82,7 +82,7 @@ def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
 
 
 def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> None:
-    seam = RunnerV1(runner, num_speculative_tokens=4)
+    seam = RunnerV1(runner)
     output = output_of({"a": [-1] * 4})
     output.preempted_req_ids = {"waits"}
     step = seam.view(output, [[8], []])
@@ -91,7 +91,7 @@ def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> Non
 
 
 def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> None:
-    seam = RunnerV1(runner, num_speculative_tokens=4)
+    seam = RunnerV1(runner)
     first = seam.view(output_of({}), [[8], [9]])
     assert first.target_seconds is first.step_seconds is None
     runner._draft_probs = "theirs"
@@ -103,7 +103,7 @@ def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> Non
 
 
 def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNamespace) -> None:
-    seam = RunnerV1(runner, num_speculative_tokens=4)
+    seam = RunnerV1(runner)
 
     def params() -> Any:
         return seam.view(output_of({}), [[8], [9]]).requests[0].params
@@ -122,7 +122,7 @@ def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
     """As it hangs on the engine's seed and their order alone, ranks and runs agree."""
 
     def seeds() -> list[int]:
-        return list(RunnerV1(runner, num_speculative_tokens=4).batch().noise_seeds)
+        return list(RunnerV1(runner).batch().noise_seeds)
 
     runner.requests["a"] = request_of(3, [])
     first = seeds()
@@ -135,7 +135,7 @@ def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
 
 
 def test_the_batch_that_tokens_are_chosen_for(runner: SimpleNamespace) -> None:
-    seam = RunnerV1(runner, num_speculative_tokens=4)
+    seam = RunnerV1(runner)
     batch = seam.batch()
     assert (list(batch.req_ids), list(batch.num_output_tokens)) == (["a", "b"], [2, 0])
     assert batch.noise_seeds[0] == 3

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft: what every method of drafting makes, and all that verification needs to know of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,20 @@ class DraftProbs:
 
     rows: torch.Tensor
     row_of: Sequence[int]
+
+
+def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
+    """The drafter's confidence in each target token: in all drafter tokens that only it needs.
+
+    Args:
+        peaks: The drafter's largest probability in the place of each of its tokens.
+        ends: Leading ones that each target token needs.
+    """
+    confidences, start = [], 0
+    for end in ends:
+        confidences.append(math.prod(peaks[start:end]))
+        start = max(start, end)
+    return confidences
 
 
 class Draft(NamedTuple):

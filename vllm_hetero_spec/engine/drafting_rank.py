@@ -92,6 +92,7 @@ class DraftingRank:
                 vllm_config, drafter_config, options, pair, device, stats, group, likeliest
             )
         self.bridge = bridge = pair.bridge
+        stats.untranslated = bridge.failures
         pool, length = self.source.pool, self.source.max_length
         longest = length - min(self.source.most_steps, length // 2)  # room for drafts
         self.requests = Requests(bridge, pool, stats, longest)

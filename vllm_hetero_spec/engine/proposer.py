@@ -20,7 +20,7 @@ from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.step_view import StepView, trees_of
-from vllm_hetero_spec.engine.seam.worker_hooks import install_worker_hooks
+from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
@@ -32,11 +32,11 @@ logger = logging.getLogger("vllm.hetero_spec")
 def build(vllm_config: VllmConfig) -> "HeteroProposer":
     """Build the proposer; vLLM calls this, which `spec_config.PROPOSER` names, in every worker."""
     logger.info("Drafting for %s.", runner_choice.describe(vllm_config))
-    install_worker_hooks(HeteroProposer, v2=vllm_config.use_v2_model_runner)
+    install_worker_hooks(v2=vllm_config.use_v2_model_runner)
     return HeteroProposer(vllm_config)
 
 
-class HeteroProposer:
+class HeteroProposer(Proposer):
     """Drafts for a whole batch.
 
     Args:

@@ -57,13 +57,13 @@ class Controller(ABC):
     One step is `plan`, then drafting (with `continue_drafting` between drafter steps, where the
     drafter can stop early), `trim`, and the target's step. The observations may come in any order
     before the next `plan`; what is never observed is never learnt, and nothing breaks. The base
-    class learns nothing, never stops early and verifies everything.
+    class learns nothing; without a `policy` it never stops early and verifies everything.
 
     Attributes:
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
         sides: To be told of trees; None where that is of no interest.
-        policy: Prices in the present step; None where nothing has one.
+        policy: What tokens are worth in the present step; None where that is not asked.
     """
 
     regime = "drafting"
@@ -95,6 +95,8 @@ class Controller(ABC):
             confidences: Of the tokens proposed so far, one list for each request of the plan;
                 empty for those that are not drafted for.
         """
+        if self.policy is not None:
+            return self.policy.continue_drafting(confidences)
         return [True] * len(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
@@ -107,11 +109,13 @@ class Controller(ABC):
             confidences: For each request of the plan one number for each proposed target token,
                 from 0 to 1, known before that token was drawn.
         """
+        if self.policy is not None:
+            return self.policy.trim(confidences)
         return [len(request) for request in confidences]
 
     def row_price(self, rows: int) -> float:
         """Tokens that a row more has to bring in a step of so many."""
-        return 0.0
+        return 0.0 if self.policy is None else self.policy.row_price(rows)
 
     def side_price(self, context: int) -> float:
         """Tokens that a side sequence of a tree has to bring beside its rows.
@@ -119,7 +123,7 @@ class Controller(ABC):
         Args:
             context: Tokens of its request, which it reads once more.
         """
-        return 0.0
+        return 0.0 if self.policy is None else self.policy.side_price(context)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:  # noqa: B027
         """A target step without prefill took so long: wall time, from drafts to next tokens.

@@ -138,23 +138,6 @@ class Goodput(Controller):
         self.policy = StepPolicy(self.known, rate, *load, beside, max(trees.paths, 1))
         return LookaheadPlan(lookahead, trees=trees)
 
-    def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Which requests draft on; see `Controller`."""
-        rule = self.policy.continue_drafting if self.policy else super().continue_drafting
-        return rule(confidences)
-
-    def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many proposed tokens to verify; see `Controller`."""
-        return self.policy.trim(confidences) if self.policy else super().trim(confidences)
-
-    def row_price(self, rows: int) -> float:
-        """Tokens that a row more has to bring; see `Controller`."""
-        return self.policy.row_price(rows) if self.policy else 0.0
-
-    def side_price(self, context: int) -> float:
-        """Tokens that a side sequence has to bring; see `Controller`."""
-        return self.policy.side_price(context) if self.policy else 0.0
-
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         """A target step took so long; see `Controller`."""
         if self._budget.probing:

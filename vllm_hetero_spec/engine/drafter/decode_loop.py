@@ -22,7 +22,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
-from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
+from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask, Fork
@@ -39,8 +39,6 @@ from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 _CANDIDATES = 8
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 6
-# Drafter tokens that a round may take for each target token of the longest lookahead.
-_STEPS_PER_TOKEN = 8
 
 
 class Drafter:
@@ -85,7 +83,7 @@ class Drafter:
         device = model.device
         self.model = model
         self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
-        self.most_steps = _STEPS_PER_TOKEN * lookahead + 2
+        self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
         self.waits = device.type != "cpu"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.draft import Draft, confidences_of
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.forks import Forks
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.request_state import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
     Beside,
     Control,
@@ -30,9 +30,6 @@ from vllm_hetero_spec.engine.drafter.tree_drafts import Followed, TreeDrafts
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
 
-# The last drafter tokens of a context may still merge with what follows, so that their KV would be
-# given up again: not published for reuse. Longer than any word is in tokens.
-_UNSTABLE_TAIL = 32
 # A request that found the pool full waits this many steps before it asks again.
 _STEPS_BETWEEN_TRIES = 8
 
@@ -258,7 +255,7 @@ class DraftBatchRunner:
             state = row.task.state
             state.num_kv_valid += len(row.pending)
             if tokens.finite:
-                stable = state.num_kv_valid - _UNSTABLE_TAIL
+                stable = state.num_kv_valid - UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
 
     def _cover(self, every: Sequence[_Greedy], control: Control | None) -> list[Draft]:
@@ -310,14 +307,10 @@ class DraftBatchRunner:
         return True
 
     def _confidences(self, made: _Greedy) -> list[float]:
-        """The drafter's confidence in each proposed token: in all ids that only it needs."""
+        """The drafter's confidence in each proposed token; none where it was not asked for."""
         if not made.peaks:
             return []
-        confidences, start = [], 0
-        for end in self._bridge.ids_covering(made.drafted, made.proposal):
-            confidences.append(math.prod(made.peaks[start:end]))
-            start = max(start, end)
-        return confidences
+        return confidences_of(made.peaks, self._bridge.ids_covering(made.drafted, made.proposal))
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
         beside = sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])

@@ -15,6 +15,10 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.text.bridge import Bridge, Context
 
+# The last drafter tokens of a text may still merge with what follows, so that their KV would be
+# given up again: not published for reuse. Longer than any word is in tokens.
+UNSTABLE_TAIL = 32
+
 
 class Pool(Protocol):
     """Where the drafter's KV of each request is accounted for: see `KVPool`.

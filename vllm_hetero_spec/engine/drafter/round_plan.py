@@ -19,6 +19,9 @@ NOWHERE = -1
 # What a fork leaves with: the likeliest token is the chain's.
 _SECOND = 1
 
+# Drafter tokens that a draft may take for each of its target tokens.
+STEPS_PER_TOKEN = 8
+
 
 class Feed(NamedTuple):
     """The tokens of one forward, one request's after the other's.

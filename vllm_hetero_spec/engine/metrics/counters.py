@@ -95,6 +95,9 @@ class DraftStats:
     skipped: Annotated[
         Counter[str], _count("Requests left undrafted in a step.", label="reason")
     ] = field(default_factory=Counter)
+    untranslated: Annotated[
+        Counter[str], _count("What of texts and drafts could not be translated.", label="reason")
+    ] = field(default_factory=Counter)
     drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
     drafts_guessed: Annotated[int, _count("Of those, behind a guess beside the chain.")] = 0
     drafts_waited: Annotated[
@@ -110,7 +113,9 @@ class DraftStats:
     translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
     forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
     wait_seconds: Annotated[float, _seconds("Waiting for drafts that nobody foresaw.")] = 0.0
-    propose_seconds: Annotated[float, _seconds("The whole proposer, both above included.")] = 0.0
+    propose_seconds: Annotated[
+        float, _seconds("All drafting in the engine: with waits, and forwards that are not ahead.")
+    ] = 0.0
     verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
     fuzzy_tokens: Annotated[int, _count("Tokens that only fuzzy verification accepted.")] = 0
     fuzzy_variation: Annotated[float, _count("Total variation that fuzzy tokens cost.")] = 0.0

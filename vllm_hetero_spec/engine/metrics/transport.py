@@ -10,9 +10,10 @@ A fault here ends these metrics, never a request.
 
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching, releases
 from vllm_hetero_spec.engine.metrics.counters import RPC, Counted, DraftStats
@@ -44,12 +45,14 @@ _FIELD = "hetero_spec"
 _FED_AGAIN = "hetero_spec_fed_again"
 
 
-class Reporter(Protocol):
+class Reporter(ABC):
     """What this module asks of a drafter."""
 
+    @abstractmethod
     def report(self) -> Counted:
         """What was counted since the last report."""
 
+    @abstractmethod
     def tell(self, output: object) -> None:
         """Put on a step's output whatever else goes with it."""
 
@@ -124,26 +127,19 @@ def _worker_stats(worker: "WorkerBase") -> Counted:
 
 
 @harmless
-def require_in_worker(proposer: type[Reporter], runner: type) -> None:
-    """Install in this worker what sends the counts of drafters of this class.
-
-    Args:
-        proposer: The class of the drafters.
-        runner: vLLM's model runner that the worker uses.
-    """
+def require_in_worker(runner: type) -> None:
+    """Install in this worker, which uses such a model runner, what sends its drafter's counts."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-    hook = wrap_sample(proposer, EMPTY_MODEL_RUNNER_OUTPUT)
-    patching.replace(runner, "sample_tokens", "metrics", hook)
+    patching.replace(runner, "sample_tokens", "metrics", wrap_sample(EMPTY_MODEL_RUNNER_OUTPUT))
 
 
 def wrap_sample(
-    proposer: type[Reporter], empty: "ModelRunnerOutput"
+    empty: "ModelRunnerOutput",
 ) -> Callable[[patching.Function], patching.Function]:
     """`sample_tokens` whose output carries what a drafter of ours counted since the last one.
 
     Args:
-        proposer: The class of our drafters.
         empty: An output that all steps share, which must not carry one step's counts: they wait.
     """
 
@@ -155,7 +151,7 @@ def wrap_sample(
             drafter = getattr(self, "drafter", None)
             # V2 wraps it while the step's tokens are on their way.
             carrier = getattr(output, "model_runner_output", output)
-            if isinstance(drafter, proposer) and carrier is not None and carrier is not empty:
+            if isinstance(drafter, Reporter) and carrier is not None and carrier is not empty:
                 _carry(carrier, drafter)
                 drafter.tell(carrier)
             return output

@@ -116,16 +116,13 @@ def _build(
                 "drafter's KV is not split over ranks; leave it out, or serve without speculation."
             )
     from vllm_hetero_spec.engine.metrics import transport as metrics
-    from vllm_hetero_spec.engine.seam import (
-        async_scheduling,
-        cache_salt,
-        params_check,
-        pipeline,
-        runner_choice,
-        tree_scratch,
-    )
+    from vllm_hetero_spec.engine.seam import params_check
     from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
-    from vllm_hetero_spec.engine.seam.spec_config import PROPOSER, HeteroSpeculativeConfig
+    from vllm_hetero_spec.engine.seam.spec_config import (
+        PROPOSER,
+        HeteroSpeculativeConfig,
+        install_hooks,
+    )
     from vllm_hetero_spec.engine.seam.tokenizers import check_pair
 
     config = HeteroSpeculativeConfig(
@@ -139,12 +136,8 @@ def _build(
         **vllm_keys,
     )
     check_pair(target, config.drafter_model_config, options)
-    cache_salt.install()
+    install_hooks()
     params_check.install()
-    runner_choice.install()
-    async_scheduling.install()
-    pipeline.install()
-    tree_scratch.install()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",

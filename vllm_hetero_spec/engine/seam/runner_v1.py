@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V1: the only file that reads its batch, and the only one that changes it."""
+"""Model Runner V1: what is read of it and its batch, and what of it is changed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +37,13 @@ class RunnerV1:
 
     Args:
         runner: vLLM's.
-        num_speculative_tokens: Longest draft in target tokens.
 
     Attributes:
         sides: The draft trees; None where drafts are chains.
         trying: Whether a step is one of `check_trees`, behind which nothing is drafted.
     """
 
-    def __init__(self, runner: "GPUModelRunner", num_speculative_tokens: int) -> None:
+    def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
         self._clock = StepClock()
@@ -60,7 +59,8 @@ class RunnerV1:
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
-        runner.effective_drafter_max_model_len = runner.max_model_len + num_speculative_tokens + 1
+        rows = runner.speculative_config.num_speculative_tokens
+        runner.effective_drafter_max_model_len = runner.max_model_len + rows + 1
 
     @property
     def device(self) -> torch.device:

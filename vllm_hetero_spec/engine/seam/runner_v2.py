@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2: the only file that reads it, its requests and its batch, or changes them.
+"""Model Runner V2: what is read of it, its requests and its batch, and what of them is changed.
 
 What a step sampled is on the device. vLLM's kernels have also written it to the requests' texts,
 which lie in host memory: one small copy of counts and one wait bring all that a view needs.

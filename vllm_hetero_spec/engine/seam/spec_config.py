@@ -46,14 +46,6 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         Raises:
             ConfigError: This process has another version of this package.
         """
-        from vllm_hetero_spec.engine.seam import (
-            async_scheduling,
-            cache_salt,
-            pipeline,
-            runner_choice,
-            tree_scratch,
-        )
-
         self.__dict__.update(state)
         if self.plugin_version != __version__:
             raise ConfigError(
@@ -62,14 +54,24 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
                 "all nodes."
             )
         register()
-        cache_salt.install()
-        runner_choice.install()
-        async_scheduling.install()
-        pipeline.install()
-        tree_scratch.install()
+        install_hooks()
 
     def __repr__(self) -> str:
         return (
             f"HeteroSpeculativeConfig(method={self.hetero.method!r}, model={self.hetero.model!r}, "
             f"num_spec_tokens={self.num_speculative_tokens})"
         )
+
+
+def install_hooks() -> None:
+    """Install in this process all that an engine with a drafter of ours needs. Idempotent."""
+    from vllm_hetero_spec.engine.seam import (
+        async_scheduling,
+        cache_salt,
+        pipeline,
+        runner_choice,
+        tree_scratch,
+    )
+
+    for part in (cache_salt, runner_choice, async_scheduling, pipeline, tree_scratch):
+        part.install()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of the target as drafting sees it: frozen, and the same for every model runner.
 
-One file per runner makes these views (`runner_v1`); nothing else reads vLLM's runner, its batch or
-its scheduler's output. A view is good for its step alone: its arrays belong to the runner.
+One file per runner makes these views (`runner_v1`, `runner_v2`). Beside them only what shows
+attention the paths of trees reads vLLM's batch. A view is good for its step alone: its arrays
+belong to the runner.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -7,9 +7,10 @@ on `propose_draft_token_ids` hands our proposer the scheduler's output instead; 
 and tell of every step.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
@@ -28,94 +29,104 @@ _Class = TypeVar("_Class")
 _Original = Callable[..., object]  # a method of vLLM's
 
 
-class Proposer(transport.Reporter, Protocol):
+class Proposer(transport.Reporter):
     """What the hooks ask of a proposer."""
 
     warm: bool  # from `calibrate` on
 
     @property
+    @abstractmethod
     def seam(self) -> Runner:
         """The model runner that it is bound to."""
 
+    @abstractmethod
     def bind(self, seam: Runner) -> None:
         """Called before `load_model`."""
 
+    @abstractmethod
     def load_model(self, target_model: Any) -> None:
         """Called beside the loaded target."""
 
+    @abstractmethod
     def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
         """Begin to draft for every request of the batch; the lists that `finish` fills."""
 
+    @abstractmethod
     def pass_by(self, num_requests: int) -> None:
         """A step goes by that may have no drafts."""
 
+    @abstractmethod
     def finish(self) -> None:
         """The scheduler asks for the drafts."""
 
+    @abstractmethod
     def snapshot(self) -> DraftStats:
         """The counters as they stand."""
 
+    @abstractmethod
     def record(self) -> int:
         """Called on every rank after the target's CUDA graphs, and again when the engine is warm;
         bytes that the drafter's take."""
 
+    @abstractmethod
     def calibrate(self) -> None:
         """Called on every rank when the engine is warm, before the first request."""
 
+    @abstractmethod
     def sleep(self, level: int) -> None:
         """Called before the worker falls asleep; there are no requests any more."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Called when the worker's KV is there again."""
 
 
-def install_worker_hooks(proposer: type[Proposer], *, v2: bool) -> None:
+def install_worker_hooks(*, v2: bool) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
 
     Args:
-        proposer: The class of the drafters that the hooks serve.
         v2: Whether this process runs Model Runner V2.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    runner = _hook_v2(proposer) if v2 else _hook_v1(proposer)
-    patching.replace(runner, "capture_model", "record drafter", wrap_capture(proposer))
+    runner = _hook_v2() if v2 else _hook_v1()
+    patching.replace(runner, "capture_model", "record drafter", _capture)
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
-            patching.replace(worker, "compile_or_warm_up_model", "calibrate", wrap_warm(proposer))
+            patching.replace(worker, "compile_or_warm_up_model", "calibrate", _warm)
         if worker is not WorkerBase and "wake_up" in vars(worker):
-            patching.replace(worker, "sleep", "sleep", wrap_sleep(proposer))
-            patching.replace(worker, "wake_up", "wake", wrap_wake(proposer))
-    transport.require_in_worker(proposer, runner)
+            patching.replace(worker, "sleep", "sleep", _sleep)
+            patching.replace(worker, "wake_up", "wake", _wake)
+    transport.require_in_worker(runner)
 
 
-def _hook_v1(proposer: type[Proposer]) -> type:
+def _hook_v1() -> type:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_hetero_spec.engine.seam import tree_rows_v1
 
     for runner in _family(GPUModelRunner):
         if "load_model" in vars(runner):
-            patching.replace(runner, "load_model", "bind drafter", wrap_load(proposer))
-    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", wrap_propose(proposer))
-    patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", wrap_take(proposer))
+            patching.replace(runner, "load_model", "bind drafter", _load)
+    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
+    patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
     def sides_of(runner: object) -> tree_rows_v1.SideSequencesV1 | None:
-        drafter = getattr(runner, "drafter", None)
-        return getattr(drafter.seam, "sides", None) if isinstance(drafter, proposer) else None
+        drafter = _ours(runner)
+        return None if drafter is None else getattr(drafter.seam, "sides", None)
 
     tree_rows_v1.install(sides_of)
     return GPUModelRunner
 
 
-def _hook_v2(proposer: type[Proposer]) -> type:
+def _hook_v2() -> type:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_hetero_spec.engine.seam import tree_state_v2
 
-    patching.replace(GPUModelRunner, "load_model", "load drafter", wrap_load_v2(proposer))
-    patching.replace(GPUModelRunner, "execute_model", "step", wrap_execute_v2(proposer))
-    patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", wrap_gather_v2(proposer))
+    patching.replace(GPUModelRunner, "load_model", "load drafter", _load_v2)
+    patching.replace(GPUModelRunner, "execute_model", "step", _execute_v2)
+    patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
     tree_state_v2.install()
     return GPUModelRunner
 
@@ -126,186 +137,150 @@ def _family(base: type[_Class]) -> Iterator[type[_Class]]:
         yield from _family(derived)
 
 
-def wrap_load(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _ours(runner: object, name: str = "drafter") -> Proposer | None:
+    """A model runner's drafter, where it is one of ours."""
+    drafter = getattr(runner, name, None)
+    return drafter if isinstance(drafter, Proposer) else None
+
+
+def _load(original: _Original) -> _Original:
     """`load_model` that first binds a drafter of ours to its runner."""
 
-    def wrap(original: _Original) -> _Original:
-        def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
-            drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer):
-                drafter.bind(RunnerV1(runner, runner.speculative_config.num_speculative_tokens))
-            return original(runner, *args, **kwargs)
+    def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
+        if drafter := _ours(runner):
+            drafter.bind(RunnerV1(runner))
+        return original(runner, *args, **kwargs)
 
-        return load_model
-
-    return wrap
+    return load_model
 
 
-def wrap_warm(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _warm(original: _Original) -> _Original:
     """`compile_or_warm_up_model` that then lets a drafter of ours calibrate."""
 
-    def wrap(original: _Original) -> _Original:
-        def compile_or_warm_up_model(
-            worker: "WorkerBase", *args: object, **kwargs: object
-        ) -> object:
-            answer = original(worker, *args, **kwargs)
-            drafter = getattr(worker.model_runner, "drafter", None)
-            if isinstance(drafter, proposer):
-                drafter.record()  # where the target has no graphs
-                drafter.calibrate()
-            return answer
+    def compile_or_warm_up_model(worker: "WorkerBase", *args: object, **kwargs: object) -> object:
+        answer = original(worker, *args, **kwargs)
+        if drafter := _ours(worker.model_runner):
+            drafter.record()  # where the target has no graphs
+            drafter.calibrate()
+        return answer
 
-        return compile_or_warm_up_model
-
-    return wrap
+    return compile_or_warm_up_model
 
 
-def wrap_sleep(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _sleep(original: _Original) -> _Original:
     """`sleep` that first lets a drafter of ours rest."""
 
-    def wrap(original: _Original) -> _Original:
-        def sleep(worker: "WorkerBase", level: int = 1) -> object:
-            drafter = getattr(worker.model_runner, "drafter", None)
-            if isinstance(drafter, proposer):
-                drafter.sleep(level)
-            return original(worker, level)
+    def sleep(worker: "WorkerBase", level: int = 1) -> object:
+        if drafter := _ours(worker.model_runner):
+            drafter.sleep(level)
+        return original(worker, level)
 
-        return sleep
-
-    return wrap
+    return sleep
 
 
-def wrap_wake(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _wake(original: _Original) -> _Original:
     """`wake_up` that then has a drafter of ours come back."""
 
-    def wrap(original: _Original) -> _Original:
-        def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
-            answer = original(worker, tags)
-            drafter = getattr(worker.model_runner, "drafter", None)
-            if isinstance(drafter, proposer) and (tags is None or "kv_cache" in tags):
-                drafter.wake()
-            return answer
+    def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
+        answer = original(worker, tags)
+        drafter = _ours(worker.model_runner)
+        if drafter and (tags is None or "kv_cache" in tags):
+            drafter.wake()
+        return answer
 
-        return wake_up
-
-    return wrap
+    return wake_up
 
 
-def wrap_propose(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def propose_hook(original: _Original) -> _Original:
     """`propose_draft_token_ids` that hands over to a drafter of ours."""
 
-    def wrap(original: _Original) -> _Original:
-        def propose_draft_token_ids(
-            runner: "GPUModelRunner",
-            scheduler_output: "SchedulerOutput",
-            sampled_token_ids: list[list[int]],
-            *args: object,
-            **kwargs: object,
-        ) -> object:
-            drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer):
-                assert isinstance(drafter.seam, RunnerV1)
-                drafter.seam.bring_home(sampled_token_ids)
-                if drafter.seam.trying:
-                    return [[] for _ in sampled_token_ids]
-                view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
-                return drafter.after_step(view, len(sampled_token_ids))
+    def propose_draft_token_ids(
+        runner: "GPUModelRunner",
+        scheduler_output: "SchedulerOutput",
+        sampled_token_ids: list[list[int]],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        drafter = _ours(runner)
+        if drafter is None:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
+        assert isinstance(drafter.seam, RunnerV1)
+        drafter.seam.bring_home(sampled_token_ids)
+        if drafter.seam.trying:
+            return [[] for _ in sampled_token_ids]
+        view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
+        return drafter.after_step(view, len(sampled_token_ids))
 
-        return propose_draft_token_ids
-
-    return wrap
+    return propose_draft_token_ids
 
 
-def wrap_capture(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _capture(original: _Original) -> _Original:
     """`capture_model` that then records the graphs of a drafter of ours."""
 
-    def wrap(original: _Original) -> _Original:
-        def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
-            taken = original(runner, *args, **kwargs)
-            drafter = getattr(runner, "drafter", None)
-            rehearsal = kwargs.get("profile_only", False)  # V2 measures what graphs will take
-            if isinstance(drafter, proposer) and isinstance(taken, int) and not rehearsal:
-                taken += drafter.record()
-            return taken
+    def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
+        taken, drafter = original(runner, *args, **kwargs), _ours(runner)
+        rehearsal = kwargs.get("profile_only", False)  # V2 measures what graphs will take
+        if drafter and isinstance(taken, int) and not rehearsal:
+            taken += drafter.record()
+        return taken
 
-        return capture_model
-
-    return wrap
+    return capture_model
 
 
-def wrap_take(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _take(original: _Original) -> _Original:
     """`take_draft_token_ids` that first lets a drafter of ours finish."""
 
-    def wrap(original: _Original) -> _Original:
-        def take_draft_token_ids(
-            runner: "GPUModelRunner", *args: object, **kwargs: object
-        ) -> object:
-            drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer):
-                drafter.finish()
-            return original(runner, *args, **kwargs)
+    def take_draft_token_ids(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
+        if drafter := _ours(runner):
+            drafter.finish()
+        return original(runner, *args, **kwargs)
 
-        return take_draft_token_ids
-
-    return wrap
+    return take_draft_token_ids
 
 
-def wrap_load_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _load_v2(original: _Original) -> _Original:
     """`load_model` of V2 that then loads a drafter of ours."""
 
-    def wrap(original: _Original) -> _Original:
-        def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
-            answer = original(runner, *args, **kwargs)
-            drafter = getattr(runner.speculator, "proposer", None)
-            if isinstance(drafter, proposer):
-                runner.drafter = drafter  # where V1 has it
-                runner.speculator.load(runner)
-            return answer
+    def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
+        answer = original(runner, *args, **kwargs)
+        if drafter := _ours(runner.speculator, "proposer"):
+            runner.drafter = drafter  # where V1 has it
+            runner.speculator.load(runner)
+        return answer
 
-        return load_model
-
-    return wrap
+    return load_model
 
 
-def wrap_execute_v2(proposer: type[Proposer]) -> Callable[[_Original], _Original]:
+def _execute_v2(original: _Original) -> _Original:
     """`execute_model` of V2 that first tells the seam of a drafter of ours what a step is of."""
 
-    def wrap(original: _Original) -> _Original:
-        def execute_model(
-            runner: "GPUModelRunnerV2",
-            scheduler_output: "SchedulerOutput",
-            *args: object,
-            **kwargs: object,
-        ) -> object:
-            drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer) and not kwargs.get("dummy_run", False):
-                runner.speculator.finish()
-                runner.speculator.seam.begins(scheduler_output)
-            return original(runner, scheduler_output, *args, **kwargs)
+    def execute_model(
+        runner: "GPUModelRunnerV2",
+        scheduler_output: "SchedulerOutput",
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        if _ours(runner) and not kwargs.get("dummy_run", False):
+            runner.speculator.finish()
+            runner.speculator.seam.begins(scheduler_output)
+        return original(runner, scheduler_output, *args, **kwargs)
 
-        return execute_model
-
-    return wrap
+    return execute_model
 
 
-def wrap_gather_v2(proposer: type[Proposer]) -> Callable[[patching.Function], patching.Function]:
+def _gather_v2(original: patching.Function) -> patching.Function:
     """`gather_batch_req_state` of V2 that then has the step's trees planned.
 
     With side sequences a batch is none of so many requests with equally many tokens.
     """
 
-    def wrap(original: patching.Function) -> patching.Function:
-        def gather_batch_req_state(
-            runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool
-        ) -> object:
-            state, uniform = original(runner, scheduler_output, dummy_run)
-            drafter = getattr(runner, "drafter", None)
-            if isinstance(drafter, proposer) and not dummy_run:
-                assert state is not None
-                uniform = None if runner.speculator.seam.plan_trees(state) else uniform
-            return state, uniform
+    def gather_batch_req_state(
+        runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool
+    ) -> object:
+        state, uniform = original(runner, scheduler_output, dummy_run)
+        if _ours(runner) and not dummy_run:
+            assert state is not None
+            uniform = None if runner.speculator.seam.plan_trees(state) else uniform
+        return state, uniform
 
-        return gather_batch_req_state
-
-    return wrap
+    return gather_batch_req_state

@@ -3,6 +3,9 @@
 
 import msgspec
 
+# Bytes of a message at most, either way.
+LONGEST = 1 << 20
+
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The drafter is loaded.

@@ -10,6 +10,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.errand import Errand
 from vllm_hetero_spec.ray_session import own_address
@@ -18,8 +19,6 @@ from vllm_hetero_spec.ray_session import own_address
 _SLOTS = 2
 # Guesses of what the target writes instead of the drafter's chain.
 _SIDES = 8
-# Drafter tokens that may stand behind a text for each target token that can be drafted.
-_STEPS_PER_TOKEN = 8
 # Of an actor, see `Errand`.
 PATIENCE, SILENCE, IDLE_EXIT = 60.0, 10.0, 60.0
 # Modules that such a process runs.
@@ -134,7 +133,7 @@ class Deployment:
             device=None if on_cores else options.drafter_device,
             cores=cores_of(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
-            longest=_STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
+            longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
             tokenizer=pair.drafter.fingerprint,
             tokens=tokens,
         )

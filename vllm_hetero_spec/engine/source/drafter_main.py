@@ -126,11 +126,12 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:
     """Draft until the engine is gone."""
+    from vllm_hetero_spec.engine.source.answers import LONGEST
     from vllm_hetero_spec.engine.source.messages import commit_of
 
     while True:
         while select.select([messages], [], [], 0 if server.busy else None)[0]:
-            message = messages.recv(1 << 20)
+            message = messages.recv(LONGEST)
             if not message:
                 return
             server.take(commit_of(message))

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.engine.source.answers import Failed, Ready, answer_of, encode
+from vllm_hetero_spec.engine.source.answers import LONGEST, Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
@@ -28,7 +28,6 @@ from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 _LONGEST_START = 600.0
 # Seconds that its end is waited for.
 _LONGEST_END = 1.0
-_BUFFER = 1 << 20
 
 
 class DrafterProcess:
@@ -61,7 +60,7 @@ class DrafterProcess:
                 )
         finally:
             os.close(memory)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
         ours.setblocking(False)
         self._socket, self._child = ours, child
         self.pid = child.pid
@@ -96,7 +95,7 @@ class DrafterProcess:
             ConnectionError: The process is gone.
         """
         try:
-            message = self._socket.recv(_BUFFER)
+            message = self._socket.recv(LONGEST)
         except BlockingIOError:
             return None
         if not message:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was drafted ahead of a request's text, found in the table and translated."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from vllm_hetero_spec.draft.continuations import find_drawn, find_remainder
-from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs, confidences_of
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
@@ -55,11 +54,8 @@ class Found:
 
     @property
     def draft(self) -> Draft:
-        """The draft, with the drafter's confidence in each token: in all ids that only it needs."""
-        confidences, start = [], 0
-        for end in self.ends:
-            confidences.append(math.prod(self.peaks[start:end]))
-            start = max(start, end)
+        """The draft, with the drafter's confidence in each token."""
+        confidences = confidences_of(self.peaks, self.ends)
         return Draft.chain(self.task.req_id, list(self.proposal), confidences, self.draft_probs)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_hetero_spec.engine.source.answers import Failed, answer_of, encode
+from vllm_hetero_spec.engine.source.answers import LONGEST, Failed, answer_of, encode
 from vllm_hetero_spec.engine.source.errand import Errand
 from vllm_hetero_spec.engine.source.ray_joining import LOOK, Joined, join_actor, newest
 from vllm_hetero_spec.errors import ConfigError, first_line
@@ -26,8 +26,6 @@ from vllm_hetero_spec.ray_session import join_cluster
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-_BUFFER = 1 << 20
 
 
 def main() -> None:
@@ -64,10 +62,10 @@ async def _relay(errand: Errand, messages: socket.socket, memory: mmap.mmap) -> 
 async def _tell(actor: "ActorHandle", number: int, messages: socket.socket) -> None:
     """Carry commits; what comes while one is on its way waits in the socket, and goes together."""
     loop = asyncio.get_running_loop()
-    while message := await loop.sock_recv(messages, _BUFFER):
+    while message := await loop.sock_recv(messages, LONGEST):
         waiting = [message]
         with contextlib.suppress(BlockingIOError):
-            while message := messages.recv(_BUFFER):
+            while message := messages.recv(LONGEST):
                 waiting.append(message)
         await actor.take.remote(number, waiting)
     raise EOFError("the engine is gone")

@@ -22,7 +22,7 @@ from vllm_hetero_spec.draft.guesses import choose_guesses
 from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST, pack
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.request_state import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
 from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit
@@ -30,8 +30,6 @@ from vllm_hetero_spec.engine.source.sharing import AnyTable
 from vllm_hetero_spec.engine.source.table import Drafted
 from vllm_hetero_spec.staging import Receiver
 
-# The last ids of a text may still merge with what follows: not published for reuse.
-_UNSTABLE_TAIL = 32
 # Of each row of the drafter's, so many tokens may be guesses.
 RIVALS = 8
 
@@ -117,7 +115,7 @@ class DraftingServer:
             self._tokens += len(made.tokens)
             if made.finite and not of.rank:
                 state = of.line.state
-                stable = min(state.num_kv_valid, of.text.num_text) - _UNSTABLE_TAIL
+                stable = min(state.num_kv_valid, of.text.num_text) - UNSTABLE_TAIL
                 self._pool.publish(of.row.sequence.table, state.context.ids, stable)
             if of.row.steps:
                 self._put(of.text, of.rank, of.line)
