@@ -244,12 +244,16 @@ def test_other_drafters_have_none_of_ours(registered: Any) -> None:
         assert registered(LoggingStatLogger, spec).hetero_spec is None
 
 
-def test_a_line_beside_vllms_own(registered: Any, demo_pair: Path, caplog: Any) -> None:
+def test_a_line_beside_vllms_own(
+    registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.metrics.loggers import LoggingStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
-    caplog.set_level(logging.INFO, "vllm.hetero_spec")
     sink = registered(LoggingStatLogger, slem(demo_pair / "drafter"))
+    caplog.set_level(logging.INFO, "vllm.hetero_spec")  # behind vLLM's own set-up of logging
+    monkeypatch.setattr(metrics.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(metrics.logger, "propagate", False)
     sink.num_prompt_tokens = 1  # not idle
     stats = SchedulerStats()
     stats.hetero_spec = {"steps": 2, "drafts": 4, "draft_tokens": 10, "drafter_tokens": 25}
