@@ -203,7 +203,8 @@ def test_ledger_names_all_that_is_imported() -> None:
 
 def _listed(module: str, name: str, listed: set[tuple[str, str]]) -> bool:
     return any(
-        file == f"{module}/{name}.py" or (known == name and file.startswith(module))
+        file in (f"{module}/{name}.py", f"{module}/{name}/__init__.py")
+        or (known == name and file.startswith(module))
         for file, known in listed
     )
 

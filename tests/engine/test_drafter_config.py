@@ -12,6 +12,7 @@ from harness import engine, metrics_of, slem
 from scenarios import generate, greedy
 from vllm.config import VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.platforms import current_platform
@@ -72,6 +73,39 @@ def test_target_configuration_is_left_alone(
         if is_dataclass(part) and part is getattr(drafter, name)
     }
     assert not shared
+
+
+def test_a_compiled_targets_kernels_are_not_the_drafters(
+    demo_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where what is compiled is written in single operations; a user's own stay."""
+
+    def chosen(self: Any, config: VllmConfig) -> IrOpPriorityConfig:
+        compiled = config.compilation_config.mode != CompilationMode.NONE
+        return IrOpPriorityConfig.with_default(["native"] if compiled else ["vllm_c", "native"])
+
+    monkeypatch.setattr(type(current_platform), "get_default_ir_op_priority", chosen)
+    theirs = {"ir_op_priority": {"fused_add_rms_norm": ["oink"]}}
+    target = target_config(demo_pair, compilation_config={"mode": 3}, kernel_config=theirs)
+    before = target.kernel_config.ir_op_priority
+    assert before.rms_norm == ["native"]
+    assert before.fused_add_rms_norm == ["oink", "native"]
+    for eager, kernels in ((None, ["vllm_c", "native"]), (False, ["native"])):
+        drafter = drafter_config(target, options(demo_pair, enforce_eager=eager))
+        found = drafter.kernel_config.ir_op_priority
+        assert found.rms_norm == kernels
+        assert found.fused_add_rms_norm == ["oink", *kernels]
+
+
+def test_attention_plans_for_graphs_only_where_they_are_recorded(
+    demo_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    target, own = target_config(demo_pair), options(demo_pair)
+    model = drafter_model_config(own, target.model_config)
+    for recorded in (True, False):
+        found = drafter_vllm_config(target, model, own, solo=True, recorded=recorded)
+        assert found.model_config.enforce_eager is not recorded
 
 
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import Outputs, generate, greedy
 from tape_graphs import TapeGraphs
 from vllm import SamplingParams
 
-from vllm_hetero_spec import read_stats
+from vllm_hetero_spec import read_stats, staging
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
 pytestmark = pytest.mark.engine
@@ -31,6 +32,14 @@ def record(llm: Any) -> TapeGraphs:
     drafter = proposer_of(llm).drafting.source.drafter
     drafter.record(graphs, SHAPES, GraphSupport(in_graph=False, several_tokens=True))
     return graphs
+
+
+def copied_to_a_device(buffer: Any, size: int) -> torch.Tensor:
+    """What was sent is no memory of the host's."""
+    if buffer._there is buffer._host:
+        buffer._there = torch.empty_like(buffer._host)
+    buffer._there[:size].copy_(buffer._host[:size])
+    return buffer._there
 
 
 def drafted(llm: Any) -> dict[str, int]:
@@ -63,8 +72,9 @@ def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -
 
 
 def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch: Any) -> None:
-    """Begun where the step has sampled, finished where the scheduler asks; the first token is
-    judged behind the steps, which begin anew where it is another."""
+    """Begun where the step has sampled, finished where the scheduler asks, outside of inference
+    mode; the first token is judged behind the steps, which begin anew where it is another."""
+    monkeypatch.setattr(staging._Buffer, "sent", copied_to_a_device)
     proposer, graphs = proposer_of(llm), record(llm)
     drafter = proposer.drafting.source.drafter
     order = []
@@ -86,6 +96,8 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
 
     monkeypatch.setattr(proposer, "after_step", empty_at_first)
     monkeypatch.setattr(drafter, "waits", True)
+    drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=4, repetition_penalty=1.3)
+    llm.generate(texts, drawn, use_tqdm=False)
     accepted = metrics_of(llm)["num_accepted_tokens"]
     assert generate(llm, texts, greedy()) == alone
     assert metrics_of(llm)["num_accepted_tokens"] > accepted
@@ -93,4 +105,5 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     assert set(rounds) <= {"b", "fb", "f", ""}  # one of each for a step, in this order
     assert "fb" in rounds
     assert drafter.overruled > 0
+    assert "drafter_error" not in read_stats(llm)["skipped"]
     assert graphs.replays > 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
@@ -163,8 +164,9 @@ class HeteroProposer(Proposer):
         if self._drafting is not None:
             self._drafting.pass_by(num_requests)
 
+    @torch.inference_mode()
     def finish(self) -> None:
-        """Fill the lists of the last step, when the scheduler asks for them.
+        """Fill the lists of the last step, when the scheduler asks for them: vLLM in another mode.
 
         With at most `num_speculative_tokens` target ids each, never padded. By then the step's own
         tokens are on their way to the user.

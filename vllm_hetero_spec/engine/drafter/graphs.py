@@ -37,13 +37,14 @@ class CudaGraphs:
     def capture(self, work: Work) -> Work:
         """Record on a stream of its own; replays run on the current one."""
         self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 work()
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+            self._stream.synchronize()
+            # Within it: a capture that fails leaves its stream the current one.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                work()
 
         def replay() -> None:
             graph.replay()

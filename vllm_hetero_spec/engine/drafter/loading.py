@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.offloader import create_offloader, get_offloader, set_offloader
@@ -69,7 +70,7 @@ def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) 
         ConfigError: The drafter's layers cannot share KV blocks, or the budget does not hold two.
     """
     with set_current_vllm_config(config):
-        with _offloader_of(config), set_model_tag("draft_model"):
+        with _offloader_of(config), _own_rotary_embeddings(), set_model_tag("draft_model"):
             model = get_model(vllm_config=config)
         # vLLM settles the target's block size once its layers exist, which is after this; the
         # drafter's is its own, of what its own attention backends take.
@@ -97,6 +98,19 @@ def _offloader_of(config: VllmConfig) -> Iterator[None]:
         yield
     finally:
         set_offloader(held)
+
+
+@contextmanager
+def _own_rotary_embeddings() -> Iterator[None]:
+    """Share no rotary embedding with the target: equal ones are one module, of who came first.
+
+    The target's is compiled with it, and would run in single operations elsewhere.
+    """
+    held, rotary_embedding._ROPE_DICT = rotary_embedding._ROPE_DICT, {}
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT = held
 
 
 def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter beside a target that works with others: other ranks, stages, instances.
+"""The drafter beside a target that works with others, or in another way.
 
-vLLM's layers find all of them in globals of the process, and the drafter's layers bear the names of
-the target's. While the drafter is built or run, no KV connector is there, which would store its KV
-as the target's; the pipeline has this stage alone; and where it runs whole on one rank, the tensor
-parallel group, from which layers read their shard, is a copy of world size 1. The scheduler hands
-the drafts to all ranks; what sampled ones were drawn from is broadcast (`verifier.draft_probs`).
+vLLM's layers find other ranks, stages and instances in globals of the process, and the drafter's
+layers bear the names of the target's. While the drafter is built or run, no KV connector is there,
+which would store its KV as the target's; the pipeline has this stage alone; and where it runs whole
+on one rank, the tensor parallel group, from which layers read their shard, is a copy of world
+size 1. The scheduler hands the drafts to all ranks; what sampled ones were drawn from is broadcast
+(`verifier.draft_probs`).
+
+Which kernels run an operation is another such global, and the drafter's may be others: it is seldom
+compiled.
 """
 
 import copy
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -49,14 +56,22 @@ def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordin
 
 
 class Alone:
-    """While it is entered, hides the KV connector, and exchanges both groups. Not to be nested.
+    """While it is entered, hides the KV connector, and exchanges groups and kernels.
+
+    Not to be nested.
 
     Args:
         groups: Of the drafter.
+        target: The worker's configuration.
+        drafter: The drafter's.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, target: VllmConfig, drafter: VllmConfig) -> None:
         self._groups = groups
+        theirs, ours = (config.kernel_config.ir_op_priority for config in (target, drafter))
+        same = dataclasses.asdict(theirs) == dataclasses.asdict(ours)
+        self._exchange = nullcontext if same else ours.set_priority
+        self._kernels: AbstractContextManager[None] = nullcontext()
         self._held = parallel_state._TP, parallel_state._PP
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
 
@@ -65,7 +80,10 @@ class Alone:
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         parallel_state._TP, parallel_state._PP = self._groups
+        self._kernels = self._exchange()
+        self._kernels.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self._kernels.__exit__(None, None, None)
         parallel_state._TP, parallel_state._PP = self._held
         kv_transfer_state._KV_CONNECTOR_AGENT = self._agent

@@ -155,7 +155,12 @@ def bound_context(
 
 
 def drafter_vllm_config(
-    target: VllmConfig, drafter: ModelConfig, options: HeteroOptions, *, solo: bool
+    target: VllmConfig,
+    drafter: ModelConfig,
+    options: HeteroOptions,
+    *,
+    solo: bool,
+    recorded: bool = True,
 ) -> VllmConfig:
     """The configuration that the drafter is built and run with.
 
@@ -164,6 +169,7 @@ def drafter_vllm_config(
         drafter: From `drafter_model_config`.
         options: The user's.
         solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
+        recorded: Whether CUDA graphs may be captured, for which attention plans its buffers.
 
     Raises:
         ConfigError: The drafter's experts would be spread over the engines of the target.
@@ -180,6 +186,7 @@ def drafter_vllm_config(
             "experts, or a data parallel size of 1."
         )
     model, mode = copy.copy(drafter), drafting_mode(options, target)
+    mode = mode if recorded else mode._replace(shapes=())
     model.enforce_eager = not (mode.graphs or mode.compiled)
     compilation = CompilationConfig(
         mode=target.compilation_config.mode if mode.compiled else CompilationMode.NONE,
@@ -202,6 +209,7 @@ def drafter_vllm_config(
         part = getattr(target, field.name)
         if is_dataclass(part) and field.name not in parts:
             parts[field.name] = copy.deepcopy(part)
+    _let_platform_choose(parts["kernel_config"].ir_op_priority, target)
     cache, parallel = parts["cache_config"], parts["parallel_config"]
     cache.num_gpu_blocks = None
     cache.num_gpu_blocks_override = None
@@ -220,6 +228,22 @@ def drafter_vllm_config(
     # Refused without speculation.
     parts["observability_config"].per_request_spec_decode_metrics = "none"
     return replace(target, **parts)
+
+
+def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:
+    """Take back which kernels run what the target compiles, but for what the user has named.
+
+    A compiled model has norms fused where they are written in single operations, which one that is
+    not compiled would run one by one.
+
+    Args:
+        priorities: A copy of the target's IrOpPriorityConfig, in which vLLM has put its own choice
+            behind the user's; changed in place.
+        target: Whose it is a copy of.
+    """
+    for name, chosen in vars(current_platform.get_default_ir_op_priority(target)).items():
+        mine = [kernel for kernel in getattr(priorities, name) if kernel not in chosen]
+        setattr(priorities, name, mine)
 
 
 def kv_budget(

@@ -88,7 +88,7 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
     from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 
     given, options, target = deployment, deployment.options, deployment.vllm_config
-    config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
+    config = drafter_vllm_config(target, given.drafter_config, options, solo=True, recorded=False)
     # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
     config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
     device = torch.device(given.device or target.device_config.device_type)

@@ -64,13 +64,14 @@ class InlineSource:
         likeliest: int | None,
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
-        self._alone = Alone(Groups.of_drafter(solo=solo))
+        config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
+        self._alone = Alone(Groups.of_drafter(solo=solo), vllm_config, config)
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
         with self._alone, torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
-                drafter_vllm_config(vllm_config, drafter_config, options, solo=solo),
+                config,
                 device,
                 lambda bytes_for: kv_budget(options, vllm_config, length, bytes_for),
             )
@@ -90,7 +91,9 @@ class InlineSource:
             beside=_BESIDE if options.tree_nodes else 0,
         )
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
+        # vLLM's sleep mode keeps what it has allocated, and would not give it back for graphs.
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
+        measured = measured and not vllm_config.model_config.enable_cumem_allocator
         mode = drafting_mode(options, vllm_config)
         self._recording = Recording(self.drafter, mode, measured=measured)
         self.pool = KVPool(model.num_blocks, model.block_size)
