@@ -2,16 +2,19 @@
 """Scheduling ahead: what the scheduler is told, and who may have it. `test_runner_v2` runs it."""
 
 import logging
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.seam import async_scheduling
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
+
+NAME = "build_dynamic_sd_schedule_lookup"
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (5, [0, 3, 5])])
@@ -23,7 +26,7 @@ def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
     assert tiers(16, 5) == [0, 3, 5, 8, 16]
     config = config_of()
     config.speculative_config.num_speculative_tokens = 12  # as `tree_scratch.settle` leaves it
-    named = [(1, 1, 12), (2, 2, 0), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 2)]
+    named = [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 12)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_scheduling.tree_scratch, "settle", lambda config: None)
         assert configured(config).seen == [False, named]
@@ -110,10 +113,28 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asked", [None, True])
 def test_steps_are_scheduled_ahead_where_they_can_be(device: None, asked: bool | None) -> None:
     config = configured(config_of(asked))
-    named = [(1, 1, 4), (2, 2, 0), (3, async_scheduling._MANY, 2)]
+    named = [(1, 1, 0), (2, 2, 2), (3, async_scheduling._MANY, 4)]
     assert config.seen == [False, named]
     assert config.scheduler_config.async_scheduling
     assert tiers_of(config) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 64])
+def test_graphs_of_all_tiers_are_captured(
+    device: None, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where fewer requests than tiers are served at once; others' as vLLM has them."""
+    module = ModuleType("cudagraph_utils")
+    monkeypatch.setattr(module, NAME, build_dynamic_sd_schedule_lookup, raising=False)
+    async_scheduling.capture_all_tiers(module)
+    lookup = getattr(module, NAME)
+
+    def captured(schedule: list[tuple[int, int, int]]) -> set[int]:
+        return set(lookup(schedule, vllm_max_batch_size=batch, vllm_num_speculative_tokens=4)[1:])
+
+    ours = configured(config_of(None)).speculative_config.num_speculative_tokens_per_batch_size
+    assert captured(ours) == {0, 2, 4}
+    assert captured([(1, 1, 4), (2, 64, 1)]) == ({4} if batch == 1 else {4, 1})
 
 
 def test_other_drafters_are_left_alone(device: None) -> None:

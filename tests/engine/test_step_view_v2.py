@@ -248,6 +248,36 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     assert speculator.get_draft_tokens() is None
 
 
+@pytest.mark.parametrize("following", ["a", "c"])
+def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
+    runner: Any, batch: Any, following: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look waits for the device, and the tokens of the step before would wait with it. Where no
+    request goes on, nobody knows for how long the engine has done nothing."""
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    proposer: Any = _Proposer()
+    proposer.warm = True
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    views: list[Any] = []
+    after_step = proposer.after_step
+    proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
+    outputs = [output_of(new("a"), new("b")), output_of(), output_of(new("c"))]
+    scheduled = ["ab", "ab", following]
+    for output, names in zip(outputs, scheduled, strict=True):
+        output.num_scheduled_tokens = dict.fromkeys(names, 1)
+        speculator.begins(output)
+        calls = list(proposer.calls)
+        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        assert proposer.calls == calls
+        speculator.seam.handed_out()
+    assert proposer.calls[1:] == ["begin", "finish"] * 2
+    assert views[0].target_seconds is not None
+    assert (views[1].target_seconds is None) == (following == "c")
+    assert speculator.seam._output is outputs[-1]
+
+
 def test_pipeline_stages_are_given_drafts_at_once(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,12 +325,12 @@ def test_few_steps_are_looked_at_where_none_may_have_drafts(
     speculator.seam.begins(output_of(new("a"), new("b")))
     looked_at = []
     for number in range(40):
-        speculator.finish()
         output = output_of(new("b")) if number == 20 else output_of()
         output.num_spec_tokens_to_schedule = 0 if number < 39 else 2
         speculator.seam.begins(output)
         before = len(views)
         speculator.propose(batch, *(None,) * 4, SAMPLED) if number else None
+        speculator.finish()
         speculator.seam.handed_out()
         if len(views) > before:
             looked_at.append(number)

@@ -8,7 +8,9 @@ controller wants to draft travels on a step's output, and holds for a step or tw
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.config import ConfigError
@@ -113,6 +115,36 @@ def make_spec_decoding_stats(
     return stats
 
 
+def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
+    """Have a worker capture full graphs of all tiers, in whatever batch a tier stands.
+
+    Args:
+        cudagraph_utils: vLLM's module of Model Runner V2.
+    """
+    name = "build_dynamic_sd_schedule_lookup"
+    patching.replace(cudagraph_utils, name, "all tiers", _wrap_lookup)
+
+
+def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Tiers as vLLM wants them, each for a range of batches.
+
+    The scheduler is told which one holds, so that the ranges decide one thing alone: how large are
+    the batches whose graphs vLLM plans for. The longest drafts make the most tokens of a batch.
+    """
+    *some, longest = named
+    last = len(some) + 1, _MANY, longest
+    return [*((size, size, tier) for size, tier in enumerate(some, 1)), last]
+
+
+def _wrap_lookup(original: patching.Function) -> patching.Function:
+    def build_dynamic_sd_schedule_lookup(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        if schedule and schedule[-1][1] == _MANY:
+            return [0, *(tier for _, _, tier in schedule)]
+        return original(schedule, *args, **kwargs)
+
+    return build_dynamic_sd_schedule_lookup
+
+
 def _wrap_post_init(original: patching.Function) -> patching.Function:
     def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
         spec, scheduler = self.speculative_config, self.scheduler_config
@@ -121,13 +153,9 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         tree_scratch.settle(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
         reason = "async_scheduling=False" if asked is False else _why_not(self)
-        if not reason:  # named before graphs are planned; the batch sizes mean nothing
+        if not reason:  # named before graphs are planned
             named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
-            ranges = list(enumerate([named[-1], 0, *named[2:-1]], 1))
-            spec.num_speculative_tokens_per_batch_size = [
-                *((size, size, tier) for size, tier in ranges),
-                (len(ranges) + 1, _MANY, named[1]),
-            ]
+            spec.num_speculative_tokens_per_batch_size = _schedule(named)
         original(self, *args, **kwargs)
         if not reason:
             scheduler.async_scheduling = True

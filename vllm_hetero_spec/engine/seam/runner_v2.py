@@ -205,8 +205,8 @@ class RunnerV2:
         ahead = self.tiers and not self._output.num_spec_tokens_to_schedule
         return bool(ahead) and not self._output.scheduled_spec_decode_tokens
 
-    def passed_by(self) -> None:
-        """The present step has no view."""
+    def untimed(self) -> None:
+        """What the present step takes is not known: it has no view, or one that may come late."""
         self._clock = StepClock()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:

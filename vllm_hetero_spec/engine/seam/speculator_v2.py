@@ -2,7 +2,9 @@
 """What Model Runner V2 holds as its speculator, and asks for drafts.
 
 vLLM wants a tensor of drafts as soon as it has sampled, and lists when it schedules. Ours are begun
-at the first question and finished at the second, of their true lengths.
+at the first question and finished at the second, of their true lengths. Where steps are scheduled
+ahead there is no second question: they are begun and finished where the next step begins, as a look
+at what was sampled waits for it, and an engine core that waits does not hand out the tokens before.
 """
 
 from functools import partial
@@ -16,6 +18,7 @@ from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -41,6 +44,8 @@ class HeteroSpeculator(BaseSpeculator):
     def __init__(self, proposer: "Proposer") -> None:
         self.proposer = proposer
         self._seam: RunnerV2 | None = None  # from `load` on
+        # The last step's batch and counts of sampled tokens, until it is looked at.
+        self._sampled: tuple[InputBatch, torch.Tensor] | None = None
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed_out: DraftTokenIds | None = None
@@ -79,28 +84,37 @@ class HeteroSpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See BaseSpeculator: begins the drafts, and gives none yet.
+        """See BaseSpeculator: gives no drafts yet.
 
         Where vLLM sends them on to other pipeline stages, it is given all of them.
 
         Returns:
             int64 [B, K], of which else nothing is scheduled.
         """
-        self._batch = None
+        self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:
             return self.seam.no_drafts(input_batch)
-        self.seam.bring_home(input_batch, num_sampled)
-        if self._passes_by():
-            self.seam.passed_by()
-            self.proposer.pass_by(input_batch.num_reqs)
-        else:
-            view = partial(self.seam.view, input_batch, num_sampled)
-            self._drafts = self.proposer.after_step(view, input_batch.num_reqs)
-            self._batch = input_batch
-            if self.seam.staged:
-                self.finish()
-                return self.seam.handed_out_rows(input_batch)
+        self._sampled = input_batch, num_sampled
+        if self.seam.staged:
+            self.finish()
+            return self.seam.handed_out_rows(input_batch)
+        if not self.seam.tiers:
+            self._begin()
         return self.seam.no_drafts(input_batch)
+
+    def _begin(self) -> None:
+        """Look at the last step, once it has sampled, and begin its drafts."""
+        if self._sampled is None:
+            return
+        (batch, num_sampled), self._sampled = self._sampled, None
+        self.seam.bring_home(batch, num_sampled)
+        if self._passes_by():
+            self.seam.untimed()
+            self.proposer.pass_by(batch.num_reqs)
+        else:
+            view = partial(self.seam.view, batch, num_sampled)
+            self._drafts = self.proposer.after_step(view, batch.num_reqs)
+            self._batch = batch
 
     def _passes_by(self) -> bool:
         """Whether this step is not looked at; the same on all ranks."""
@@ -110,8 +124,18 @@ class HeteroSpeculator(BaseSpeculator):
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""
 
+    def begins(self, scheduler_output: "SchedulerOutput") -> None:
+        """A step begins, of which the last step's drafts are a part."""
+        if self._sampled is not None:
+            goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[0].req_ids
+            if not goes_on:  # and the engine may have had nothing to do for long
+                self.seam.untimed()
+        self.finish()
+        self.seam.begins(scheduler_output)
+
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
+        self._begin()
         batch, self._batch = self._batch, None
         if batch is not None:
             self.proposer.finish()

@@ -120,14 +120,16 @@ def _hook_v1() -> type:
 
 
 def _hook_v2() -> type:
+    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam import tree_state_v2
+    from vllm_hetero_spec.engine.seam import async_scheduling, tree_state_v2
 
     patching.replace(GPUModelRunner, "load_model", "load drafter", _load_v2)
     patching.replace(GPUModelRunner, "execute_model", "step", _execute_v2)
     patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
     tree_state_v2.install()
+    async_scheduling.capture_all_tiers(cudagraph_utils)
     return GPUModelRunner
 
 
@@ -261,8 +263,7 @@ def _execute_v2(original: _Original) -> _Original:
         **kwargs: object,
     ) -> object:
         if _ours(runner) and not kwargs.get("dummy_run", False):
-            runner.speculator.finish()
-            runner.speculator.seam.begins(scheduler_output)
+            runner.speculator.begins(scheduler_output)
         return original(runner, scheduler_output, *args, **kwargs)
 
     return execute_model
