@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_hetero_spec.draft import token_map
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 
 
@@ -62,6 +63,23 @@ def test_probabilities_follow_the_requests_parameters() -> None:
     assert rows.numpy() == pytest.approx(np.array(expected), abs=1e-6)
     plain = probabilities(logits, torch.ones(4))
     assert plain.numpy() == pytest.approx(np.tile([0.1, 0.4, 0.2, 0.3], (4, 1)), abs=1e-6)
+
+
+def test_parameters_choose_among_the_likeliest_of_a_large_vocabulary() -> None:
+    """Rows without any are left whole; what leaves more than are ordered has all of those."""
+    width, ordered = 3 * token_map._ORDERED, token_map._ORDERED
+    row = torch.arange(width).flip(0).float() / 200
+    rows = probabilities(
+        row.repeat(4, 1),
+        torch.ones(4),
+        top_k=torch.tensor([0, 0, 50, 2 * ordered]),
+        top_p=torch.tensor([1.0, 0.9, 1.0, 1.0]),
+    )
+    whole = row.softmax(-1)
+    nucleus = int((whole.cumsum(-1) < 0.9).sum()) + 1
+    for found, count in zip(rows, (width, nucleus, 50, ordered), strict=True):
+        expected = torch.where(torch.arange(width) < count, whole, 0.0)
+        assert torch.allclose(found, expected / expected.sum(), atol=1e-8)
 
 
 def test_probabilities_never_draw_what_is_excluded() -> None:

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+# How many of a row's likeliest tokens top_k and top_p choose among: to order a whole vocabulary can
+# take longer than the forward that the row comes from.
+_ORDERED = 1024
+
 
 @dataclass(frozen=True)
 class TokenMap:
@@ -94,19 +98,23 @@ def probabilities(
 
     Returns:
         float32 [B, V_D]; ties at the edge of top_k are kept. Any distribution may be drawn from:
-        the parameters only bring it nearer to the target's.
+        the parameters only bring it nearer to the target's. So where they leave more than
+        `_ORDERED` tokens, those are all.
     """
     rows = (logits.float() / temperature[:, None]).softmax(-1)
     if top_k is None and top_p is None:
         return rows
-    ordered, order = rows.sort(-1, descending=True)
+    ordered, order = rows.topk(min(_ORDERED, rows.shape[-1]), -1)
     keep = torch.ones_like(ordered, dtype=torch.bool)
+    limited = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     if top_k is not None:
-        ranks = torch.arange(ordered.shape[-1], device=rows.device)
-        last = ordered.gather(1, (top_k - 1).clamp_min(0)[:, None].clamp_max(len(ranks) - 1))
+        last = ordered.gather(1, (top_k - 1).clamp(0, ordered.shape[-1] - 1)[:, None])
         keep &= (top_k <= 0)[:, None] | (ordered >= last)
+        limited |= top_k > 0
     if top_p is not None:
         before = ordered.cumsum(-1) - ordered
         keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    rows = torch.zeros_like(rows).scatter_(1, order, ordered.masked_fill_(~keep, 0.0))
+        limited |= top_p < 1
+    rows.masked_fill_(limited[:, None], 0.0)
+    rows.scatter_(1, order, ordered.masked_fill_(~keep, 0.0))
     return rows / rows.sum(-1, keepdim=True)

@@ -279,8 +279,9 @@ class Drafter:
 
     def _fetch(self, current: Round) -> None:
         current.fetched = self._receiver.fetch(self._steps.picked.kept[: current.taken])
-        if current.own.draws is not None and current.own.draws.stand_ins is not None:
-            current.stand_ins = self._receiver_own.fetch(current.own.draws.stand_ins)
+        stand_ins = None if current.own.draws is None else current.own.draws.stand_ins
+        if stand_ins is not None:
+            current.stand_ins = self._receiver_own.fetch(stand_ins)
 
     def _judge(self, current: Round) -> bool:
         """Put other first tokens in place where a row's text asks for them; whether any was."""

@@ -73,7 +73,7 @@ class RunnerV2:
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
         self._send = Sender(runner.device).send
-        # In place of the drafts that vLLM wants at once; nothing of it is ever scheduled.
+        # In place of drafts that vLLM wants at once; never scheduled, and vLLM writes to it.
         shape = runner.max_num_reqs, runner.num_speculative_steps
         self._nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
