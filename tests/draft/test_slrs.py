@@ -11,8 +11,8 @@ import torch
 from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
-from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.draft.slrs_path import SlrsPath
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import law
@@ -64,7 +64,7 @@ class ToyMerging:
 class ToyDrafter:
     """A drafter whose KV is the list of the ids that were fed, path by path."""
 
-    def __init__(self, world: World, paths: Sequence[Path]) -> None:
+    def __init__(self, world: World, paths: Sequence[SlrsPath]) -> None:
         self._row = cache(world.q_after(()))
         self._paths = paths
         self.kv: list[list[int]] = [[] for _ in paths]
@@ -91,9 +91,9 @@ class ToyDrafter:
 
 def drafted(
     world: World, steps: int, span: int, candidates: int, wanted: int = 99
-) -> tuple[list[Path], torch.Tensor, ToyDrafter]:
+) -> tuple[list[SlrsPath], torch.Tensor, ToyDrafter]:
     """The same request drafted many times over."""
-    paths = [Path(steps, wanted, candidates - 1, seed=i) for i in range(COPIES)]
+    paths = [SlrsPath(steps, wanted, candidates - 1, seed=i) for i in range(COPIES)]
     drafter = ToyDrafter(world, paths)
     tokens = TokenMap(
         torch.tensor([world.pair.kappa(d)[0] for d in range(len(world.pair.drafter))]),
@@ -191,7 +191,7 @@ def test_the_drafters_kv_is_counted(kind: str) -> None:
 def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
     """A drafter that has broken down leaves draft_probs of 0 behind, not of NaN."""
     world = worlds(1)[0]
-    paths = [Path(3, 3) for _ in range(4)]
+    paths = [SlrsPath(3, 3) for _ in range(4)]
     tokens = TokenMap(torch.tensor([world.pair.kappa(d)[0] for d in range(5)]), 5)
     slrs = Slrs(tokens, ToyMerging(world), frozenset(), 3)
 

@@ -12,8 +12,8 @@ from goodness import MISSED, follows, missed
 
 from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.pair_merges import PairMerges
-from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.draft.slrs_path import SlrsPath
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -63,7 +63,7 @@ class Drafts:
         self._drafter, self._texts = drafter, texts
         tokenizer = drafter.tokenizer
         maps: VocabularyMaps = build_maps(target, tokenizer)
-        self.paths = [Path(wanted * span, wanted, seed=i) for i, _ in enumerate(texts)]
+        self.paths = [SlrsPath(wanted * span, wanted, seed=i) for i, _ in enumerate(texts)]
         self._kv: list[list[int]] = [[] for _ in texts]
         tokens = TokenMap(torch.from_numpy(maps.kappa_first.astype(np.int64)), target.vocab_size)
         merging = PairMerges(target, tokenizer, maps, CPU)

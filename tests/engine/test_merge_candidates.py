@@ -10,7 +10,7 @@ from harness import engine, metrics_of, proposer_of, slem
 from vllm import SamplingParams
 
 from vllm_hetero_spec.draft import slrs
-from vllm_hetero_spec.draft.path import Feed
+from vllm_hetero_spec.draft.slrs_path import Feed
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
 

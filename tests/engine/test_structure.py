@@ -38,7 +38,7 @@ MOVERS = {
     "draft/pair_merges.py": "tables of the pair, once at start",
     "draft/race_tree.py": "arrays of the host: what arrived first",
     "draft/slrs.py": "on the host by design: what was drawn decides what is fed",
-    "draft/tree.py": "part of slrs",
+    "draft/slrs_tree.py": "part of slrs",
     "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",
     "engine/drafter/request_state.py": "arrays of the host: a prompt's token ids",

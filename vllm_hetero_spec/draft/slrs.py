@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.pair_merges import PairMerges
-from vllm_hetero_spec.draft.path import Feed, Path
+from vllm_hetero_spec.draft.slrs_path import Feed, SlrsPath
+from vllm_hetero_spec.draft.slrs_tree import Candidate, Node, SlrsTree
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.draft.tree import Candidate, Node, Tree
 from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
@@ -74,7 +74,7 @@ class Slrs:
         self._tokens, self._merges, self._ends = tokens, merges, ends
         self._span = span
 
-    def draft(self, rows: torch.Tensor, paths: Sequence[Path], feed: Feed) -> torch.Tensor:
+    def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: Feed) -> torch.Tensor:
         """Fill the paths.
 
         Args:
@@ -101,10 +101,10 @@ class Slrs:
         return table[:used, :-1]
 
     def _trees(
-        self, heads: dict[int, torch.Tensor], paths: Sequence[Path], feed: Feed
-    ) -> dict[int, Tree]:
+        self, heads: dict[int, torch.Tensor], paths: Sequence[SlrsPath], feed: Feed
+    ) -> dict[int, SlrsTree]:
         """The tree of each path, known before anything is drawn."""
-        trees = {i: Tree(row) for i, row in heads.items()}
+        trees = {i: SlrsTree(row) for i, row in heads.items()}
         self._find_candidates(list(trees.values()), [1 + paths[i].side_branches for i in trees])
         for depth in range(1, self._span):
             chains = [
@@ -131,7 +131,7 @@ class Slrs:
                 trees[i].candidates = [longer] if going else []
         return trees
 
-    def _find_candidates(self, trees: Sequence[Tree], counts: Sequence[int]) -> None:
+    def _find_candidates(self, trees: Sequence[SlrsTree], counts: Sequence[int]) -> None:
         """The likeliest tokens that can merge, so many: the chain's first and its side branches."""
         able = self._merges.mergeable
         for part, rows in _stacks([tree.row for tree in trees]):
@@ -141,7 +141,7 @@ class Slrs:
                 likely = zip(ids[:count], shares[:count], strict=True)
                 tree.candidates = [Candidate((d,), share) for d, share in likely if share]
 
-    def _add_draft_probs(self, trees: Sequence[Tree], table: torch.Tensor) -> None:
+    def _add_draft_probs(self, trees: Sequence[SlrsTree], table: torch.Tensor) -> None:
         """What the next proposals are drawn from into rows of a `TokenMap.table`.
 
         At first every drawn token stands for the first target token that it begins. Node by node,
@@ -161,7 +161,9 @@ class Slrs:
         table.index_put_((cells[0], cells[2]), mass, accumulate=True)
         table.clamp_min_(0.0)
 
-    def _draw(self, trees: dict[int, Tree], paths: Sequence[Path]) -> dict[int, tuple[int, ...]]:
+    def _draw(
+        self, trees: dict[int, SlrsTree], paths: Sequence[SlrsPath]
+    ) -> dict[int, tuple[int, ...]]:
         """Draws along each tree, the one that leaves it included."""
         rows = [row for tree in trees.values() for row in tree.rows]
         keys = [(paths[i], number) for i, tree in trees.items() for number in range(len(tree.rows))]
@@ -176,7 +178,9 @@ class Slrs:
             taken[i] = tree.path_taken([next(every) for _ in tree.rows])
         return taken
 
-    def _advance(self, path: Path, row: int, drawn: tuple[int, ...], tree: Tree) -> Node | None:
+    def _advance(
+        self, path: SlrsPath, row: int, drawn: tuple[int, ...], tree: SlrsTree
+    ) -> Node | None:
         """Add what was drawn to a path; the node behind which it goes on, without what merges."""
         spelled = self._merges.spell(drawn[0])
         if not len(spelled):  # nothing can be drawn from a row of nothing
@@ -196,7 +200,7 @@ class Slrs:
         return tree.nodes.get(drawn[:used])
 
     def _next_heads(
-        self, ends: dict[int, Node | None], paths: Sequence[Path], feed: Feed
+        self, ends: dict[int, Node | None], paths: Sequence[SlrsPath], feed: Feed
     ) -> dict[int, torch.Tensor]:
         """The next row of each path that goes on: the one known, or behind what is fed now."""
         rows = {i: node.row for i, node in ends.items() if node and not paths[i].unfed}
@@ -207,7 +211,7 @@ class Slrs:
             paths[i].fed = len(paths[i].drafted)
         return {i: node.unmerged(rows[i]) if node else rows[i] for i, node in going.items()}
 
-    def _goes_on(self, path: Path) -> bool:
+    def _goes_on(self, path: SlrsPath) -> bool:
         if not path.steps or len(path.proposal) >= path.wanted:
             return False
         return path.drafted[-1] not in self._ends

@@ -53,12 +53,6 @@ class TokenMap:
         """
         return torch.zeros((count, self.width + 1), device=self.first.device)
 
-    def draft_probs(self, q: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V_T], of rows q [B, V_D] or wider (padding beyond is not read)."""
-        table = self.table(len(q))
-        self.add_draft_probs(q, table)
-        return table[:, :-1]
-
     def likeliest(self, q: torch.Tensor) -> torch.Tensor:
         """int64 [B, V_T], the likeliest drafter token that proposes each target token.
 
@@ -73,7 +67,7 @@ class TokenMap:
         return found.scatter_reduce(1, columns, ids, "amin")[:, :-1]
 
     def add_draft_probs(self, q: torch.Tensor, table: torch.Tensor) -> None:
-        """As `draft_probs`, into some rows of a `table`."""
+        """Carry rows q [B, V_D] or wider (padding is not read) over to rows of a `table`."""
         table.index_add_(1, self._column, q[:, : len(self.first)])
         if not self.renormalise:
             # A null proposal becomes the likeliest real one: samplers of whole rows know no null,

@@ -17,8 +17,8 @@ import numpy as np
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.tree_growth import Children, ValuedTree
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.tree_prices import PricedTree, trim
 from vllm_hetero_spec.lookahead.tree_values import (
     ChildChances,
@@ -163,7 +163,7 @@ class TreeControl:
         for draft in chains:
             self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
 
-    def tell(self, drafts: Sequence[Draft], sides: SideBranches) -> None:
+    def tell(self, drafts: Sequence[Draft], sides: BesideChain) -> None:
         """Note what drafts have beside their chains."""
         began = perf_counter()
         for draft in drafts:

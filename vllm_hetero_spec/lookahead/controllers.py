@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.lookahead.side_branches import SideBranches
+from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 
@@ -68,7 +68,7 @@ class Controller(ABC):
 
     regime = "drafting"
     off = False
-    sides: SideBranches | None = None
+    sides: BesideChain | None = None
     policy: StepPolicy | None = None
 
     @abstractmethod

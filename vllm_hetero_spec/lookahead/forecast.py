@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.side_branches import SideBranches
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
@@ -85,7 +85,7 @@ def forecast(
     random: Sequence[bool],
     tokens_per_second: float,
     can_stop_early: bool,
-    sides: SideBranches | None = None,
+    sides: BesideChain | None = None,
     paths: int = 1,
 ) -> Forecast:
     """Rates of all lookaheads that are worth a look.

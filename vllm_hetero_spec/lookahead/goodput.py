@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
+from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
 from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
-from vllm_hetero_spec.lookahead.side_branches import SideBranches
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
 
@@ -63,7 +63,7 @@ class Goodput(Controller):
         sides: See `Controller`.
     """
 
-    sides: SideBranches
+    sides: BesideChain
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.draft.path import Path
 from vllm_hetero_spec.draft.slrs import Slrs
+from vllm_hetero_spec.draft.slrs_path import SlrsPath
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
@@ -64,7 +64,7 @@ class SpanDrafting:
         ]
 
     def _drafted(
-        self, row: DraftRow, path: Path, finite: bool, probs: torch.Tensor, peaks: list[float]
+        self, row: DraftRow, path: SlrsPath, finite: bool, probs: torch.Tensor, peaks: list[float]
     ) -> DrafterTokens:
         row.sequence.kv_ids.extend(path.drafted[: path.fed])
         confidences = [peaks[i] if i >= 0 else 1.0 for i in path.row_of] if peaks else []
@@ -98,9 +98,9 @@ class SpanDrafting:
         return self._drawn_from(self._forward(feed, lines, lengths), indices)
 
 
-def _path_of(row: DraftRow) -> Path:
+def _path_of(row: DraftRow) -> SlrsPath:
     draw = row.task.draw
     assert draw is not None
-    return Path(
+    return SlrsPath(
         row.steps, row.task.lookahead, len(row.side_blocks), seed=draw.seed, place=draw.place
     )

@@ -64,7 +64,7 @@ class Node(NamedTuple):
 
 
 @dataclass
-class Tree:
+class SlrsTree:
     """What is known of a request before its next tokens are drawn.
 
     Attributes:

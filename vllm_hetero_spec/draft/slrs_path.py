@@ -27,7 +27,7 @@ class Feed(Protocol):
 
 
 @dataclass
-class Path:
+class SlrsPath:
     """One request's draft.
 
     Attributes:
