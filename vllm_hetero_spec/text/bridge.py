@@ -2,9 +2,10 @@
 """The bridge between a target's tokenizer and a drafter's: contexts one way, drafts the other."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
 from vllm_hetero_spec.text.chat_template import Chat
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 MODES = ("auto", "text", "identity")
 
 
-class Bridge(Protocol):
+class Bridge(ABC):
     """Translation for all requests of one pair of tokenizers.
 
     Attributes:
@@ -38,9 +39,11 @@ class Bridge(Protocol):
     failures: Counter[str]
     chat: ChatTemplateBridge
 
+    @abstractmethod
     def open(self, longest: int | None = None) -> Context:
         """The context of a new request, of which so many drafter ids are kept at most."""
 
+    @abstractmethod
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         """Append to many contexts at once.
 
@@ -50,15 +53,26 @@ class Bridge(Protocol):
             For each context c such that its ids[:c] are unchanged.
         """
 
+    @abstractmethod
+    def may_follow(self, context: Context, drafter_id: int, known: int = 0) -> bool:
+        """Whether the target may go on with an id, of which it has written `known` bytes already.
+
+        A target that has ended a token does not go on with text that belongs to it: after "imp" it
+        does not write "ort", or it would have written "import". And the bytes of a character that
+        the target has begun are given. A drafter with the target's own tokenizer sees where its
+        tokens end and needs no advice.
+        """
+
     def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
-        """Of the drafter's best next ids, the first that fits what the target has written."""
+        """Of the drafter's best next ids, the first that may follow; its best where none may."""
+        fitting = (c for c in candidates if self.may_follow(context, c))
+        return next(fitting, candidates[0])
 
     def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
-        """All of them that fit, or the first where none does."""
+        """All of them that may follow; the best where none may."""
+        return [c for c in candidates if self.may_follow(context, c)] or [candidates[0]]
 
-    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
-        """Whether an id fits, whose leading `known` bytes the target has written already."""
-
+    @abstractmethod
     def to_target(
         self,
         contexts: Sequence[Context],
@@ -78,11 +92,12 @@ class Bridge(Protocol):
             Target ids of each; none, and a failure is counted, where they cannot be told.
         """
 
+    @abstractmethod
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
         """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
 
 
-class IdentityBridge:
+class IdentityBridge(Bridge):
     """The bridge of two equal tokenizers."""
 
     identity = True
@@ -99,13 +114,7 @@ class IdentityBridge:
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         return [context.append(ids) for context, ids in zip(contexts, new_ids, strict=True)]
 
-    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
-        return candidates[0]
-
-    def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
-        return list(candidates)
-
-    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
+    def may_follow(self, context: Context, drafter_id: int, known: int = 0) -> bool:
         return True
 
     def to_target(
@@ -130,7 +139,7 @@ class IdentityBridge:
         return list(draft)
 
 
-class TextBridge:
+class TextBridge(Bridge):
     """The bridge of two different tokenizers: everything goes through bytes."""
 
     identity = False
@@ -164,23 +173,7 @@ class TextBridge:
             kept[index] = min(kept[index], settled)
         return kept
 
-    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
-        try:
-            return self._drafts.first_choice(cast(TextContext, context), candidates)
-        except Exception:
-            self.failures["draft_error"] += 1
-            logger.debug("candidates could not be judged", exc_info=True)
-            return candidates[0]
-
-    def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
-        try:
-            return self._drafts.first_choices(cast(TextContext, context), candidates)
-        except Exception:
-            self.failures["draft_error"] += 1
-            logger.debug("candidates could not be judged", exc_info=True)
-            return list(candidates)
-
-    def may_follow(self, context: Context, drafter_id: int, known: int) -> bool:
+    def may_follow(self, context: Context, drafter_id: int, known: int = 0) -> bool:
         try:
             return self._drafts.may_follow(cast(TextContext, context), drafter_id, known)
         except Exception:

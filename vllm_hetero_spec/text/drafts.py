@@ -20,7 +20,7 @@ from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 ANCHOR_TOKENS = 8
-# Pairs of a target and a drafter token that first_choice remembers.
+# Pairs of a target and a drafter token that may_follow remembers.
 MEMO_PAIRS = 1 << 18
 # How a token begins, where it matters: see `_starts`.
 _SPACE, _INSIDE, _CONTROL = 1, 2, 3
@@ -69,39 +69,10 @@ class DraftTranslator:
         self._inner_pairs = _inner_pairs(target.token_bytes)
         self._starts = _starts(target.token_bytes, special.target_control)
 
-    def first_choice(self, context: TextContext, candidates: Sequence[int]) -> int:
-        """The first of the drafter's candidates for its next token that the target may mean.
-
-        A target that has ended a token does not go on with text that belongs to it: after "imp" it
-        does not write "ort", or it would have written "import". And the bytes of a character that
-        the target has begun are given. A drafter with the target's own tokenizer sees where its
-        tokens end and needs no advice.
-
-        Args:
-            context: The request's text.
-            candidates: Drafter ids, the likeliest first.
-
-        Returns:
-            One of them; the first where none will do.
-        """
-        if self._same:
-            return candidates[0]
-        for candidate in candidates:
-            if self._continues(context, candidate):
-                return candidate
-        return candidates[0]
-
-    def first_choices(self, context: TextContext, candidates: Sequence[int]) -> list[int]:
-        """All candidates that the target may mean; the first where none will do."""
-        if self._same:
-            return list(candidates)
-        return [c for c in candidates if self._continues(context, c)] or list(candidates[:1])
-
     def may_follow(self, context: TextContext, drafter_id: int, known: int) -> bool:
-        """Whether the target may go on with an id, of which it has written `known` bytes."""
-        return self._same or self._continues(context, drafter_id, known)
-
-    def _continues(self, context: TextContext, drafter_id: int, known: int = 0) -> bool:
+        """See `Bridge.may_follow`."""
+        if self._same:
+            return True
         if not context.held:
             last = context.target_ids[-1] if context.target_ids else -1
             return self._parted(last, drafter_id, known)
