@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.metrics.counters import (
+    FAULTS,
     METRICS,
     REASONS,
     RPC,
@@ -106,6 +107,12 @@ def test_counters_of_workers_are_summed() -> None:
     assert set(found) == set(METRICS)
     assert (found["steps"], found["drafts"], found["verify_seconds"]) == (3, 3, 0.5)
     assert (found["skipped"], found["lengths"]) == ({"no_text": 6}, {4: 2, 2: 1})
+
+
+def test_every_fault_of_a_translation_has_a_name() -> None:
+    folder = Path(vllm_hetero_spec.__file__).parent / "text"
+    code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    assert set(FAULTS) == set(re.findall(r'failures\["(\w+)"\]', code))
 
 
 def test_every_reason_is_skipped_for_somewhere() -> None:
@@ -221,6 +228,7 @@ def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Pat
     for index, steps in ((0, 1), (1, 5)):
         stats = SchedulerStats()
         stats.hetero_spec = {"steps": steps, "skipped": {"no_text": 2 * steps}, "lengths": {3: 1}}
+        stats.hetero_spec |= {"untranslated": {"unencodable": steps}}
         sink.record(stats, None, engine_idx=index)
         sink.record(SchedulerStats(), None, engine_idx=index)  # another drafter's, or a step before
         sink.record(None, None, engine_idx=index)
@@ -228,6 +236,7 @@ def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Pat
     assert found[f"{PREFIX}steps_total['0']"] == 1
     assert found[f"{PREFIX}steps_total['1']"] == 5
     assert found[f"{PREFIX}skipped_total['1', 'no_text']"] == 10
+    assert found[f"{PREFIX}untranslated_total['1', 'unencodable']"] == 5
     assert found[f"{PREFIX}drafts_by_length_total['0', '3']"] == 1
     # Zero from the start, so that a rate shows the first of its kind.
     shown = {name for name in found if name.startswith(f"{PREFIX}skipped_total['0'")}

@@ -31,6 +31,8 @@ REASONS = {
     "drafter_down": "the drafter's process has ended, and is started again",
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
+# What of texts and drafts could not be translated: see `text.bridge.Bridge.failures`.
+FAULTS = ("unencodable", "unknown_id", "held_mismatch", "draft_error", "context_error")
 # Why a draft is a chain where drafts may be trees.
 CHAINS = {
     "drawn": "trees of random requests are raced for; see the option verification",
@@ -96,7 +98,7 @@ class DraftStats:
         Counter[str], _count("Requests left undrafted in a step.", label="reason")
     ] = field(default_factory=Counter)
     untranslated: Annotated[
-        Counter[str], _count("What of texts and drafts could not be translated.", label="reason")
+        Counter[str], _count("What of texts and drafts could not be translated.", label="fault")
     ] = field(default_factory=Counter)
     drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
     drafts_guessed: Annotated[int, _count("Of those, behind a guess beside the chain.")] = 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
-from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS, Counted
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, FAULTS, METRICS, REASONS, Counted
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -36,6 +36,7 @@ class Exporter:
         keys = {
             "reason": REASONS,
             "because": CHAINS,
+            "fault": FAULTS,
             "length": range(1, lookahead + 1),
             "position": range(lookahead),
         }
