@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from _parallel_model import Chain
 
 from vllm_hetero_spec.engine.drafter.request_state import RequestState
@@ -30,7 +31,7 @@ def deployed(config: Any) -> tuple[Deployment, Pair]:
     spec = config.speculative_config
     drafter, options = spec.drafter_model_config, spec.hetero
     pair = load_pair(config.model_config, drafter, options)
-    return Deployment.of(config, drafter, options, pair), pair
+    return Deployment.of(config, drafter, options, pair, None, torch.device("cpu")), pair
 
 
 class Chains:

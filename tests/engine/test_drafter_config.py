@@ -97,17 +97,6 @@ def test_a_compiled_targets_kernels_are_not_the_drafters(
         assert found.fused_add_rms_norm == ["oink", *kernels]
 
 
-def test_attention_plans_for_graphs_only_where_they_are_recorded(
-    demo_pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    target, own = target_config(demo_pair), options(demo_pair)
-    model = drafter_model_config(own, target.model_config)
-    for recorded in (True, False):
-        found = drafter_vllm_config(target, model, own, solo=True, recorded=recorded)
-        assert found.model_config.enforce_eager is not recorded
-
-
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
     """A forward under data parallelism asks the other engines for theirs."""
     target = target_config(demo_pair)

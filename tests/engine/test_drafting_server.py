@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from goodness import MISSED, follows, missed
+from tape_graphs import TapeGraphs
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec.draft.drawing import Draw
@@ -18,6 +19,7 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.source.answers import encode
 from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of
 from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
@@ -27,15 +29,18 @@ SLOTS, LONGEST, BUDGET, SIDES = 6, 12, 24, 4
 SHAPE = SLOTS, LONGEST, SIDES, LONGEST
 
 ROWS = 2 * SLOTS
+SHAPES = [(size, width) for size in (1, 2, 4, 8, ROWS) for width in (1, 4)]
 # Of each drafter token the target token that it proposes: some are proposed by two, some do not.
 TARGETS = 20
 PROPOSES = torch.tensor([i % TARGETS if i % 7 else -1 for i in range(VOCAB)])
 
 
 class World:
-    """A server with room for so many blocks."""
+    """A server with room for so many blocks; its forwards are eager or recorded."""
 
-    def __init__(self, blocks: int = 128, ends: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, blocks: int = 128, ends: frozenset[int] = frozenset(), *, recorded: bool = False
+    ) -> None:
         file = make_file(*SHAPE)
         self.table = DraftTable(file, *SHAPE)
         os.close(file)
@@ -43,6 +48,8 @@ class World:
         model: Any = self.model
         sampling = first_token_sampling(TokenMap(PROPOSES, TARGETS), model.device)
         drafter = Drafter(model, {0}, VOCAB, 3, ROWS, sampling, confidences=True, beside=RIVALS)
+        if recorded:
+            drafter.record(TapeGraphs(), SHAPES, GraphSupport(True, several_tokens=True))
         self.pool = KVPool(blocks, SIZE)
         self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, ROWS)
         self.serial = 0
@@ -159,9 +166,11 @@ def test_an_end_that_came_while_a_commit_was_on_its_way_is_one() -> None:
     assert world.drafted(0).ids == told[2:3]
 
 
-def test_random_texts_are_drafted_as_if_each_were_alone() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
+    """By graphs as by forwards that are none: whoever is alone has none."""
     chance = random.Random(3)
-    world = World()
+    world = World(recorded=recorded)
     texts: dict[int, list[int]] = {}
     checked = beside_checked = 0
     drafted_of: dict[int, list[int]] = {}
@@ -267,8 +276,10 @@ def lines_of(world: World, text: Sequence[int], draw: Draw, wanted: int = 5) -> 
     return [of for of in found if of is not None and of.serial == world.serial]
 
 
-def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(world: World) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) -> None:
     """Also where another line was drawn, in whose fork of the KV a guess goes on."""
+    world = World(recorded=recorded)
     draw = Draw(0.7, top_k=9, seed=3, place=2)
     lines = lines_of(world, [3, 4, 5], draw)
     assert len(lines) == 1 + SIDES

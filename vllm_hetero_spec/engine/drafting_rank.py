@@ -84,7 +84,7 @@ class DraftingRank:
             width = vllm_config.model_config.get_vocab_size()
             drawn = DrawnAhead.of(options, pair, width, device)
             tokens = None if drawn is None else drawn.tokens
-            deployment = Deployment.of(vllm_config, drafter_config, options, pair, tokens)
+            deployment = Deployment.of(vllm_config, drafter_config, options, pair, tokens, device)
             longest = drafter_config.max_model_len
             self.source = ProcessSource(deployment, pair, stats, longest, drawn)
         else:

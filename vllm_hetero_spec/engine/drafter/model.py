@@ -156,9 +156,12 @@ class DrafterModel:
         )
         if least == AttentionCGSupport.NEVER:
             return None
+        # A backend that orders batches takes a request of several tokens for a prompt, unless its
+        # configuration speaks of speculation: such forwards are planned anew each time.
+        several = all(builder.reorder_batch_threshold is None for builder in builders)
         return GraphSupport(
             all(group.supports_draft_decode_metadata_update for group in self._groups),
-            least != AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+            several and least != AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
         )
 
     def update(self, metadata: Metadata) -> None:

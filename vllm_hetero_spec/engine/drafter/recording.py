@@ -9,6 +9,7 @@ import gc
 import logging
 
 import torch
+from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
@@ -38,6 +39,21 @@ class Recording:
         if mode.graphs and measured:
             device = drafter.model.device
             self._set_aside = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+
+    def read_most(self, budget: int, requests: int) -> None:
+        """The largest forward that there will be, where a later one would come at a bad time.
+
+        vLLM lets no work space grow once it is warm, has measured by then what memory is left, and
+        a model is compiled for any number of tokens by a forward of several.
+
+        Args:
+            budget: Most tokens of a forward.
+            requests: Most of them.
+        """
+        model = self._drafter.model
+        compiled = model.config.compilation_config.mode != CompilationMode.NONE
+        if model.device.type != "cpu" or compiled:
+            self._drafter.read(min(budget, requests * model.max_length))
 
     def record(self) -> int:
         """Record, or say why not. Later calls do nothing.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from vllm.config import CompilationConfig, ModelConfig, OffloadConfig, VllmConfig
+from vllm.config import CompilationConfig, ModelConfig, OffloadConfig, ParallelConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 from vllm.platforms import current_platform
@@ -155,12 +155,7 @@ def bound_context(
 
 
 def drafter_vllm_config(
-    target: VllmConfig,
-    drafter: ModelConfig,
-    options: HeteroOptions,
-    *,
-    solo: bool,
-    recorded: bool = True,
+    target: VllmConfig, drafter: ModelConfig, options: HeteroOptions, *, solo: bool
 ) -> VllmConfig:
     """The configuration that the drafter is built and run with.
 
@@ -169,7 +164,6 @@ def drafter_vllm_config(
         drafter: From `drafter_model_config`.
         options: The user's.
         solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
-        recorded: Whether CUDA graphs may be captured, for which attention plans its buffers.
 
     Raises:
         ConfigError: The drafter's experts would be spread over the engines of the target.
@@ -186,7 +180,6 @@ def drafter_vllm_config(
             "experts, or a data parallel size of 1."
         )
     model, mode = copy.copy(drafter), drafting_mode(options, target)
-    mode = mode if recorded else mode._replace(shapes=())
     model.enforce_eager = not (mode.graphs or mode.compiled)
     compilation = CompilationConfig(
         mode=target.compilation_config.mode if mode.compiled else CompilationMode.NONE,
@@ -228,6 +221,17 @@ def drafter_vllm_config(
     # Refused without speculation.
     parts["observability_config"].per_request_spec_decode_metrics = "none"
     return replace(target, **parts)
+
+
+def stand_alone(parallel: ParallelConfig) -> None:
+    """Forget where the target's ranks are: the only rank of a process counts devices from there.
+
+    Args:
+        parallel: Of the drafter in a process of its own; changed in place.
+    """
+    parallel.data_parallel_index = parallel.data_parallel_rank_local = parallel.node_rank = 0
+    parallel.nnodes = 1
+    parallel.assigned_physical_gpu_ids = None
 
 
 def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the drafter's own process is to run: the drafter itself, or a relay to an actor of Ray's."""
 
+import copy
 import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import HeteroOptions
@@ -30,7 +32,7 @@ class Deployment:
     """What a drafter process is to run. Pickled, by the engine for its own child.
 
     Attributes:
-        vllm_config: The target's.
+        vllm_config: The target's, without its layers.
         drafter_config: The drafter's model.
         options: The user's.
         banned: Ids that are never drafted.
@@ -110,7 +112,8 @@ class Deployment:
         drafter_config: ModelConfig,
         options: HeteroOptions,
         pair: Pair,
-        tokens: TokenMap | None = None,
+        tokens: TokenMap | None,
+        beside: torch.device,
     ) -> "Deployment":
         """What the drafter process of an engine runs.
 
@@ -120,23 +123,40 @@ class Deployment:
             options: The user's.
             pair: The two tokenizers.
             tokens: Which target tokens are proposed, where drafts are drawn.
+            beside: The target's device.
         """
         where = options.drafter_device or ""
         on_cores = where[:1].isdigit()
+        device = options.drafter_device
+        if options.parallel == "process":
+            device = None if on_cores else device or str(beside)
         return cls(
-            vllm_config=vllm_config,
+            vllm_config=_without_layers(vllm_config),
             drafter_config=drafter_config,
             options=options,
             banned=pair.bridge.banned,
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
-            device=None if on_cores else options.drafter_device,
+            device=device,
             cores=cores_of(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
             tokenizer=pair.drafter.fingerprint,
             tokens=tokens,
         )
+
+
+def _without_layers(config: VllmConfig) -> VllmConfig:
+    """A copy of a worker's configuration that can be sent: its layers are in it, with their KV.
+
+    Nor has it what is settled later of the target's KV: the drafter settles its own.
+    """
+    compilation = copy.copy(config.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    config = copy.copy(config)
+    config.compilation_config, config.cache_config = compilation, copy.copy(config.cache_config)
+    return config
 
 
 def cores_of(text: str) -> list[int]:

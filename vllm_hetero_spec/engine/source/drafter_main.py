@@ -36,23 +36,28 @@ def main() -> None:
     from vllm_hetero_spec.engine.source.answers import Failed, encode
     from vllm_hetero_spec.engine.source.table import DraftTable
 
-    try:
-        given: Deployment = pickle.load(sys.stdin.buffer)
-        table = DraftTable(memory, *given.table_shape)
-        server, ready = load(given, table)
-    except ConfigError as error:
-        messages.send(encode(Failed(str(error))))
-        return
-    messages.send(encode(ready))
-    serve(server, messages)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            given: Deployment = pickle.load(sys.stdin.buffer)
+            table = DraftTable(memory, *given.table_shape)
+            server, ready = load(given, table, folder)
+        except ConfigError as error:
+            messages.send(encode(Failed(str(error))))
+            return
+        messages.send(encode(ready))
+        serve(server, messages)
+    os._exit(0)  # a group of ranks that ends may look for its folder for minutes
 
 
-def load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, Ready]":
+def load(
+    deployment: "Deployment", table: "AnyTable", folder: str
+) -> "tuple[DraftingServer, Ready]":
     """The drafter in a process of its own, or in an actor of Ray's.
 
     Args:
         deployment: What it is to run.
         table: Where it puts its drafts.
+        folder: An empty one, to live as long as the process: its group of ranks meets there.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -61,7 +66,7 @@ def load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, 
     from vllm_hetero_spec.errors import one_line
 
     try:
-        return _load(deployment, table)
+        return _load(deployment, table, folder)
     except ConfigError:
         raise
     except Exception as error:
@@ -73,7 +78,9 @@ def load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, 
         ) from error
 
 
-def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer, Ready]":
+def _load(
+    deployment: "Deployment", table: "AnyTable", folder: str
+) -> "tuple[DraftingServer, Ready]":
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
@@ -83,19 +90,28 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
-    from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, kv_budget
+    from vllm_hetero_spec.engine.drafter.recording import Recording
+    from vllm_hetero_spec.engine.seam.drafter_config import (
+        drafter_vllm_config,
+        drafting_mode,
+        kv_budget,
+        stand_alone,
+    )
     from vllm_hetero_spec.engine.source.answers import Ready
     from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
 
     given, options, target = deployment, deployment.options, deployment.vllm_config
-    config = drafter_vllm_config(target, given.drafter_config, options, solo=True, recorded=False)
+    most_rows, scheduler = given.most_rows, target.scheduler_config
+    scheduler.max_num_seqs = most_rows  # attention, and graphs, are planned for so many lines
+    config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
+    stand_alone(config.parallel_config)
     # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
     config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
     device = torch.device(given.device or target.device_config.device_type)
     # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     current_platform.register_triton_kernel_overrides()  # as vLLM does before it builds a worker
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+    with set_current_vllm_config(config):
         worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)(
             vllm_config=config,
             local_rank=device.index or 0,
@@ -106,21 +122,24 @@ def _load(deployment: "Deployment", table: "AnyTable") -> "tuple[DraftingServer,
         worker.init_device()
     length = given.drafter_config.max_model_len
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
-    scheduler = target.scheduler_config
     drafter = Drafter(
         model,
         given.banned,
         given.vocab_size,
         options.num_speculative_tokens,
-        given.most_rows,
+        most_rows,
         None if given.tokens is None else first_token_sampling(given.tokens, worker.device),
         ends=given.ends,
         confidences=True,
         beside=RIVALS,
     )
-    pool = KVPool(model.num_blocks, model.block_size)
     budget = scheduler.max_num_batched_tokens
-    server = DraftingServer(drafter, pool, table, given.ends, budget, given.most_rows)
+    recording = Recording(drafter, drafting_mode(options, target), measured=False)
+    with torch.inference_mode():
+        recording.read_most(budget, most_rows)
+        recording.record()
+    pool = KVPool(model.num_blocks, model.block_size)
+    server = DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
     return server, Ready(model.num_blocks, model.block_size)
 
 

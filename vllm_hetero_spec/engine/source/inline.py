@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
@@ -99,13 +98,8 @@ class InlineSource:
         self.pool = KVPool(model.num_blocks, model.block_size)
         budget = scheduler.max_num_batched_tokens
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
-        compiled = model.config.compilation_config.mode != CompilationMode.NONE
-        if device.type != "cpu" or compiled:
-            # The largest forward comes first: vLLM lets no work space grow once it is warm, has
-            # measured by then what memory is left, and a model is compiled for any number of tokens
-            # by a forward of several.
-            most = scheduler.max_num_seqs * self.drafter.max_length
-            self.read(min(budget, most))
+        with self._alone:
+            self._recording.read_most(budget, scheduler.max_num_seqs)
 
     @property
     def early(self) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import queue
+import tempfile
 import threading
 import time
 import traceback
@@ -95,7 +96,8 @@ class DrafterActor:
     def _live(self, deployment: bytes) -> None:
         """All that the thread of the drafter does; the actor ends with it."""
         try:
-            self._draft(self._load(deployment))
+            with tempfile.TemporaryDirectory() as folder:
+                self._draft(self._load(deployment, folder))
         except ConfigError as error:
             self._loaded.set_result(encode(Failed(str(error))))
             time.sleep(_LAST_WORDS)
@@ -103,10 +105,10 @@ class DrafterActor:
             traceback.print_exc()
         os._exit(1)
 
-    def _load(self, deployment: bytes) -> "DraftingServer":
+    def _load(self, deployment: bytes, folder: str) -> "DraftingServer":
         from vllm_hetero_spec.engine.source.drafter_main import load
 
-        server, ready = load(pickle.loads(deployment), self._table)
+        server, ready = load(pickle.loads(deployment), self._table, folder)
         self._loaded.set_result(encode(ready))
         return server
 

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -41,6 +43,7 @@ class Verifier:
         send_trees = Sender(seam.device).send  # beside `send`, whose buffers are in use then
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
+        self._device = seam.device
         self._group: GroupCoordinator | None = None
         self._likeliest: int | None = None  # tokens of a row that travel to other ranks
         rule: Rule = {"block": block_rule, "race": race_rule}.get(options.verification, token_rule)
@@ -90,6 +93,7 @@ class Verifier:
             likeliest: How many tokens at most have a probability in a row; None for all.
         """
         self._group, self._likeliest = group, likeliest
+        group.broadcast(torch.zeros(1, device=self._device))  # what it takes is there from now on
 
     def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
         """These drafts, and no others, are what the requests of a step will have verified.

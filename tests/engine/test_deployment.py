@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter in a process of its own is sent, and where it is to run."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.engine.seam.drafter_config import (
+    drafter_model_config,
+    drafter_vllm_config,
+    stand_alone,
+)
+from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.source.deployment import Deployment
+
+
+@pytest.fixture(scope="module")
+def target(demo_pair: Path) -> VllmConfig:
+    return EngineArgs(str(demo_pair / "target"), dtype="float32").create_engine_config()
+
+
+def deployed(demo_pair: Path, target: VllmConfig, **keys: Any) -> Deployment:
+    """Beside a target on the second GPU."""
+    keys = {"parallel": "process"} | keys
+    options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, **keys)
+    drafter = drafter_model_config(options, target.model_config)
+    pair = load_pair(target.model_config, drafter, options)
+    return Deployment.of(target, drafter, options, pair, None, torch.device("cuda", 1))
+
+
+def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: VllmConfig) -> None:
+    """They are in its configuration, by name: some cannot be pickled, and their KV is large."""
+    layer = torch.nn.Identity()
+    layer.kv_cache = torch.zeros(1 << 22)
+    layers = target.compilation_config.static_forward_context
+    layers["layer"], layers["expert"] = layer, lambda: None
+    sent = deployed(demo_pair, target)
+    assert len(pickle.dumps(sent)) < 1 << 17
+    assert set(layers) == {"layer", "expert"}
+    received = pickle.loads(pickle.dumps(sent)).vllm_config
+    assert not received.compilation_config.static_forward_context
+    target.cache_config.kv_cache_layout = "settled later"
+    assert sent.vllm_config.cache_config.kv_cache_layout is None
+    target.cache_config.kv_cache_layout = None
+    layers.clear()
+
+
+@pytest.mark.parametrize(
+    ("keys", "device"),
+    [
+        ({}, "cuda:1"),
+        ({"drafter_device": "cuda:2"}, "cuda:2"),
+        ({"drafter_device": "2-3"}, None),
+        ({"parallel": "ray"}, None),
+    ],
+)
+def test_the_drafter_is_beside_the_target_by_default(
+    demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str | None
+) -> None:
+    assert deployed(demo_pair, target, **keys).device == device
+
+
+def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:
+    """Wherever among nodes, engines and ranks the target is."""
+    given = deployed(demo_pair, target)
+    config = drafter_vllm_config(target, given.drafter_config, given.options, solo=True)
+    parallel = config.parallel_config
+    parallel.data_parallel_index = parallel.data_parallel_rank_local = 3
+    parallel.nnodes, parallel.node_rank, parallel.assigned_physical_gpu_ids = 2, 1, [5]
+    stand_alone(parallel)
+    assert parallel.assigned_physical_gpu_ids is None
+    assert parallel.data_parallel_index == parallel.data_parallel_rank_local == 0
+    assert (parallel.nnodes, parallel.node_rank, parallel.world_size) == (1, 0, 1)
