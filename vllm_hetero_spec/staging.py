@@ -61,13 +61,14 @@ class Sender:
         buffer = self._buffers[0]
         host = buffer.writable()
         for start, array in zip(starts, arrays, strict=True):
-            part = host[start : start + array.nbytes].view(array.dtype)
-            np.copyto(part.reshape(array.shape), array)
-        sent = buffer.sent(size)
-        return [
-            sent[start : start + array.nbytes].view(_dtype(array)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+            np.ndarray(array.shape, array.dtype, host, start)[...] = array
+        buffer.send(size)
+        tensors = []
+        for start, array in zip(starts, arrays, strict=True):
+            first = start // array.itemsize
+            part = buffer.there(array.dtype)[first : first + array.size]
+            tensors.append(part if array.ndim == 1 else part.view(array.shape))
+        return tensors
 
 
 class _Buffer:
@@ -81,6 +82,7 @@ class _Buffer:
         self._copied: torch.cuda.Event | None = None
         if not self._on_host:
             self._there = torch.empty(size, dtype=torch.uint8, device=device)
+        self._typed: dict[np.dtype, torch.Tensor] = {}
 
     def writable(self) -> np.ndarray:
         """The bytes on the host, once the copy before has read them."""
@@ -89,14 +91,19 @@ class _Buffer:
         array: np.ndarray = self._host.numpy()
         return array
 
-    def sent(self, size: int) -> torch.Tensor:
-        """The first `size` bytes on the device."""
+    def send(self, size: int) -> None:
+        """Bring the first `size` bytes to the device."""
         if not self._on_host:
             self._there[:size].copy_(self._host[:size], non_blocking=True)
             if self._copied is None:
                 self._copied = torch.cuda.Event()
             self._copied.record()
-        return self._there
+
+    def there(self, dtype: np.dtype) -> torch.Tensor:
+        """All of it on the device, as numbers of one kind."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._there.view(_TORCH[dtype])
+        return self._typed[dtype]
 
 
 class Fetched(NamedTuple):
@@ -184,10 +191,6 @@ class Stopwatch:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
-
-
-def _dtype(array: np.ndarray) -> torch.dtype:
-    return _TORCH[array.dtype]
 
 
 _TORCH = {

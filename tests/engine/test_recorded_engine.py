@@ -34,12 +34,12 @@ def record(llm: Any) -> TapeGraphs:
     return graphs
 
 
-def copied_to_a_device(buffer: Any, size: int) -> torch.Tensor:
+def copied_to_a_device(buffer: Any, size: int) -> None:
     """What was sent is no memory of the host's."""
     if buffer._there is buffer._host:
         buffer._there = torch.empty_like(buffer._host)
+        buffer._typed.clear()
     buffer._there[:size].copy_(buffer._host[:size])
-    return buffer._there
 
 
 def drafted(llm: Any) -> dict[str, int]:
@@ -74,7 +74,7 @@ def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -
 def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch: Any) -> None:
     """Begun where the step has sampled, finished where the scheduler asks, outside of inference
     mode; the first token is judged behind the steps, which begin anew where it is another."""
-    monkeypatch.setattr(staging._Buffer, "sent", copied_to_a_device)
+    monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
     proposer, graphs = proposer_of(llm), record(llm)
     drafter = proposer.drafting.source.drafter
     order = []

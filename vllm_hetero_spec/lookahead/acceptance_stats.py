@@ -173,7 +173,7 @@ class _KindStats:
         ]
         if tested:
             self._by_confidence.observe(*zip(*tested, strict=True))
-        for draft in observations:
+        for draft in observations[-_KEPT:]:  # in whose places those before would be
             self._recent.add(draft.confidences, min(draft.wanted, len(self.rates)))
         self._refresh()
 

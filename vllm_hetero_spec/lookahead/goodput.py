@@ -269,8 +269,11 @@ class Goodput(Controller):
 
     def _catch_up_pays(self, share: float, pending: int) -> bool:
         """Whether a request's catch-up is worth it at this gain over the target alone."""
+        cost = self._costs.catch_up(pending)
+        if not cost:  # as in most steps of most requests
+            return True
         horizon = max(_HORIZON / self._batch, pending * self._target_seconds_per_token())
-        return self._costs.catch_up(pending) <= share * horizon
+        return cost <= share * horizon
 
     def _familiar(self) -> int:
         """For how many requests the drafter's cost is known well enough to draft."""

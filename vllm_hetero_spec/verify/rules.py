@@ -92,7 +92,8 @@ def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
     """int64 [B], tokens of each draft before its first that is not to be accepted, of bool [N]."""
-    return drafts.padded(accept, False).long().cumprod(1).sum(1)
+    ends = torch.where(accept, drafts.width, drafts.place_of)
+    return drafts.counts.scatter_reduce(0, drafts.request_of, ends, "amin")
 
 
 def corrected(

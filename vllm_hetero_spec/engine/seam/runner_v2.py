@@ -143,13 +143,13 @@ class RunnerV2:
 
     def _texts(
         self, batch: "InputBatch", num_sampled: torch.Tensor
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
+    ) -> tuple[list[int], list[np.ndarray]]:
         """How many tokens each request has sampled, and its text; waits for the device."""
         states = self._runner.req_states
         counts = torch.stack((num_sampled.int(), states.total_len.gpu[batch.idx_mapping]))
-        sampled, lengths = self._counts.fetch(counts).wait()
+        sampled, lengths = self._counts.fetch(counts).wait().tolist()
         texts = states.all_token_ids._uva_buf.np
-        slots = zip(batch.idx_mapping_np, lengths, strict=True)
+        slots = zip(batch.idx_mapping_np.tolist(), lengths, strict=True)
         return sampled, [texts[slot, :length] for slot, length in slots]
 
     def view(self, batch: "InputBatch", num_sampled: torch.Tensor) -> StepView:
@@ -163,7 +163,7 @@ class RunnerV2:
         assert output is not None, "no step has begun"
         sampled, texts = self._texts(batch, num_sampled)
         now = time.perf_counter()
-        prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np]
+        prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np].tolist()
         drafted, rows = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
         self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
         requests = []
@@ -174,7 +174,7 @@ class RunnerV2:
                     req_id=req_id,
                     params=self._params_of(req_id),
                     token_ids=text,
-                    num_prompt_tokens=int(prompts[index]),
+                    num_prompt_tokens=prompts[index],
                     new_tokens=text[len(text) - sampled[index] :].tolist(),
                     num_drafted=self._verified.get(req_id, 0),
                     num_padding=len(drafted.get(req_id, ())) - self._verified.get(req_id, 0),
