@@ -5,7 +5,7 @@ A round has two halves. `begin` queues everything without waiting for the device
 known on the host, and the next input is what the last step picked. `finish` waits once, for what
 was picked. Where a controller is asked between steps, or a first token is judged, on a CPU, there
 is nothing to wait for; on a device the first token is judged while the steps behind it run, which
-begin anew where the judge wants another.
+begin anew where the judge wants another, or before them where it often does.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,6 @@ import torch
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
@@ -25,11 +24,10 @@ from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
-from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask, Fork
+from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_choice import (
     OwnPicks,
     Picked,
-    PickedTokens,
     PickRules,
     wide,
 )
@@ -37,6 +35,9 @@ from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
+# Share of rounds with another first token above which steps wait for the judge, and the weight of
+# the newest round in it: with many requests one of them nearly always has another.
+_OFTEN, _FADE = 0.3, 0.1
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 6
 
@@ -85,7 +86,7 @@ class Drafter:
         self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
-        self.overruled = 0
+        self.overruled, self._overruling = 0, 0.0
         self.waits = device.type != "cpu"
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
@@ -169,10 +170,15 @@ class Drafter:
         if rows[0].steps and singles:
             self._queue_steps(current, logits, control)
 
+    @torch.inference_mode()
     def finish(self) -> list[DrafterTokens]:
         """Wait for the round that was begun: what was drafted for each row, in their order."""
         current, self._round = self._round, None
         assert current is not None
+        if current.candidates is not None and not current.taken:
+            self._judge(current)
+            self._take_steps(current, None)
+            self._fetch(current)
         drafted = [DrafterTokens([])] * len(current.rows)
         if current.taken:
             drafted[: current.plan.active[0]] = self._collect(current)
@@ -251,6 +257,8 @@ class Drafter:
             current.candidates = self._receiver_own.fetch(best.indices)
             if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
                 self._judge(current)
+            elif self._overruling > _OFTEN:
+                return
         self._take_steps(current, control)
         self._fetch(current)
 
@@ -298,6 +306,7 @@ class Drafter:
                 forced |= {at: chosen for at, step in current.plan.forks_of(index) if step}
             rows, ids = (np.array(list(of), np.int64) for of in (forced, forced.values()))
             self._steps.picked.put(0, *self._send_own(rows, ids))
+        self._overruling += _FADE * (bool(forced) - self._overruling)
         return bool(forced)
 
     def _collect(self, current: Round) -> list[DrafterTokens]:
@@ -306,38 +315,7 @@ class Drafter:
             self._steps.again()
             self._take_steps(current, None)
             self._fetch(current)
-        assert current.fetched is not None
-        active = current.plan.active[: current.taken]
-        packet = current.fetched.wait()[:, :, : max(active)]
-        picked = PickedTokens(packet, confidences=self._rules.confidences)
-        drafted = []
-        for index, (row, ids, peaks, sound) in enumerate(
-            zip(current.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
-        ):
-            wanted = min(row.steps, current.taken)
-            count = min(wanted, sound)
-            del ids[count:]
-            # The last drafted token has been picked but never fed: it has no KV.
-            row.sequence.kv_ids += ids[:-1]
-            tokens = DrafterTokens(ids, count == wanted, peaks[:count])
-            if row.task.paths:
-                forks = [
-                    Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)
-                    for at, leaves in current.plan.forks_of(index)
-                    if wanted > leaves + 1  # it was fed what it leaves with
-                    and (sound := min(wanted, picked.sound[at])) > leaves + 1
-                ]
-                tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
-            drafted.append(tokens)
-        if (draws := current.own.draws) is not None and (sampling := self.sampling) is not None:
-            stand_ins = None if current.stand_ins is None else current.stand_ins.wait()
-            probs = draws.draft_probs  # one tensor for all
-            for index, lines in current.own.row_of(current.taken).items():
-                tokens, task = drafted[index], current.rows[index].task
-                drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
-                draft = drawn.draft(task, sampling, self._rules.ends, probs, stand_ins)
-                drafted[index] = tokens._replace(proposal=draft)
-        return drafted
+        return current.drafted(self._rules.confidences, self._rules.ends, self.sampling)
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:
         spans = SpanDrafting(rows, self._rules, self._planner, self._feed, self._send_own)

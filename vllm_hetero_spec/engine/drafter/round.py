@@ -3,9 +3,11 @@
 
 from dataclasses import dataclass, field
 
+from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Fork
+from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickedTokens
 from vllm_hetero_spec.staging import Fetched
 
 
@@ -34,3 +36,46 @@ class Round:
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
     spans: list[DrafterTokens] = field(default_factory=list)
+
+    def drafted(
+        self, confidences: bool, ends: frozenset[int], sampling: SampledMethod | None
+    ) -> list[DrafterTokens]:
+        """What was fetched, for each row that was drafted for step by step; waits for it.
+
+        Args:
+            confidences: Whether drafts are to come with confidences.
+            ends: Ids after which a draft ends.
+            sampling: What sampled drafts propose.
+        """
+        assert self.fetched is not None
+        active = self.plan.active[: self.taken]
+        packet = self.fetched.wait()[:, :, : max(active)]
+        picked = PickedTokens(packet, confidences=confidences)
+        drafted = []
+        for index, (row, ids, peaks, sound) in enumerate(
+            zip(self.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
+        ):
+            wanted = min(row.steps, self.taken)
+            count = min(wanted, sound)
+            del ids[count:]
+            # The last drafted token has been picked but never fed: it has no KV.
+            row.sequence.kv_ids += ids[:-1]
+            tokens = DrafterTokens(ids, count == wanted, peaks[:count])
+            if row.task.paths:
+                forks = [
+                    Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)
+                    for at, leaves in self.plan.forks_of(index)
+                    if wanted > leaves + 1  # it was fed what it leaves with
+                    and (sound := min(wanted, picked.sound[at])) > leaves + 1
+                ]
+                tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
+            drafted.append(tokens)
+        if (draws := self.own.draws) is not None and sampling is not None:
+            stand_ins = None if self.stand_ins is None else self.stand_ins.wait()
+            probs = draws.draft_probs  # one tensor for all
+            for index, lines in self.own.row_of(self.taken).items():
+                tokens, task = drafted[index], self.rows[index].task
+                drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
+                draft = drawn.draft(task, sampling, ends, probs, stand_ins)
+                drafted[index] = tokens._replace(proposal=draft)
+        return drafted
