@@ -35,6 +35,7 @@ COUNTLESS = {
         "drafts_waited_total",
         "wait_seconds_sum",
         "skipped_total",
+        "untranslated_total",
     )
 }
 BOARD = REPO / "examples" / "grafana" / "hetero_spec.json"
