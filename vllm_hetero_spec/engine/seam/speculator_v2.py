@@ -95,11 +95,11 @@ class HeteroSpeculator(BaseSpeculator):
         if dummy_run or not self.proposer.warm:
             return self.seam.no_drafts(input_batch)
         self._sampled = input_batch, num_sampled
-        if self.seam.staged:
+        if self.seam.staged or not self.seam.tiers:
+            self._begin()
+        if self.seam.staged and self._batch is not None:
             self.finish()
             return self.seam.handed_out_rows(input_batch)
-        if not self.seam.tiers:
-            self._begin()
         return self.seam.no_drafts(input_batch)
 
     def _begin(self) -> None:
