@@ -220,6 +220,17 @@ class _Proposer:
             draft.append(index)
 
 
+def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
+    """A warm speculator of a runner whose steps are scheduled before the one before has ended."""
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    proposer: Any = _Proposer()
+    proposer.warm = True
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    return speculator, proposer
+
+
 def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,12 +265,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
 ) -> None:
     """A look waits for the device, and the tokens of the step before would wait with it. Where no
     request goes on, nobody knows for how long the engine has done nothing."""
-    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    runner.vllm_config.scheduler_config.async_scheduling = True
-    proposer: Any = _Proposer()
-    proposer.warm = True
-    speculator = HeteroSpeculator(proposer)
-    speculator.load(runner)
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     after_step = proposer.after_step
     proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
@@ -282,13 +288,8 @@ def test_pipeline_stages_are_given_drafts_at_once(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the scheduler is told all there are: it asks when other requests have sampled."""
-    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    runner.vllm_config.scheduler_config.async_scheduling = True
     runner.use_pp = True
-    proposer: Any = _Proposer()
-    proposer.warm = True
-    speculator = HeteroSpeculator(proposer)
-    speculator.load(runner)
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
     speculator.seam.begins(output_of(new("a"), new("b")))
     given = speculator.propose(batch, *(None,) * 4, SAMPLED)
     assert proposer.calls[1:] == ["begin", "finish"]
@@ -314,12 +315,7 @@ def test_few_steps_are_looked_at_where_none_may_have_drafts(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look waits for the device. New requests are not missed, and no long step is timed."""
-    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    runner.vllm_config.scheduler_config.async_scheduling = True
-    proposer: Any = _Proposer()
-    proposer.warm = True
-    speculator = HeteroSpeculator(proposer)
-    speculator.load(runner)
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     proposer.after_step = lambda view, _: views.append(view()) or [[], []]
     speculator.seam.begins(output_of(new("a"), new("b")))

@@ -37,7 +37,7 @@ class Figures:
             for the times below.
         translate_seconds: Translation, both directions.
         forward_seconds: The drafter's forwards.
-        propose_seconds: All drafting in the engine, with forwards that are not ahead of it.
+        propose_seconds: Drafting in the engine's own process, with the forwards that run there.
         verify_seconds: The rejection sampler.
         skipped: Requests left undrafted in a step, by reason.
         peak_memory_bytes: Largest of all rounds.

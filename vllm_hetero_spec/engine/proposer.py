@@ -166,10 +166,10 @@ class HeteroProposer(Proposer):
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Fill the lists of the last step, when the scheduler asks for them: vLLM in another mode.
+        """Fill the lists of the last step, when the scheduler asks, or the next step begins.
 
-        With at most `num_speculative_tokens` target ids each, never padded. By then the step's own
-        tokens are on their way to the user.
+        With at most `num_speculative_tokens` target ids each, never padded. The scheduler asks
+        outside of inference mode, when the step's own tokens are on their way to the user.
         """
         began = time.perf_counter()
         step, self._step = self._step, None

@@ -116,7 +116,7 @@ class DraftStats:
     forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
     wait_seconds: Annotated[float, _seconds("Waiting for drafts that nobody foresaw.")] = 0.0
     propose_seconds: Annotated[
-        float, _seconds("All drafting in the engine: with waits, and forwards that are not ahead.")
+        float, _seconds("Drafting in the engine's own process, with the forwards that run there.")
     ] = 0.0
     verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
     fuzzy_tokens: Annotated[int, _count("Tokens that only fuzzy verification accepted.")] = 0

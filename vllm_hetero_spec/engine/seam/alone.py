@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter beside a target that works with others, or in another way.
+"""The drafter beside a target that works with others, and by kernels of its own.
 
 vLLM's layers find other ranks, stages and instances in globals of the process, and the drafter's
 layers bear the names of the target's. While the drafter is built or run, no KV connector is there,
@@ -76,14 +76,14 @@ class Alone:
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
 
     def __enter__(self) -> None:
+        self._kernels = self._exchange()
+        self._kernels.__enter__()
         self._held = parallel_state._TP, parallel_state._PP
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         parallel_state._TP, parallel_state._PP = self._groups
-        self._kernels = self._exchange()
-        self._kernels.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._kernels.__exit__(None, None, None)
         parallel_state._TP, parallel_state._PP = self._held
         kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
+        self._kernels.__exit__(None, None, None)

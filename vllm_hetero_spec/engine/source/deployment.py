@@ -38,7 +38,7 @@ class Deployment:
         banned: Ids that are never drafted.
         vocab_size: Ids of the drafter's tokenizer.
         ends: Ids after which nothing is drafted.
-        device: Of torch; None for the target's.
+        device: Of torch; None for the first that the process sees.
         cores: Of the CPU that it runs on; none for those of the engine.
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
@@ -125,11 +125,8 @@ class Deployment:
             tokens: Which target tokens are proposed, where drafts are drawn.
             beside: The target's device.
         """
-        where = options.drafter_device or ""
-        on_cores = where[:1].isdigit()
-        device = options.drafter_device
-        if options.parallel == "process":
-            device = None if on_cores else device or str(beside)
+        where = options.drafter_device or str(beside)
+        on_cores, ours = where[:1].isdigit(), options.parallel == "process"
         return cls(
             vllm_config=_without_layers(vllm_config),
             drafter_config=drafter_config,
@@ -137,7 +134,7 @@ class Deployment:
             banned=pair.bridge.banned,
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
-            device=device,
+            device=where if ours and not on_cores else None,
             cores=cores_of(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),

@@ -135,9 +135,8 @@ def _load(
     )
     budget = scheduler.max_num_batched_tokens
     recording = Recording(drafter, drafting_mode(options, target), measured=False)
-    with torch.inference_mode():
-        recording.read_most(budget, most_rows)
-        recording.record()
+    recording.read_most(budget, most_rows)
+    recording.record()
     pool = KVPool(model.num_blocks, model.block_size)
     server = DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
     return server, Ready(model.num_blocks, model.block_size)
