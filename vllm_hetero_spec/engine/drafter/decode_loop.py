@@ -36,7 +36,7 @@ from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 # How many of the drafter's best ids the first token is chosen from.
 _CANDIDATES = 8
 # Share of rounds with another first token above which steps wait for the judge, and the weight of
-# the newest round in it: with many requests one of them nearly always has another.
+# the newest round in it: the more requests, the likelier that one of them has another.
 _OFTEN, _FADE = 0.3, 0.1
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 6
