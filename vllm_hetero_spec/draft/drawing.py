@@ -14,6 +14,7 @@ from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.race_tree import Arrivals
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
+from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
 from vllm_hetero_spec.verify.race import race
@@ -116,7 +117,7 @@ class DrawBatch:
     @property
     def stand_ins(self) -> torch.Tensor | None:
         """int64 [R], what stands in for a draw that proposes nothing; None where none can be."""
-        return None if self._tokens.renormalise else self.draft_probs.argmax(-1)
+        return None if self._tokens.renormalise else largest(self.draft_probs)
 
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
         """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""

@@ -17,6 +17,7 @@ from vllm_hetero_spec.draft.race_tree import Arrivals
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import Beside, DraftRow, DraftTask
+from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
@@ -142,7 +143,8 @@ class Picked:
             step: 0 after catching up.
         """
         count = len(logits)
-        scores, ids = logits.max(-1)
+        ids = largest(logits)
+        scores = logits.gather(1, ids[:, None])[:, 0]
         self._ids[step, :count].copy_(ids)
         self._scores[step, :count].copy_(scores)
         if not self.confidences and not self.wide:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.verify.race import race
 
 if TYPE_CHECKING:
@@ -62,4 +63,4 @@ class Races:
         probs = logits.softmax(-1, dtype=torch.float32)
         winners = race(probs, seeds, self._places(requests, positions))
         cold = self._states.temperature.gpu[requests] == 0
-        return torch.where(cold, logits.argmax(-1), winners)
+        return torch.where(cold, largest(logits), winners)

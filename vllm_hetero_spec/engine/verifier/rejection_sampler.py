@@ -28,6 +28,7 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
+from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
@@ -115,7 +116,7 @@ class HeteroRejectionSampler(RejectionSampler):
             drafts,
             last,
             cold,
-            lambda: target.argmax(-1),
+            lambda: largest(target),
             lambda: _target_probs(
                 target, drafts.request_of, sampling_metadata, wanted and processed
             ),
@@ -161,7 +162,7 @@ class HeteroRejectionSampler(RejectionSampler):
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
         trees = TreeBatch.of(fed, view.parents, self._send)
-        best, walks, of = logits.argmax(-1), view.is_tree, trees.request_of
+        best, walks, of = largest(logits), view.is_tree, trees.request_of
         if self._racing is None:
             walks = walks & cold  # a walk takes the likeliest tokens
         elif cold is not True:

@@ -28,6 +28,7 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
+from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
@@ -125,7 +126,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         if (
             trees is not None and self._view.trees is not None
         ):  # before the rule puts probabilities over the logits
-            best = processed.argmax(-1)
+            best = largest(processed)
             if self._races is not None:
                 best = self._races.winners(processed, expanded_idx_mapping, pos)
             walks = self._view.trees.is_tree[part]
@@ -137,7 +138,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             drafts,
             bonus,
             cold,
-            lambda: processed.argmax(-1)[rows],
+            lambda: largest(processed)[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )
         sampled, accepted = self._padded(verdict.tokens), verdict.accepted
