@@ -96,7 +96,11 @@ class HeteroOptions:
         tokenizer_revision: Version of the drafter's tokenizer; `revision` where None.
         trust_remote_code: Run code of the drafter's repository; the target's setting where None.
         quantization: Quantization of the drafter's weights; read from its configuration where None.
-        dtype: Weights and activations of the drafter; the target's where None.
+        dtype: Weights and activations of the drafter; where None the target's if it can be, else
+            its own.
+        attention_backend: vLLM's name of what computes the drafter's attention; chosen for it where
+            None, whatever computes the target's.
+        kv_cache_dtype: Of the drafter's KV; that of its activations where None.
         context: Drafter tokens of a request's text that the drafter reads at most: past it, it goes
             on from the last part of the text. Derived where None.
         enforce_eager: False compiles the drafter as the target is compiled, True runs it without
@@ -147,6 +151,8 @@ class HeteroOptions:
     trust_remote_code: bool | None = None
     quantization: str | None = None
     dtype: str | None = None
+    attention_backend: str | None = None
+    kv_cache_dtype: str | None = None
     context: int | None = None
     enforce_eager: bool | None = None
     kv_cache_memory_bytes: int | None = None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's configuration: what it takes from the target's, and that it leaves that alone."""
 
+import json
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ import pytest
 import torch
 from harness import engine, metrics_of, slem
 from scenarios import generate, greedy
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
@@ -95,6 +97,82 @@ def test_a_compiled_targets_kernels_are_not_the_drafters(
         found = drafter.kernel_config.ir_op_priority
         assert found.rms_norm == kernels
         assert found.fused_add_rms_norm == ["oink", *kernels]
+
+
+def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) -> None:
+    """Its weights' files, KV cache and attention: by its user, or by vLLM as its layers are built.
+
+    The KV dtype is DeepSeek's sparse attention's, the blocks those of a recurrent target.
+    """
+    target = target_config(demo_pair, block_size=64)
+    changes: dict[str, dict[str, Any]] = {
+        "attention_config": {"backend": AttentionBackendEnum.FLASHMLA, "flash_attn_version": 4},
+        "load_config": {"load_format": "mistral", "model_loader_extra_config": {"num_threads": 4}},
+        "cache_config": {
+            "cache_dtype": "fp8_ds_mla",
+            "kv_cache_dtype_skip_layers": ["0"],
+            "sliding_window": 511,
+            "mamba_block_size": target.model_config.max_model_len,
+            "enable_prefix_caching": False,
+            "use_replayssm": True,
+        },
+    }
+    for part, fields in changes.items():
+        for name, value in fields.items():
+            setattr(getattr(target, part), name, value)
+    drafter = drafter_config(target, options(demo_pair))
+    attention, cache = drafter.attention_config, drafter.cache_config
+    assert (attention.backend, attention.flash_attn_version) == (None, None)
+    assert (cache.cache_dtype, cache.sliding_window) == ("auto", None)
+    assert not cache.kv_cache_dtype_skip_layers
+    assert not cache.user_specified_block_size
+    load = drafter.load_config
+    assert (load.load_format, load.model_loader_extra_config) == ("auto", {})
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer", "a plugin's"])
+def test_weights_are_read_as_the_targets(demo_pair: Path, load_format: str) -> None:
+    target = target_config(demo_pair)
+    target.load_config = LoadConfig(load_format, model_loader_extra_config={"concurrency": 4})
+    found = drafter_config(target, options(demo_pair)).load_config
+    assert found.load_format == load_format
+    assert found.model_loader_extra_config == {"concurrency": 4}
+
+
+def test_own_attention_and_kv(demo_pair: Path) -> None:
+    chosen = options(demo_pair, attention_backend="TRITON_ATTN", kv_cache_dtype="fp8")
+    target = target_config(demo_pair)
+    model = drafter_model_config(chosen, target.model_config)
+    found = drafter_vllm_config(target, model, chosen, solo=True)
+    assert found.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+    assert found.cache_config.cache_dtype == "fp8"
+    for key, value, supported in (
+        ("attention_backend", "FLASH_ATN", "FLASH_ATTN"),
+        ("kv_cache_dtype", "fp7", "Input should be 'auto'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key} is '{value}': .*{supported}"):
+            drafter_model_config(options(demo_pair, **{key: value}), target.model_config)
+
+
+def test_a_dtype_that_the_drafter_cannot_have(
+    demo_pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The target's is a default: where it will not do, the drafter has its own, and it is said."""
+    config = json.loads((demo_pair / "drafter" / "config.json").read_text())
+    for file in (demo_pair / "drafter").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config |= {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = target_config(demo_pair, dtype="float16").model_config
+    with caplog.at_level("INFO", logger="vllm.hetero_spec"):
+        found = drafter_model_config(HeteroOptions("slem", str(tmp_path), 4), target)
+    assert found.dtype == torch.bfloat16
+    assert "The drafter runs in torch.bfloat16, not as the target in torch.float16" in caplog.text
+    assert "does not support float16" in caplog.text
+    named = HeteroOptions("slem", str(tmp_path), 4, dtype="float16")
+    with pytest.raises(ConfigError, match="does not support float16"):
+        drafter_model_config(named, target)
 
 
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
@@ -245,6 +323,9 @@ def test_enforce_eager_on_cuda(
     mode = drafting_mode(chosen, target)
     assert (mode.graphs, mode.compiled) == (graphs, compiled)
     assert bool(mode.why) != graphs
+    if enforce_eager is None:  # as with -O0
+        without = target_config(demo_pair, compilation_config={"mode": 0, "cudagraph_mode": "NONE"})
+        assert drafting_mode(chosen, without).why == "the target runs without them"
     found = drafter_config(target, chosen).compilation_config
     assert (found.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == graphs
     expected = target.compilation_config.mode if compiled else CompilationMode.NONE

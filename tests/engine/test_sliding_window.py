@@ -16,9 +16,12 @@ from transformers import (
     Gemma3TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
 )
 
 from vllm_hetero_spec import read_stats
+from vllm_hetero_spec.config import ConfigError
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +56,34 @@ def gemma(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Gemma3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if "norm" not in name:  # large enough that the context decides, and not the last token
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def mistral(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Mistral, whose layers all look back as far, with the demo drafter's tokenizer."""
+    out = tmp_path_factory.mktemp("mistral")
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
+    tokenizer.save_pretrained(out)
+    config = MistralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=WINDOW,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(out)
     return out
@@ -109,14 +140,33 @@ def test_other_windows_are_other_drafts(
         assert accepted(llm) < 0.8
 
 
+def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Path) -> None:
+    """The same weights without it draft otherwise, as the target with it has none of theirs."""
+    shutil.copytree(mistral, tmp_path / "far")
+    config = json.loads((mistral / "config.json").read_text()) | {"sliding_window": None}
+    (tmp_path / "far" / "config.json").write_text(json.dumps(config))
+    near, far = mistral, tmp_path / "far"
+    for target, other in ((near, far), (far, near)):
+        with engine(target) as llm:
+            alone = generate(llm, texts, greedy())
+        for drafter, all_accepted in ((target, True), (other, False)):
+            with engine(target, slem(drafter)) as llm:
+                assert generate(llm, texts, greedy()) == alone
+                assert metrics_of(llm)["num_draft_tokens"] > 100
+                assert (accepted(llm) == 1) == all_accepted, (target.name, drafter.name)
+
+
 def test_state_that_cannot_be_rolled_back_is_refused(demo_pair: Path, tmp_path: Path) -> None:
-    """A recurrent state is not kept by token: rejected drafts would stay in it."""
+    """A recurrent state is not kept by token: rejected drafts would stay in it.
+
+    Before any weight is read, as all that is known without.
+    """
     tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     tokenizer.save_pretrained(tmp_path)
     config = MambaConfig(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     with (
-        pytest.raises(Exception, match="MambaSpec, which cannot share KV blocks"),
+        pytest.raises(ConfigError, match="MambaForCausalLM, which keeps a recurrent state"),
         engine(demo_pair / "target", slem(tmp_path)),
     ):
         pass

@@ -3,18 +3,28 @@
 
 import contextlib
 import copy
+import logging
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from vllm.config import CompilationConfig, ModelConfig, OffloadConfig, ParallelConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+)
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
-from vllm.config.utils import replace
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
 from vllm_hetero_spec.errors import one_line
+
+logger = logging.getLogger("vllm.hetero_spec")
 
 # Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
 # part is read.
@@ -26,6 +36,12 @@ _LENGTH_SLACK = 1.5
 _GRAPH_BATCH = 256
 _GRAPH_WIDTHS = (1, 4, 8)
 _GRAPH_TOKENS = 512
+
+# Load formats that ask for files of one kind, which the drafter's weights need not be in.
+_FORMATS_OF_FILES = {
+    *("hf", "ipc_cache", "mistral", "npcache", "pt", "runai_streamer_sharded"),
+    *("safetensors", "sharded_state", "tensorizer"),
+}
 
 
 class DraftingMode(NamedTuple):
@@ -64,6 +80,8 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
         why = "enforce_eager is true"
     elif target.model_config.enforce_eager and not compiled:
         why = "the target is eager"
+    elif target.compilation_config.cudagraph_mode == CUDAGraphMode.NONE and not compiled:
+        why = "the target runs without them"
     elif options.tensor_parallel == "sharded" and target.parallel_config.tensor_parallel_size > 1:
         why = "it is split over ranks"
     if why:
@@ -78,46 +96,86 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
 def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelConfig:
     """Read the drafter's configuration, so that a bad drafter fails before any weight is loaded.
 
+    Its dtype is the target's where the user names none and it can be, else its own.
+
     Raises:
-        ConfigError: The drafter cannot be read, or does not generate text.
+        ConfigError: The drafter cannot be read, or cannot draft.
     """
+    _check_kernels(options)
+    failure: Exception | None = None
+    for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
+        try:
+            config = _read(options, target, "draft", dtype)
+            VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
+        except (OSError, ValueError) as error:
+            failure = failure or error
+            if "float" not in str(error):  # it has nothing to do with the dtype
+                break
+        else:
+            _check_drafts(config)
+            if failure is not None:
+                logger.info(
+                    "The drafter runs in %s, not as the target in %s: %s.",
+                    config.dtype,
+                    target.dtype,
+                    first_sentence(failure),
+                )
+            return config
+    assert failure is not None
+    readable = None
+    with contextlib.suppress(OSError, ValueError):
+        readable = _read(options, target, "auto", "auto")
+    if readable is not None:
+        _check_drafts(readable)
+    raise ConfigError(
+        f"the drafter {options.model!r} cannot be used: {first_sentence(failure)}; give a folder "
+        "or Hugging Face name of a causal language model that this vLLM supports."
+    ) from failure
+
+
+def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
     trust = options.trust_remote_code
-
-    def read(runner: str) -> ModelConfig:
-        return ModelConfig(
-            model=options.model,
-            tokenizer=options.tokenizer or options.model,
-            tokenizer_mode=options.tokenizer_mode,
-            runner=runner,
-            trust_remote_code=target.trust_remote_code if trust is None else trust,
-            dtype=options.dtype or target.dtype,
-            seed=target.seed,
-            revision=options.revision,
-            tokenizer_revision=options.tokenizer_revision or options.revision,
-            quantization=options.quantization,
-        )
-
-    try:
-        config = read("draft")
-    except (OSError, ValueError) as error:
-        readable = None
-        with contextlib.suppress(OSError, ValueError):
-            readable = read("auto")
-        if readable is not None:
-            _check_generates(readable)
-        raise ConfigError(
-            f"the drafter {options.model!r} cannot be used: {first_sentence(error)}; give a folder "
-            "or Hugging Face name of a causal language model that this vLLM supports."
-        ) from error
-    _check_generates(config)
-    return config
+    return ModelConfig(
+        model=options.model,
+        tokenizer=options.tokenizer or options.model,
+        tokenizer_mode=options.tokenizer_mode,
+        runner=runner,
+        trust_remote_code=target.trust_remote_code if trust is None else trust,
+        dtype=dtype,
+        seed=target.seed,
+        revision=options.revision,
+        tokenizer_revision=options.tokenizer_revision or options.revision,
+        quantization=options.quantization,
+        language_model_only=True,  # it reads text alone
+    )
 
 
-def _check_generates(config: ModelConfig) -> None:
+def _check_kernels(options: HeteroOptions) -> None:
+    for key, part, field in (
+        ("attention_backend", AttentionConfig, "backend"),
+        ("kv_cache_dtype", CacheConfig, "cache_dtype"),
+    ):
+        if (found := getattr(options, key)) is None:
+            continue
+        try:
+            part(**{field: found})
+        except ValueError as error:
+            _, _, why = one_line(error).partition(f" {field} ")
+            why = why.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".")
+            raise ConfigError(f"{key} is {found!r}: {why}.") from error
+
+
+def _check_drafts(config: ModelConfig) -> None:
+    what, kind = f"the drafter {config.model!r}", ", ".join(config.architectures)
     if config.runner_type == "pooling" or config.is_encoder_decoder:
         raise ConfigError(
-            f"the drafter {config.model!r} is {', '.join(config.architectures)}, which does not "
+            f"{what} is {kind}, which does not "
             "generate text left to right; a drafter must be a decoder-only causal language model."
+        )
+    if config.is_hybrid or config.is_attention_free:
+        raise ConfigError(
+            f"{what} is {kind}, which keeps a recurrent state, and rejected drafts would stay in "
+            "it; supported: attention in all layers, full, or some of them with a sliding window."
         )
 
 
@@ -168,9 +226,10 @@ def drafter_vllm_config(
     Raises:
         ConfigError: The drafter's experts would be spread over the engines of the target.
 
-    vLLM settles what a configuration leaves open by writing to its parts, so that none of them may
-    be the target's own. The compilation config is fresh: layers register in its
-    static_forward_context, and the target's KV cache manager must not see the drafter's.
+    Copied from the target is what says where models run. What the user, or vLLM, has said of the
+    target's weights, KV cache and attention is not said of the drafter's. No part is the target's
+    own: vLLM settles what a configuration leaves open by writing to it, and layers register in the
+    compilation config, where the target's KV cache manager must not see the drafter's.
     """
     engines = target.parallel_config.data_parallel_size
     if engines > 1 and drafter.is_moe:
@@ -188,27 +247,11 @@ def drafter_vllm_config(
     if mode.graphs:
         sizes = {requests * tokens for requests, tokens in mode.shapes}
         compilation.cudagraph_capture_sizes = sorted(sizes)
-    parts: dict[str, Any] = {
-        "model_config": model,
-        "compilation_config": compilation,
-        "offload_config": OffloadConfig(),
-        "speculative_config": None,
-        "quant_config": None,
-        "lora_config": None,
-        "kv_transfer_config": None,
-        "kv_events_config": None,
-    }
-    for field in fields(target):
-        part = getattr(target, field.name)
-        if is_dataclass(part) and field.name not in parts:
-            parts[field.name] = copy.deepcopy(part)
-    _let_platform_choose(parts["kernel_config"].ir_op_priority, target)
-    cache, parallel = parts["cache_config"], parts["parallel_config"]
-    cache.num_gpu_blocks = None
-    cache.num_gpu_blocks_override = None
-    cache.kv_cache_memory_bytes = None
-    cache.kv_sharing_fast_prefill = False  # asks which tokens are sampled, which a runner knows
-    parts["scheduler_config"].async_scheduling = False
+    kernels, scheduler, parallel = copy.deepcopy(
+        (target.kernel_config, target.scheduler_config, target.parallel_config)
+    )
+    _let_platform_choose(kernels.ir_op_priority, target)
+    scheduler.async_scheduling = False
     parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False
@@ -218,9 +261,41 @@ def drafter_vllm_config(
         parallel.tensor_parallel_size = 1
         parallel.world_size = 1
     parallel.rank %= parallel.world_size
-    # Refused without speculation.
-    parts["observability_config"].per_request_spec_decode_metrics = "none"
-    return replace(target, **parts)
+    dtype = resolve_kv_cache_dtype_string(options.kv_cache_dtype or "auto", model)
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(cache_dtype=dtype, sliding_window=_window(model)),
+        attention_config=AttentionConfig(backend=options.attention_backend),
+        load_config=_load_config(target.load_config),
+        compilation_config=compilation,
+        kernel_config=kernels,
+        scheduler_config=scheduler,
+        parallel_config=parallel,
+        device_config=copy.deepcopy(target.device_config),
+        additional_config=copy.deepcopy(target.additional_config),
+        optimization_level=target.optimization_level,
+    )
+
+
+def _window(model: ModelConfig) -> int | None:
+    """Tokens that all layers look back, where a model has one window for all; as vLLM has it."""
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ["sliding_attention"]
+    alike = all(kind == "sliding_attention" for kind in kinds)
+    window: int | None = model.get_sliding_window() if alike else None
+    return window
+
+
+def _load_config(target: LoadConfig) -> LoadConfig:
+    """How the drafter's weights are read: as the target's, where that does not hang on its files.
+
+    Args:
+        target: Of the target.
+    """
+    found = copy.deepcopy(target)
+    if found.load_format in _FORMATS_OF_FILES:
+        found.load_format = "auto"
+        found.model_loader_extra_config = {}
+    return found
 
 
 def stand_alone(parallel: ParallelConfig) -> None:
