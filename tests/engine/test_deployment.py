@@ -12,10 +12,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine.seam.drafter_config import (
-    drafter_model_config,
     drafter_vllm_config,
     stand_alone,
 )
+from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.source.deployment import Deployment
 

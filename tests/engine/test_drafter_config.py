@@ -23,10 +23,10 @@ from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam.drafter_config import (
-    drafter_model_config,
     drafter_vllm_config,
     drafting_mode,
 )
+from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 
 
 def frozen(value: Any) -> Any:

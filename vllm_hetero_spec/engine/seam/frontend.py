@@ -117,7 +117,7 @@ def _build(
             )
     from vllm_hetero_spec.engine.metrics import transport as metrics
     from vllm_hetero_spec.engine.seam import params_check
-    from vllm_hetero_spec.engine.seam.drafter_config import drafter_model_config
+    from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
     from vllm_hetero_spec.engine.seam.spec_config import (
         PROPOSER,
         HeteroSpeculativeConfig,

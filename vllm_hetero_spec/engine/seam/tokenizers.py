@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
-from vllm_hetero_spec.engine.seam.drafter_config import bound_context, first_sentence
+from vllm_hetero_spec.engine.seam.drafter_model import bound_context, first_sentence
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter as vLLM sees a model: read in the front end, before any weight is."""
+
+import contextlib
+import logging
+import re
+from typing import Any
+
+from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
+
+from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
+from vllm_hetero_spec.errors import one_line
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
+# part is read.
+_LENGTH_SLACK = 1.5
+
+
+def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelConfig:
+    """Read the drafter's configuration, so that a bad drafter fails before any weight is loaded.
+
+    Its dtype is the target's where the user names none and it can be, else its own.
+
+    Raises:
+        ConfigError: The drafter cannot be read, or cannot draft.
+    """
+    _check_kernels(options)
+    failure: Exception | None = None
+    for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
+        try:
+            config = _read(options, target, "draft", dtype)
+            VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
+        except (OSError, ValueError) as error:
+            failure = failure or error
+            if "float" not in str(error):  # it has nothing to do with the dtype
+                break
+        else:
+            _check_drafts(config)
+            if failure is not None:
+                logger.info(
+                    "The drafter runs in %s, not as the target in %s: %s.",
+                    config.dtype,
+                    target.dtype,
+                    first_sentence(failure),
+                )
+            return config
+    assert failure is not None
+    readable = None
+    with contextlib.suppress(OSError, ValueError):
+        readable = _read(options, target, "auto", "auto")
+    if readable is not None:
+        _check_drafts(readable)
+    raise ConfigError(
+        f"the drafter {options.model!r} cannot be used: {first_sentence(failure)}; give a folder "
+        "or Hugging Face name of a causal language model that this vLLM supports."
+    ) from failure
+
+
+def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
+    trust = options.trust_remote_code
+    return ModelConfig(
+        model=options.model,
+        tokenizer=options.tokenizer or options.model,
+        tokenizer_mode=options.tokenizer_mode,
+        runner=runner,
+        trust_remote_code=target.trust_remote_code if trust is None else trust,
+        dtype=dtype,
+        seed=target.seed,
+        revision=options.revision,
+        tokenizer_revision=options.tokenizer_revision or options.revision,
+        quantization=options.quantization,
+        language_model_only=True,  # it reads text alone
+    )
+
+
+def _check_kernels(options: HeteroOptions) -> None:
+    for key, part, field in (
+        ("attention_backend", AttentionConfig, "backend"),
+        ("kv_cache_dtype", CacheConfig, "cache_dtype"),
+    ):
+        if (found := getattr(options, key)) is None:
+            continue
+        try:
+            part(**{field: found})
+        except ValueError as error:
+            _, _, why = one_line(error).partition(f" {field} ")
+            why = why.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".")
+            raise ConfigError(f"{key} is {found!r}: {why}.") from error
+
+
+def _check_drafts(config: ModelConfig) -> None:
+    what, kind = f"the drafter {config.model!r}", ", ".join(config.architectures)
+    if config.runner_type == "pooling" or config.is_encoder_decoder:
+        raise ConfigError(
+            f"{what} is {kind}, which does not "
+            "generate text left to right; a drafter must be a decoder-only causal language model."
+        )
+    if config.is_hybrid or config.is_attention_free:
+        raise ConfigError(
+            f"{what} is {kind}, which keeps a recurrent state, and rejected drafts would stay in "
+            "it; supported: attention in all layers, full, or some of them with a sliding window."
+        )
+
+
+def first_sentence(error: Exception) -> str:
+    """What an error of vLLM, pydantic or transformers says, without the frame around it."""
+    text = one_line(error)
+    text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
+    return re.split(r"[.;] (?=[A-Z])|: \(1\)| \[type=|\.$", text, maxsplit=1)[0][:300]
+
+
+def bound_context(
+    drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float
+) -> None:
+    """Shorten `drafter.max_model_len` to the context that the drafter is to read.
+
+    Args:
+        drafter: Changed in place.
+        options: `context` wins where set; else what the target's contexts can need, and what pays.
+        target_len: The target's longest context in its own tokens.
+        ratio: Drafter tokens per target token on ordinary text.
+
+    Raises:
+        ConfigError: The drafter cannot read so much.
+    """
+    longest, wanted = drafter.max_model_len, options.context
+    if wanted is None:
+        need = int(target_len * ratio * _LENGTH_SLACK) + 4 * options.num_speculative_tokens
+        wanted = min(longest, need, DEFAULT_CONTEXT)
+    if wanted > longest:
+        raise ConfigError(
+            f"context is {wanted}, but the drafter {drafter.model!r} reads at most {longest} "
+            "tokens; leave it out or give less."
+        )
+    drafter.max_model_len = wanted
