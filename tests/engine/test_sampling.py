@@ -4,6 +4,7 @@
 HETERO_SPEC_SAMPLES=<samples of each setting> makes the tests long ones, over all methods.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness import engine, metrics_of, profile, slem
 from target_law import LENGTH, Ids, Setting, counted, law_of, load, third_is_one_of, thirds
 from vllm import SamplingParams
 
+from vllm_hetero_spec.draft import token_map
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
@@ -186,3 +188,21 @@ def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: 
         gained = metrics_of(llm)
     assert gained["num_draft_tokens"] > 400
     assert gained["num_accepted_tokens"] / gained["num_draft_tokens"] > 0.999
+
+
+def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drawn token carries a row: where many draw, each draws less far; greedy ones go on."""
+    width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]
+    monkeypatch.setattr(token_map, "_MOST_BYTES", 12 * 4 * (width + 1))
+    hot, cold = (
+        SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True) for heat in (1.0, 0.0)
+    )
+    with engine(chain_pair / "target", slem(chain_pair / "drafter", 4, method="tli")) as llm:
+        drafted = []
+        for params in (hot, cold):
+            before = metrics_of(llm)
+            llm.generate([PROMPT] * 6, params, use_tqdm=False)
+            gained = {name: value - before[name] for name, value in metrics_of(llm).items()}
+            drafted.append(gained["num_draft_tokens"] / gained["num_drafts"])
+    assert 1 < drafted[0] <= 2
+    assert drafted[1] > 3

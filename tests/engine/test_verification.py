@@ -2,6 +2,7 @@
 """Verification of a mixed batch inside vLLM's sampler: a packet to the device, no read of it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
-from vllm_hetero_spec.staging import Receiver, Sender, on_host
-from vllm_hetero_spec.verify.drafts import FILLER
+from vllm_hetero_spec.staging import Fetched, Receiver, Sender, on_host
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ class Engine:
         racing = RacingSampler(lambda: VIEW, "raw_logprobs", self.counted)
         racing = racing if name == "race" else None
         self.stats = DraftStats()
-        self.fuzzy = FuzzyRule("js", 0.3, Receiver(CPU, 1 << 10), self.stats)
+        self.fuzzy = FuzzyRule("js", 0.3, partial(Receiver, CPU, 1 << 10), self.stats)
         rules = {"token": token_rule, "block": block_rule, "race": race_rule, "fuzzy": self.fuzzy}
         self.sampler = HeteroRejectionSampler(
             rules[name], pending, racing, lambda: VIEW, on_host, self.stats, Sampler(racing)
@@ -156,6 +157,31 @@ def test_a_verification_sends_one_packet_and_reads_nothing(rule: str) -> None:
     assert output.sampled_token_ids.shape == (len(IDS), max(LENGTHS) + 1)
     counts = (output.sampled_token_ids != FILLER).sum(1)
     assert ((counts >= 1) & (counts <= torch.tensor(LENGTHS) + 1)).all()
+
+
+def test_accounts_of_a_batch_in_parts_are_not_waited_for() -> None:
+    """V2 verifies a large batch part by part: each part's accounts come with the step's tokens."""
+    waited: list[int] = []
+
+    class Coming(Fetched):
+        def wait(self) -> np.ndarray:
+            waited.append(id(self))
+            return super().wait()
+
+    class Slow(Receiver):
+        def fetch(self, tensor: torch.Tensor) -> Fetched:
+            return Coming(super().fetch(tensor).tensor)
+
+    fuzzy = FuzzyRule("js", 0.3, partial(Slow, CPU, 1 << 10), DraftStats())
+    rows, target = torch.rand(6, WIDTH).softmax(-1), torch.rand(6, WIDTH).softmax(-1)
+    bonus = torch.zeros(1, dtype=torch.int64)
+    for name in "abc":
+        tokens = torch.randint(WIDTH, (6,))
+        fuzzy(DraftBatch.of(tokens, [6], [1], [0], [rows], range(6), [name]), target, bonus)
+    assert not waited
+    fuzzy.keep({"a", "b", "c"})
+    assert len(set(waited)) == 3
+    assert fuzzy._accounts.keys() == {"a", "b", "c"}
 
 
 def test_a_race_without_drafts_sends_one_packet_and_reads_nothing() -> None:

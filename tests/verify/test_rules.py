@@ -89,6 +89,19 @@ def test_law_of_a_batch(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_token_that_could_not_be_drawn_is_not_accepted(rule: str) -> None:
+    """Of a row without any mass, as rounding may leave one: the target's own law is emitted."""
+    drafts = DraftBatch.of(
+        torch.full((COPIES,), 3), [1] * COPIES, range(COPIES), [0] * COPIES,
+        [torch.zeros(1, 4)], [0] * COPIES,
+    )  # fmt: skip
+    target = torch.tensor(P[:1], dtype=torch.float32).expand(COPIES, -1)
+    verdict = RULES[rule][0](drafts, target, drawn(P[3], 5))
+    assert not verdict.accepted.any()
+    assert follows(Counter(verdict.tokens[:, 0].tolist()), dict(enumerate(P[0])))
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(400, 30, generator=generator).softmax(-1)

@@ -15,6 +15,17 @@ from vllm_hetero_spec.largest import largest
 # How many of a row's likeliest tokens top_k and top_p choose among: to order a whole vocabulary can
 # take longer than the forward that the row comes from.
 _ORDERED = 1024
+# Bytes that the rows of a round may take: they are kept through the target's next forward.
+_MOST_BYTES = 1 << 30
+
+
+def most_rows(width: int) -> int:
+    """How many rows of the target's vocabulary a round may make, one for each drawn token.
+
+    Args:
+        width: Columns of the target's logits, V_T.
+    """
+    return max(1, _MOST_BYTES // (4 * (width + 1)))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.ahead_control import AheadControl
 from vllm_hetero_spec.engine.drafter.request_state import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
@@ -74,6 +75,7 @@ class DraftingRank:
         self._planning = group if split else None  # the group of ranks that draft together
         self._device = device = seam.device
         self._races = options.verification == "race"
+        self._most_rows = most_rows(vllm_config.model_config.get_vocab_size())
         self._failures = 0
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
@@ -225,11 +227,15 @@ class DraftingRank:
         if not wanted:
             return []
         tasks, draws, index_of = [], self.source.draws, step.index_of
+        # A drawn token carries a row of the target's vocabulary.
+        longest = max(1, self._most_rows // (len(wanted) * max(1, plan.paths)))
         for request, state in self.requests.read(step, wanted):
             params, paths = request.params, 0
             planned = plan.lookahead[index_of[request.req_id]]
             useful = request.useful_lookahead(planned, step.max_model_len)
             draw = state.draw_of(request, races=self._races) if draws and useful else None
+            if draw is not None:
+                useful = min(useful, longest)
             if useful > 0 and step.trees is not None:
                 alike = not params.random or (draw is not None and draw.races)
                 because = params.keeps_chain if alike else "drawn"

@@ -33,7 +33,9 @@ def block_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tens
     of length j survives with h_j = S_j / (1 - P_j + S_j), S_j = sum (P_j p_{j+1} - q_{j+1})+.
     Arguments as of `token_rule`.
     """
-    ratios = drafts.padded(at_tokens(target_probs, drafts.tokens) / drafts.mass(), 0.0)
+    mass = drafts.mass()
+    ratios = torch.where(mass > 0, at_tokens(target_probs, drafts.tokens) / mass, 0.0)
+    ratios = drafts.padded(ratios, 0.0)
     running = [target_probs.new_ones(drafts.size)]
     for place in range(drafts.width):
         running.append((running[-1] * ratios[:, place]).clamp_max(1.0))

@@ -29,16 +29,20 @@ class Recording:
         drafter: Whose rounds.
         mode: Whether there are to be graphs.
         measured: Whether vLLM measures the memory that is left.
+        later: Bytes that rounds will take beside graphs and forwards, set aside as well.
     """
 
-    def __init__(self, drafter: Drafter, mode: DraftingMode, *, measured: bool) -> None:
+    def __init__(
+        self, drafter: Drafter, mode: DraftingMode, *, measured: bool, later: int = 0
+    ) -> None:
         self._drafter, self._mode = drafter, mode
         self._bytes = _BYTES * (2 if drafter.beside else 1)
         self._done = False
         self._set_aside: torch.Tensor | None = None
-        if mode.graphs and measured:
-            device = drafter.model.device
-            self._set_aside = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        device = drafter.model.device
+        if measured and device.type != "cpu":
+            size = later + (self._bytes if mode.graphs else 0)
+            self._set_aside = torch.empty(size, dtype=torch.uint8, device=device)
 
     def read_most(self, budget: int, requests: int) -> None:
         """The largest forward that there will be, where a later one would come at a bad time.

@@ -9,6 +9,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
@@ -94,7 +95,9 @@ class InlineSource:
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
         measured = measured and not vllm_config.model_config.enable_cumem_allocator
         mode = drafting_mode(options, vllm_config)
-        self._recording = Recording(self.drafter, mode, measured=measured)
+        rows = scheduler.max_num_seqs * options.num_speculative_tokens if self.draws else 0
+        later = 4 * width * min(rows, most_rows(width))  # the draft_probs of a round
+        self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size)
         budget = scheduler.max_num_batched_tokens
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)

@@ -2,7 +2,7 @@
 """Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,8 @@ class FuzzyRule:
     Args:
         divergence: One of `config.DIVERGENCES`.
         threshold: Divergence below which a sampled draft passes.
-        receiver: Brings the accounts of a batch, three float64 for each request.
+        receiver: Makes what brings the accounts of a batch, three float64 for each request; one
+            for each part that a batch is verified in.
         stats: Where the sums over all requests are counted.
     """
 
@@ -40,12 +41,13 @@ class FuzzyRule:
         self,
         divergence: str,
         threshold: float,
-        receiver: Receiver,
+        receiver: Callable[[], Receiver],
         stats: DraftStats,
     ) -> None:
         self._divergence, self._threshold = divergence, threshold
-        self._receiver, self._stats = receiver, stats
-        self._coming: tuple[Sequence[str], Fetched] | None = None
+        self._make_receiver, self._stats = receiver, stats
+        self._receivers: list[Receiver] = []
+        self._coming: list[tuple[Sequence[str], Fetched]] = []  # of the parts of a step
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
@@ -55,10 +57,11 @@ class FuzzyRule:
         found = fuzzy_rule(drafts, target_probs, bonus, self._divergence, self._threshold)
         if not drafts.req_ids:  # vLLM profiles with requests that do not exist
             return found.verdict
-        self._settle()
+        if len(self._coming) == len(self._receivers):
+            self._receivers.append(self._make_receiver())
         figures = [found.verdict.accepted + 1, found.only_fuzzy, found.variation]
         stacked = torch.stack([figure.to(torch.float64) for figure in figures])
-        self._coming = drafts.req_ids, self._receiver.fetch(stacked)
+        self._coming.append((drafts.req_ids, self._receivers[len(self._coming)].fetch(stacked)))
         return found.verdict
 
     def keep(self, live: Collection[str]) -> None:
@@ -76,15 +79,13 @@ class FuzzyRule:
             )
 
     def _settle(self) -> None:
-        """Enter what the step before gave up."""
-        if self._coming is None:
-            return
-        req_ids, fetched = self._coming
-        self._coming = None
-        for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):
-            account = self._accounts.setdefault(req_id, _Account())
-            account.tokens += int(tokens)
-            account.only_fuzzy += int(only_fuzzy)
-            account.variation += float(variation)
-            self._stats.fuzzy_tokens += int(only_fuzzy)
-            self._stats.fuzzy_variation += float(variation)
+        """Enter what the step gave up."""
+        coming, self._coming = self._coming, []
+        for req_ids, fetched in coming:
+            for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):
+                account = self._accounts.setdefault(req_id, _Account())
+                account.tokens += int(tokens)
+                account.only_fuzzy += int(only_fuzzy)
+                account.variation += float(variation)
+                self._stats.fuzzy_tokens += int(only_fuzzy)
+                self._stats.fuzzy_variation += float(variation)

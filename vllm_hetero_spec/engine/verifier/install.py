@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
+# V2 verifies a large batch in parts of a GiB of logits; what is sent for so many waits for none.
+_PARTS = 8
+
 
 class Verifier:
     """Verification of one engine: takes the place of the runner's, and of its randomness for races.
@@ -39,8 +43,8 @@ class Verifier:
     """
 
     def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
-        send = Sender(seam.device).send
-        send_trees = Sender(seam.device).send  # beside `send`, whose buffers are in use then
+        # Trees are sent while the buffers of the drafts are in use.
+        send, send_trees = (Sender(seam.device, _PARTS).send for _ in range(2))
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._device = seam.device
@@ -50,7 +54,7 @@ class Verifier:
         if options.verification == "fuzzy":
             assert options.threshold is not None
             # At most one request for each token of a step, three float64 for each.
-            receiver = Receiver(seam.device, 24 * seam.max_num_tokens)
+            receiver = partial(Receiver, seam.device, 24 * seam.max_num_tokens)
             self._fuzzy = FuzzyRule(options.divergence, options.threshold, receiver, stats)
             rule = self._fuzzy
             logger.warning(
