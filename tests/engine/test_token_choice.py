@@ -10,9 +10,10 @@ from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
+from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, Picked, PickRules
+from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")
@@ -39,6 +40,23 @@ def rows_of(*, races: bool) -> list[DraftRow]:
         task = DraftTask(state, lookahead=STEPS, draw=draw, penalty=penalty)
         rows.append(DraftRow(task, DraftSequence(BlockTable()), [0], STEPS - index // 3))
     return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top", [2.0, 22.0, 45.0])
+def test_confidences_are_as_fine_as_the_logits(dtype: torch.dtype, top: float) -> None:
+    """Whatever they are computed in: most drafters have 16-bit logits, of any size."""
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0))
+    logits[:, 7] = torch.linspace(2, 14, 40)
+    logits = (logits + top).to(dtype)
+    picked = Picked(1, 40, CPU, confidences=True, beside=3)
+    picked.wide = True
+    picked.best(logits, 0)
+    wanted = logits.float().softmax(-1).topk(3, -1)
+    assert picked.ids(0, 40).tolist() == logits.argmax(-1).tolist()
+    np.testing.assert_allclose(picked.read(0, 40), wanted.values[:, 0], atol=0.01)
+    shares = picked.packet[0].numpy()[6:9].view(np.float32).T
+    np.testing.assert_allclose(shares, wanted.values, atol=0.01)
 
 
 @pytest.mark.parametrize("races", [False, True])

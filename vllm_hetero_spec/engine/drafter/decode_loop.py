@@ -18,6 +18,7 @@ from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
+from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
@@ -25,12 +26,7 @@ from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Pl
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import (
-    OwnPicks,
-    Picked,
-    PickRules,
-    wide,
-)
+from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # How many of the drafter's best ids the first token is chosen from.

@@ -14,10 +14,11 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
+from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, sent_plan
-from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
+from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 from vllm_hetero_spec.staging import Send
 
 

@@ -6,8 +6,9 @@ from collections.abc import Collection
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE
-from vllm_hetero_spec.engine.drafter.token_choice import Picked, PickRules
+from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 
 
 class StaticTensors:
