@@ -47,6 +47,7 @@ MOVERS = {
     "engine/drafter/span_drafting.py": "runs slrs",
     "engine/drafter/static_tensors.py": "static buffers, once at start",
     "engine/drafter/steps.py": "arrays of the host: lengths",
+    "engine/drafter/token_choice.py": "arrays of the host: which forks are of raced requests",
     "engine/drafter/tree_drafts.py": "arrays of the host: rows that are known",
     "engine/source/drafted_lines.py": "arrays of the host: what the drafter thought of its tokens",
     "engine/source/table.py": "arrays of the host: drafts in shared memory",
