@@ -148,7 +148,7 @@ def test_own_attention_and_kv(demo_pair: Path) -> None:
     assert found.cache_config.cache_dtype == "fp8"
     for key, value, supported in (
         ("attention_backend", "FLASH_ATN", "FLASH_ATTN"),
-        ("kv_cache_dtype", "fp7", "Input should be 'auto'"),
+        ("kv_cache_dtype", "fp7", "'auto', 'float16'"),
     ):
         with pytest.raises(ConfigError, match=f"^{key} is '{value}': .*{supported}"):
             drafter_model_config(options(demo_pair, **{key: value}), target.model_config)

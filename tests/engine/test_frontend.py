@@ -227,6 +227,12 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
         setattr(parallel, key, value)
         with pytest.raises(ConfigError, match=rf"^{key}.* is not supported with .*\.$"):
             make(slem(drafter)).create_speculative_config(config.model_config, parallel)
+    parallel = copy.copy(config.parallel_config)
+    parallel.distributed_executor_backend = "external_launcher"
+    assert make(slem(drafter)).create_speculative_config(config.model_config, parallel)
+    parallel.world_size = 2
+    with pytest.raises(ConfigError, match=r"^external_launcher with 2 ranks to an engine is not"):
+        make(slem(drafter)).create_speculative_config(config.model_config, parallel)
 
 
 def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(

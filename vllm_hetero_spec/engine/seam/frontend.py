@@ -108,6 +108,13 @@ def _build(
             f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
             "later would have no drafter; leave it out, or serve without speculation."
         )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # Every rank has a scheduler of its own there, and one alone would hear of the drafts.
+        raise ConfigError(
+            f"external_launcher with {parallel.world_size} ranks to an engine is not supported "
+            f"with {' / '.join(METHODS)}; give each engine one rank, leave the launching to vLLM "
+            '("mp" or "ray"), or serve without speculation.'
+        )
     for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, key) > 1:
             # Attention would look for the drafter's KV on ranks that do not draft, and wait there.
