@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any decoder drafts: small models with random weights of kinds that differ in how they attend.
+
+Each drafts for itself, and has all accepted: what its positions, experts, sinks or windows do not
+get in the drafter as they do in the target would show in the first draft.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine, metrics_of, slem
+from scenarios import generate, greedy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPT2Config,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from vllm_hetero_spec import read_stats
+
+pytestmark = pytest.mark.engine
+
+_GROUPED = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "num_experts_per_tok": 2,
+}
+_KINDS: dict[str, Callable[..., PretrainedConfig]] = {
+    "learned positions": lambda **ids: GPT2Config(n_embd=128, n_layer=2, n_head=2, **ids),
+    "distances": lambda **ids: BloomConfig(hidden_size=128, n_layer=2, n_head=2, **ids),
+    "experts": lambda **ids: Qwen3MoeConfig(
+        **_GROUPED, num_experts=4, moe_intermediate_size=128, decoder_sparse_step=1, **ids
+    ),
+    "sinks, windows, experts": lambda **ids: GptOssConfig(
+        **_GROUPED,
+        num_local_experts=4,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        **ids,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_model_drafts_for_itself(
+    kind: str, demo_pair: Path, texts: list[Any], tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
+    tokenizer.save_pretrained(tmp_path)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config = _KINDS[kind](
+        vocab_size=len(tokenizer), bos_token_id=bos, eos_token_id=eos, pad_token_id=eos
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:  # large enough that the context decides
+            torch.nn.init.normal_(weight, std=0.15)
+    model.save_pretrained(tmp_path)
+    with engine(tmp_path, slem(tmp_path)) as llm:
+        generate(llm, texts, greedy())
+        metrics = metrics_of(llm)
+        assert "drafter_error" not in read_stats(llm)["skipped"]
+    assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 100
