@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from toy_drafter import ToyDrafterModel
 
@@ -17,6 +18,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.verifier import draft_probs
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.text.context import IdentityContext
 from vllm_hetero_spec.verify.drafts import DraftBatch
@@ -132,13 +134,13 @@ class Wire:
 def test_every_rank_has_the_draft_probs_of_the_first() -> None:
     """Also where they are part of a wider table, as with a padded vocabulary."""
     wider = torch.arange(12.0).view(2, 6)
-    draft_probs = {
+    sent = {
         "a": DraftProbs(wider[:, :5], [0, -1]),
         "b": DraftProbs(wider[:, :5], [1]),
         "c": DraftProbs(wider, [0]),
     }
     group = Wire()
-    first = shared(draft_probs, group)
+    first = shared(sent, group)
     group.is_first_rank = False
     second = shared({}, group)
     for received in (first, second):
@@ -148,8 +150,20 @@ def test_every_rank_has_the_draft_probs_of_the_first() -> None:
             "c": [0],
         }
         for name in ("b", "c"):
-            assert torch.equal(received[name].rows, draft_probs[name].rows)
+            assert torch.equal(received[name].rows, sent[name].rows)
         assert torch.equal(received["a"].rows, wider[:, :5])
+
+
+def test_ranks_do_not_wait_for_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    monkeypatch.setattr(draft_probs, "pack", full)
+    group = Wire()
+    with pytest.raises(torch.OutOfMemoryError):
+        shared({"a": DraftProbs(torch.rand(2, 5), [0, 1])}, group, likeliest=3)
+    group.is_first_rank = False
+    assert shared({}, group, likeliest=3) == {}
 
 
 def test_rows_of_few_tokens_travel_as_those() -> None:

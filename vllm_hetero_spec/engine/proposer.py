@@ -187,8 +187,9 @@ class HeteroProposer(Proposer):
         """Drafts for the step that was begun, in target tokens, a list for each of its requests."""
         assert self._verifier is not None
         drafts = [] if self._drafting is None else self._drafting.finish()
+        trees = self._agreed(trees_of(drafts))  # before what may fail on one rank alone
         self._verifier.expect(step, drafts)
-        self.seam.expect_trees(self._agreed(trees_of(drafts)))
+        self.seam.expect_trees(trees)
         return step.in_order(drafts)
 
     def _agreed(self, trees: dict[str, TreeRows]) -> dict[str, TreeRows]:

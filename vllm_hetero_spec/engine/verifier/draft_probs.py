@@ -92,7 +92,8 @@ def shared(
 ) -> dict[str, DraftProbs]:
     """What the first rank's drafts of a round were drawn from, on every rank.
 
-    All ranks have to call it.
+    All ranks have to call it. What the first cannot send it raises, when the others have heard that
+    there is nothing: they would wait for ever.
 
     Args:
         draft_probs: By request; read on the first rank alone.
@@ -100,6 +101,23 @@ def shared(
         likeliest: How many tokens at most have a probability in a row: no others travel. None for
             all, whose rows travel whole.
     """
+    sent, failure = None, None
+    if group.is_first_rank:
+        try:
+            sent = _message(draft_probs, likeliest)
+        except Exception as error:  # out of memory, as a rule
+            sent, failure = _message({}, None), error
+    received = group.broadcast_tensor_dict(sent, src=0)
+    if failure is not None:
+        raise failure
+    tables = {name: _unpacked(name, received) for name, _ in received["of_request"].values()}
+    return {
+        req_id: DraftProbs(tables[name], row_of)
+        for req_id, (name, row_of) in received["of_request"].items()
+    }
+
+
+def _message(draft_probs: Mapping[str, DraftProbs], likeliest: int | None) -> dict[str, Any]:
     rounds = {id(probs.rows): probs.rows for probs in draft_probs.values()}
     number = {key: str(i) for i, key in enumerate(rounds)}
     sent: dict[str, Any] = {}
@@ -109,12 +127,7 @@ def shared(
         req_id: (number[id(probs.rows)], list(probs.row_of))
         for req_id, probs in draft_probs.items()
     }
-    received = group.broadcast_tensor_dict(sent if group.is_first_rank else None, src=0)
-    tables = {name: _unpacked(name, received) for name, _ in received["of_request"].values()}
-    return {
-        req_id: DraftProbs(tables[name], row_of)
-        for req_id, (name, row_of) in received["of_request"].items()
-    }
+    return sent
 
 
 def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, Any]:
