@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from vllm_hetero_spec.engine.seam import tree_check, tree_scratch
+from vllm_hetero_spec.engine.seam import tree_scratch
 from vllm_hetero_spec.engine.seam.tree_scratch import (
     nodes_of,
     scratch_of,
@@ -129,10 +129,3 @@ def test_other_drafters_have_no_trees() -> None:
 def test_sides_are_shared_out(requests: int, scratch: int, sides: int) -> None:
     """Of two blocks each, and of 40 sequences in all."""
     assert sides_of_request(config_of(), [16], scratch, requests) == sides
-
-
-def test_without_scratch_drafts_are_chains(caplog: pytest.LogCaptureFixture) -> None:
-    runner = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=16))
-    sides = SimpleNamespace(room=lambda requests, rows: None)
-    assert not tree_check.agree(runner, sides, tree_check.TrialV1)  # type: ignore[arg-type]
-    assert "Drafts are chains, not trees: the KV cache" in caplog.text

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.seam.tree_scratch import block_sizes_of
 from vllm_hetero_spec.staging import Receiver, Sender
@@ -32,37 +33,54 @@ _PATHS = ((1, 2, 3), (4, 5), (1, 6))
 
 
 def agree(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> bool:
-    """Whether drafts may be trees; if not, it is said.
+    """Whether drafts may be trees; if not, it is said. Every rank of the target has to call it.
 
     Args:
         runner: vLLM's, warm, without requests.
         sides: Its trees.
         trial: For this runner.
     """
+    reason = _why_not(runner, sides, trial)
+    if reason:
+        logger.warning("Drafts are chains, not trees: %s.", reason)
+    return _on_every_rank(not reason)
+
+
+def _on_every_rank(right: bool) -> bool:
+    """Whether it is right on all ranks: one that took the others' trees for chains verifies wrong.
+
+    Args:
+        right: On this rank.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return right
+    said = torch.tensor([right], dtype=torch.int32)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(said[0])
+
+
+def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
+    """Why drafts cannot be trees, on this rank; empty where they can. Arguments as of `agree`."""
     rows = runner.speculative_config.num_speculative_tokens
     room = sides.room(1, rows)
     if room is None:
-        logger.warning(
-            "Drafts are chains, not trees: the KV cache has no block to spare, or not only the KV "
-            "of full and sliding-window attention; a larger one may help."
+        return (
+            "the KV cache has no block to spare, or not only the KV of full and sliding-window "
+            "attention; a larger one may help"
         )
-        return False
     if room.sides < len(_PATHS) - 1 or rows < 9:
-        return True  # such trees are never asked for
+        return ""  # such trees are never asked for
     try:
         difference = _difference(trial(runner, sides))
     except Exception as error:
-        reason = f"a first one ended with {type(error).__name__}: {error}"
-        logger.warning("Drafts are chains, not trees: %s.", reason)
-        return False
-    if difference > _ROUNDING:
-        logger.warning(
-            "Drafts are chains, not trees: rows of a tree differ from those of its paths by %.2g "
-            "of their length, more than rounding explains.",
-            difference,
+        return f"a first one ended with {type(error).__name__}: {error}"
+    if not difference <= _ROUNDING:  # nor is what is no number
+        return (
+            f"rows of a tree differ from those of its paths by {difference:.2g} of their length, "
+            "more than rounding explains"
         )
-        return False
-    return True
+    return ""
 
 
 def _difference(trial: "Trial") -> float:

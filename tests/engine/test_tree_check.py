@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a target's drafts may be trees, with rows in place of the target's."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_hetero_spec.engine.seam import tree_check
+from vllm_hetero_spec.engine.seam.step_view import TreeRoom
+from vllm_hetero_spec.verify.tree_rows import TreeRows
+
+WIDTH = 8
+ROOM = TreeRoom(nodes=8, rows=16, sides=4)
+Group = Callable[..., None]
+
+
+def row_of(path: Sequence[int]) -> torch.Tensor:
+    seed = sum((place + 1) * 31 * token for place, token in enumerate(path))
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class Right:
+    """A target that computes trees as it computes their paths."""
+
+    def __init__(self, runner: Any, sides: Any) -> None:
+        self.runner, self.root = runner, 0
+
+    def rows(self, draft: Sequence[int], tree: TreeRows | None) -> torch.Tensor:
+        paths: list[list[int]] = [[]]
+        for place, token in enumerate(draft):
+            parent = place - 1 if tree is None else tree.parents[place]
+            paths.append([*(paths[parent + 1] if parent >= 0 else []), token])
+        return self.changed(torch.stack([row_of(path) for path in paths]), tree)
+
+    def changed(self, rows: torch.Tensor, tree: TreeRows | None) -> torch.Tensor:
+        return rows
+
+
+class Wrong(Right):
+    """The last row of a tree is another."""
+
+    def changed(self, rows: torch.Tensor, tree: TreeRows | None) -> torch.Tensor:
+        return rows if tree is None else torch.cat([rows[:-1], 2 * rows[-1:]])
+
+
+class NoNumber(Right):
+    """So is the first, and no number."""
+
+    def changed(self, rows: torch.Tensor, tree: TreeRows | None) -> torch.Tensor:
+        return rows if tree is None else torch.cat([rows[:1], rows[1:2] * float("nan"), rows[2:]])
+
+
+class Raises(Right):
+    def changed(self, rows: torch.Tensor, tree: TreeRows | None) -> torch.Tensor:
+        raise ValueError("no such kernel")
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """The ranks of the target: this one alone, or beside others of these verdicts."""
+
+    def ranks(*others: bool) -> None:
+        given = SimpleNamespace(world_size=1 + len(others), cpu_group="of ranks")
+        monkeypatch.setattr(tree_check, "get_tp_group", lambda: given)
+
+        def all_reduce(said: torch.Tensor, op: Any, group: str) -> None:
+            assert (op, group) == (torch.distributed.ReduceOp.MIN, "of ranks")
+            asked.append(bool(said[0]))
+            said.clamp_(max=min(map(int, others)))
+
+        monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    asked: list[bool] = []
+    ranks.asked = asked  # type: ignore[attr-defined]
+    ranks()
+    return ranks
+
+
+def agreed(trial: type = Right, room: TreeRoom | None = ROOM) -> bool:
+    runner = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=16), device=torch.device("cpu")
+    )
+    sides: Any = SimpleNamespace(room=lambda requests, rows: room)
+    return tree_check.agree(runner, sides, trial)
+
+
+def test_right_rows_are_trees(caplog: pytest.LogCaptureFixture) -> None:
+    assert agreed()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (Wrong, "differ from those of its paths by 1 of their length"),
+        (NoNumber, "differ from those of its paths by nan of their length"),
+        (Raises, "a first one ended with ValueError: no such kernel"),
+    ],
+)
+def test_chains_where_rows_are_not_right(
+    trial: type, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not agreed(trial)
+    (said,) = caplog.messages
+    assert said.startswith("Drafts are chains, not trees: ")
+    assert reason in said
+
+
+def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
+    assert not agreed(room=None)
+    assert "Drafts are chains, not trees: the KV cache" in caplog.text
+
+
+@pytest.mark.parametrize("trial", [Right, Wrong, Raises])
+@pytest.mark.parametrize("others", [(True, True), (True, False)])
+def test_ranks_agree(group: Any, trial: type, others: tuple[bool, ...]) -> None:
+    """All of them say what they have found, whatever that is."""
+    group(*others)
+    assert agreed(trial) is (trial is Right and all(others))
+    assert group.asked == [trial is Right]
