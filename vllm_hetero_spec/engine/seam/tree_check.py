@@ -5,6 +5,7 @@ A request that nobody has made verifies a tree, and each of its paths as a chain
 the same but for rounding. A kernel that reads of a batch what we do not lay out would show here.
 """
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -74,6 +75,9 @@ def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
     try:
         difference = _difference(trial(runner, sides))
     except Exception as error:
+        runner.execute_model_state = None
+        with contextlib.suppress(Exception):  # the first one counts
+            _finish(runner)
         return f"a first one ended with {type(error).__name__}: {error}"
     if not difference <= _ROUNDING:  # nor is what is no number
         return (
@@ -81,6 +85,15 @@ def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
             "more than rounding explains"
         )
     return ""
+
+
+def _finish(runner: Any) -> None:
+    """Have a runner forget the request that nobody has made."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {_NAME}
+    runner.execute_model(output)
 
 
 def _difference(trial: "Trial") -> float:
@@ -141,9 +154,7 @@ class Trial(ABC):
         cached.num_computed_tokens, cached.num_output_tokens = [start], [1]
         output.scheduled_spec_decode_tokens = {_NAME: list(draft)}
         found = self._step(output, 1 + len(draft))
-        output = SchedulerOutput.make_empty()
-        output.finished_req_ids = {_NAME}
-        self.runner.execute_model(output)
+        _finish(self.runner)
         return found
 
     @abstractmethod
