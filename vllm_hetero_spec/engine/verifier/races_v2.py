@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.largest import largest
+from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ class Races:
             requests: int64 [n], of each row, in the sampler's states.
             positions: int64 [n], of the token before.
         """
-        seeds = self._states.seeds.gpu[requests]
-        probs = logits.softmax(-1, dtype=torch.float32)
-        winners = race(probs, seeds, self._places(requests, positions))
+        seeds, places = self._states.seeds.gpu[requests], self._places(requests, positions)
+        winners = torch.empty_like(seeds)
+        for part in slices(*logits.shape):
+            probs = logits[part].softmax(-1, dtype=torch.float32)
+            winners[part] = race(probs, seeds[part], places[part])
         cold = self._states.temperature.gpu[requests] == 0
         return torch.where(cold, largest(logits), winners)

@@ -166,9 +166,12 @@ class HeteroRejectionSampler(RejectionSampler):
         if self._racing is None:
             walks = walks & cold  # a walk takes the likeliest tokens
         elif cold is not True:
-            probs = _target_probs(logits.to(torch.float32, copy=True), of, sampling, False)
-            places = drafts.places[of] + trees.depths.clamp_min(0)
-            raced = race(probs, drafts.seeds[of], places)
+            seeds, places = drafts.seeds[of], drafts.places[of] + trees.depths.clamp_min(0)
+            raced = torch.empty_like(best)
+            for part in slices(*logits.shape):
+                rows = logits[part].to(torch.float32, copy=True)
+                probs = _target_probs(rows, of[part], sampling, False)
+                raced[part] = race(probs, seeds[part], places[part])
             best = torch.where(cold[of], best, raced) if isinstance(cold, torch.Tensor) else raced
         starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
         place_of = torch.arange(len(fed), device=fed.device) - starts[of]
