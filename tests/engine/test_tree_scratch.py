@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from vllm_hetero_spec.engine.seam import tree_scratch
@@ -64,6 +66,17 @@ def test_the_last_blocks_are_kept(num_blocks: int, specs: Any, kept: int) -> Non
     cache = cache_of(num_blocks, *specs)
     assert scratch_of(config_of(), cache) == range(num_blocks - kept, num_blocks)
     assert not scratch_of(config_of(nodes=0), cache)
+
+
+@pytest.mark.parametrize(("inner", "kept"), [(FULL, 64), (RECURRENT, 0)])
+def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
+    """Of layers of one type and several sizes the workers know all, the scheduler is told one."""
+    layers = {"layer 0": inner, "layer 1": inner}
+    workers = cache_of(10_000, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers))
+    scheduler = generate_scheduler_kv_cache_config([workers])
+    assert type(scheduler.kv_cache_groups[0].kv_cache_spec) is type(inner)
+    ranges = [scratch_of(config_of(), cache) for cache in (workers, scheduler)]
+    assert ranges == [range(10_000 - kept, 10_000)] * 2
 
 
 def test_the_scheduler_does_not_know_them() -> None:

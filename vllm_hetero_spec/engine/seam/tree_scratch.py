@@ -7,7 +7,7 @@ them by the same rule. They are lent for a step, and hold nothing from one to th
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.compat import patching
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -81,7 +81,7 @@ def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     count = 0
-    kinds = {type(group.kv_cache_spec) for group in cache.kv_cache_groups}
+    kinds = {type(spec) for group in cache.kv_cache_groups for spec in _layers(group.kv_cache_spec)}
     if nodes_of(config) and kinds <= {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}:
         sizes = block_sizes_of(cache)
         # Block 0 is nobody's, and one request of full length has to have room.
@@ -89,6 +89,13 @@ def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
         wish = _SIDES * blocks_of_side(config, sizes)
         count = max(0, min(wish, cache.num_blocks // _SHARE, cache.num_blocks - 1 - longest))
     return range(cache.num_blocks - count, cache.num_blocks)
+
+
+def _layers(spec: "KVCacheSpec") -> Iterable["KVCacheSpec"]:
+    """What a group's layers keep; of several the scheduler is told the first in place of all."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def block_sizes_of(cache: "KVCacheConfig") -> list[int]:
