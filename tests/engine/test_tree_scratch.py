@@ -35,14 +35,22 @@ def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
             num_speculative_tokens=lookahead,
         ),
         "model_config": SimpleNamespace(
-            max_model_len=160, uses_mrope=False, is_mm_prefix_lm=False, rswa_window=None
+            max_model_len=160,
+            uses_mrope=False,
+            is_mm_prefix_lm=False,
+            rswa_window=None,
+            is_hybrid=False,
+            is_attention_free=False,
+            logits_processors=None,
         ),
         "parallel_config": SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, use_ubatching=False
         ),
         "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
-        "scheduler_config": SimpleNamespace(max_num_seqs=40),
+        "scheduler_config": SimpleNamespace(max_num_seqs=40, max_num_batched_tokens=40 * 17),
         "kv_transfer_config": None,
+        "lora_config": None,
+        "use_v2_model_runner": True,
     }
     return SimpleNamespace(**(plain | changes))
 
@@ -107,6 +115,9 @@ REFUSED = [
     ("M-RoPE", {"model_config": "uses_mrope"}),
     ("image", {"model_config": "is_mm_prefix_lm"}),
     ("window grows", {"model_config": "rswa_window"}),
+    ("recurrent states", {"model_config": "is_hybrid"}),
+    ("recurrent states", {"model_config": "is_attention_free"}),
+    ("logits processors", {"model_config": "logits_processors"}),
     ("kv_sharing_fast_prefill", {"cache_config": "kv_sharing_fast_prefill"}),
 ]
 
@@ -129,6 +140,33 @@ def test_chains_elsewhere(
     (said,) = caplog.messages
     assert said.startswith("Drafts are chains, not trees: ")
     assert reason in said
+
+
+def test_processors_that_are_installed_are_read_by_v2_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, list[str]] = {"vllm.logits_processors": []}
+    monkeypatch.setattr(tree_scratch, "entry_points", lambda group: found[group])
+    assert nodes_of(config_of()) == 8
+    found["vllm.logits_processors"].append("some")
+    assert nodes_of(config_of()) == 0
+    assert nodes_of(config_of(use_v2_model_runner=False)) == 8
+
+
+def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """As vLLM checks it before it is told of the rows of trees."""
+    room, adapters = (
+        {"max_num_seqs": 40, "max_num_batched_tokens": 40 * 17},
+        {"lora_config": "some"},
+    )
+    assert nodes_of(config_of(**adapters)) == 8
+    room["max_num_batched_tokens"] -= 1
+    tight = {"scheduler_config": SimpleNamespace(**room)}
+    assert nodes_of(config_of(**tight)) == 8
+    config = config_of(**tight, **adapters)
+    settle(config)
+    assert config.speculative_config.num_speculative_tokens == 5
+    assert "trees want max_num_batched_tokens to be at least 680, 17 for each of" in caplog.text
 
 
 def test_other_drafters_have_no_trees() -> None:

@@ -9,6 +9,7 @@ them by the same rule. They are lent for a step, and hold nothing from one to th
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
@@ -52,6 +53,8 @@ def settle(config: "VllmConfig") -> None:
 def why_not(config: "VllmConfig") -> str:
     """Why there can be no trees; empty where a configuration does not rule them out."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    scheduler, rows = config.scheduler_config, 1 + 2 * config.speculative_config.hetero.tree_nodes
+    wanted = scheduler.max_num_seqs * rows
     reasons = {
         "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
@@ -60,9 +63,22 @@ def why_not(config: "VllmConfig") -> str:
         "the target's positions are not numbers (M-RoPE)": model.uses_mrope,
         "the target attends to all of an image at once": model.is_mm_prefix_lm,
         "the target's window grows with its prompt": model.rswa_window is not None,
+        "the target keeps recurrent states": model.is_hybrid or model.is_attention_free,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        "custom logits processors read the text in front of a row": _custom_processors(config),
+        f"with LoRA such trees want max_num_batched_tokens to be at least {wanted}, "
+        f"{rows} for each of max_num_seqs": config.lora_config is not None
+        and scheduler.max_num_batched_tokens < wanted,
     }
     return next((reason for reason, found in reasons.items() if found), "")
+
+
+def _custom_processors(config: "VllmConfig") -> bool:
+    """Whether logits processors of users' run; Model Runner V1 has none where it speculates."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    named = config.model_config.logits_processors
+    return config.use_v2_model_runner and bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def blocks_of_side(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
