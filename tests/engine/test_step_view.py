@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam import runner_v1
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 
 
@@ -54,6 +58,37 @@ def output_of(drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
         preempted_req_ids=None,
         num_spec_tokens_to_schedule=4,
     )
+
+
+def test_full_graphs_are_for_chains(
+    runner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM counts 16 rows of trees, chains of four still have graphs."""
+    compilation = CompilationConfig(
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24],
+        max_cudagraph_capture_size=24,
+    )
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=16,
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        lora_config=None,
+    )
+    runner.device, runner.uniform_decode_query_len = torch.device("cpu"), 17
+    runner.cudagraph_dispatcher = dispatcher = CudagraphDispatcher(config)
+    monkeypatch.setattr(runner_v1, "nodes_of", lambda config: 8)
+    RunnerV1(runner)
+    rows = runner.uniform_decode_query_len
+    compilation.adjust_cudagraph_sizes_for_spec_decode(rows)  # as vLLM does from here on
+    dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, rows)
+    for requests in (1, 2, 4):
+        mode, batch = dispatcher.dispatch(5 * requests, uniform_decode=True)
+        assert (mode, batch.num_tokens, batch.num_reqs) == (
+            CUDAGraphMode.FULL,
+            5 * requests,
+            requests,
+        )
 
 
 def test_media_are_no_text(runner: SimpleNamespace) -> None:

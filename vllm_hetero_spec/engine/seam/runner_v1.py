@@ -55,6 +55,9 @@ class RunnerV1:
             from vllm_hetero_spec.engine.seam import tree_rows_v1
 
             self.sides = tree_rows_v1.SideSequencesV1(runner)
+            # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
+            for planner in (runner, runner.cudagraph_dispatcher):
+                planner.uniform_decode_query_len = 1 + self._longest
         self.trying = False
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
