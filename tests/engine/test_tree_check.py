@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a target's drafts may be trees, with rows in place of the target's."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec
 
 from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.step_view import TreeRoom
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 WIDTH = 8
+KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL, LATENT = FullAttentionSpec(**KV), MLAAttentionSpec(**KV)
 ROOM = TreeRoom(nodes=8, rows=16, sides=4)
-Group = Callable[..., None]
 
 
 def row_of(path: Sequence[int]) -> torch.Tensor:
@@ -22,11 +27,13 @@ def row_of(path: Sequence[int]) -> torch.Tensor:
     return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-class Right:
+class Right(tree_check.Trial):
     """A target that computes trees as it computes their paths."""
 
     def __init__(self, runner: Any, sides: Any) -> None:
         self.runner, self.root = runner, 0
+
+    _behind_prompt = _put = _sampled_from = None  # type: ignore[assignment]
 
     def rows(self, draft: Sequence[int], tree: TreeRows | None) -> torch.Tensor:
         paths: list[list[int]] = [[]]
@@ -59,7 +66,7 @@ class Raises(Right):
 
 
 @pytest.fixture(autouse=True)
-def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The ranks of the target: this one alone, or beside others of these verdicts."""
 
     def ranks(*others: bool) -> None:
@@ -79,9 +86,29 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     return ranks
 
 
-def agreed(trial: type = Right, room: TreeRoom | None = ROOM) -> bool:
+class Group(NamedTuple):
+    """Layers that attend by one backend."""
+
+    kv_cache_spec: AttentionSpec
+    support: QueryLenSupport | None = None  # None where a backend does not say
+
+    def get_metadata_builder(self) -> Any:
+        said = {} if self.support is None else {"query_len_support": self.support}
+        return SimpleNamespace(**said)
+
+
+def agreed(
+    trial: type = Right,
+    room: TreeRoom | None = ROOM,
+    groups: Sequence[Group] = (Group(FULL),),
+    mode: CUDAGraphMode = CUDAGraphMode.NONE,
+) -> bool:
+    compilation = SimpleNamespace(cudagraph_mode=mode)
     runner = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=16), device=torch.device("cpu")
+        speculative_config=SimpleNamespace(num_speculative_tokens=16),
+        device=torch.device("cpu"),
+        attn_groups=[[Group(FULL)], groups],
+        vllm_config=SimpleNamespace(compilation_config=compilation),
     )
     sides: Any = SimpleNamespace(room=lambda requests, rows: room)
     return tree_check.agree(runner, sides, trial)
@@ -112,6 +139,39 @@ def test_chains_where_rows_are_not_right(
 def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
     assert not agreed(room=None)
     assert "Drafts are chains, not trees: the KV cache" in caplog.text
+
+
+@pytest.mark.parametrize("support", [None, *QueryLenSupport])
+def test_chains_where_mla_guesses_contexts(
+    support: QueryLenSupport | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    varlen = support is QueryLenSupport.VARLEN
+    assert agreed(groups=[Group(LATENT, support)]) is varlen
+    assert ("Drafts are chains, not trees: its MLA backend" in caplog.text) is not varlen
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs", "none"),
+    [
+        ("NONE", "V1", False),
+        ("PIECEWISE", "V1", False),
+        ("FULL_AND_PIECEWISE", "V1", False),
+        ("FULL", "V1", True),
+        ("FULL", "V2", False),
+        ("FULL_DECODE_ONLY", "V1", True),
+        ("FULL_DECODE_ONLY", "V2", True),
+    ],
+)
+def test_it_is_said_where_trees_have_no_graphs(
+    mode: str, graphs: str, none: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OfRunner(Right):
+        pass
+
+    OfRunner.graphs = {"V1": tree_check.TrialV1, "V2": tree_check.TrialV2}[graphs].graphs
+    with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
+        assert agreed(OfRunner, mode=CUDAGraphMode[mode])
+    assert (f"without CUDA graphs, since cudagraph_mode is {mode};" in caplog.text) is none
 
 
 @pytest.mark.parametrize("trial", [Right, Wrong, Raises])

@@ -9,10 +9,11 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.seam.tree_scratch import block_sizes_of
@@ -44,7 +45,15 @@ def agree(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> bool:
     reason = _why_not(runner, sides, trial)
     if reason:
         logger.warning("Drafts are chains, not trees: %s.", reason)
-    return _on_every_rank(not reason)
+    right = _on_every_rank(not reason)
+    mode = runner.vllm_config.compilation_config.cudagraph_mode
+    if right and mode not in (None, CUDAGraphMode.NONE) and mode.mixed_mode() not in trial.graphs:
+        logger.info(
+            "Steps with draft trees run without CUDA graphs, since cudagraph_mode is %s; "
+            "FULL_AND_PIECEWISE has some for them.",
+            mode.name,
+        )
+    return right
 
 
 def _on_every_rank(right: bool) -> bool:
@@ -70,6 +79,8 @@ def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
             "the KV cache has no block to spare, or not only the KV of full and sliding-window "
             "attention; a larger one may help"
         )
+    if _guesses_contexts(runner):
+        return "its MLA backend computes drafts of several lengths as it does prompts"
     if room.sides < len(_PATHS) - 1 or rows < 9:
         return ""  # such trees are never asked for
     try:
@@ -85,6 +96,24 @@ def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
             "more than rounding explains"
         )
     return ""
+
+
+def _guesses_contexts(runner: Any) -> bool:
+    """Whether some attention computes sequences of several lengths in a step as it does prompts.
+
+    MLA reads a prompt's context as far as the host counts, which on Model Runner V2 counts drafts
+    that were not accepted. A trial cannot see it: its steps are not scheduled ahead.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return any(
+        isinstance(group.kv_cache_spec, MLAAttentionSpec)
+        and getattr(group.get_metadata_builder(), "query_len_support", None)
+        is not QueryLenSupport.VARLEN
+        for groups in runner.attn_groups
+        for group in groups
+    )
 
 
 def _finish(runner: Any) -> None:
@@ -123,9 +152,12 @@ class Trial(ABC):
         sides: Its trees.
 
     Attributes:
+        graphs: Of batches of any kind, those that steps with trees can use.
         runner: As above.
         root: The token behind its prompt; from the first step on.
     """
+
+    graphs: ClassVar[Sequence[CUDAGraphMode]] = (CUDAGraphMode.PIECEWISE,)
 
     def __init__(self, runner: Any, sides: "SideSequences") -> None:
         self.runner, self.root = runner, 0
@@ -223,6 +255,8 @@ class TrialV1(Trial):
 
 class TrialV2(Trial):
     """Of Model Runner V2."""
+
+    graphs: ClassVar[Sequence[CUDAGraphMode]] = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
     def _behind_prompt(self, start: int) -> int:
         """See Trial."""
