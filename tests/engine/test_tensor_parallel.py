@@ -63,6 +63,17 @@ def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -
     assert set(counts["skipped"]) <= {"catching_up"}
 
 
+def test_no_trees_where_one_rank_finds_them_wrong(
+    demo_pair: Path, texts: list[str], alone: Outputs
+) -> None:
+    spec = slem(demo_pair / "drafter", 8, tree_nodes=8)
+    changes = {"tensor_parallel_size": 2, "worker_cls": "one_rank_wrong.OneRankWrong"}
+    with engine(demo_pair / "target", spec, block_size=32, **changes) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        counts = read_stats(llm)
+    assert counts["drafts"] > counts["trees"] == 0
+
+
 @pytest.mark.parametrize(("method", "verification"), [("slrs", "block"), ("push_forward", "race")])
 def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification: str) -> None:
     """Both ranks verify with the first's draft_probs: the law is kept, and so is the text's sense.
