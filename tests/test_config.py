@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration: every spelling is understood, every mistake is refused in one sentence."""
 
+import math
+
 import pytest
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter, parse, wants_us
@@ -106,6 +108,8 @@ def test_own_keys_reach_the_options() -> None:
         (PROCESS | {"tree_nodes": 8}, ["tree_nodes is 8", "chains"]),
         (PROCESS | {"controller": "confidence", "method": "slem"}, ["controller is 'confidence'"]),
         (PROCESS | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
+        (PROCESS | {"drafter_device": "5-2"}, ["drafter_device is '5-2'", "smaller number"]),
+        (PROCESS | {"drafter_device": "1,5-2"}, ["drafter_device is '1,5-2'", "smaller number"]),
         (RAY | {"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
         (PROCESS | {"ray_drafter": {}}, ["ray_drafter", '"parallel": "ray"']),
         (RAY | {"tree_nodes": 8}, ["tree_nodes is 8", '"parallel": "ray"']),
@@ -113,6 +117,10 @@ def test_own_keys_reach_the_options() -> None:
         (RAY | {"ray_drafter": {"gpus": 1}}, ["num_gpus, num_cpus, share"]),
         (RAY | {"ray_drafter": {"num_cpus": -1}}, ["num_cpus of ray_drafter is -1"]),
         (RAY | {"ray_drafter": {"num_gpus": True}}, ["num_gpus of ray_drafter is True"]),
+        (RAY | {"ray_drafter": {"num_gpus": 1.5}}, ["num_gpus of ray_drafter is 1.5", "whole"]),
+        (RAY | {"ray_drafter": {"num_gpus": 1e-5}}, ["ray_drafter is 1e-05", "0.0001"]),
+        (RAY | {"ray_drafter": {"num_cpus": math.inf}}, ["num_cpus of ray_drafter is inf"]),
+        (RAY | {"ray_drafter": {"num_cpus": math.nan}}, ["num_cpus of ray_drafter is nan"]),
         (RAY | {"ray_drafter": {"share": "a b"}}, ["share of ray_drafter is 'a b'"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
@@ -139,6 +147,12 @@ def test_an_actor_asks_for_what_the_user_says() -> None:
     wanted = {"num_gpus": 0.5, "num_cpus": None, "share": "night"}
     options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
     assert options.ray_drafter == RayDrafter(num_gpus=0.5, share="night")
+
+
+@pytest.mark.parametrize("wanted", [{"num_gpus": 0}, {"num_gpus": 2.0}, {"num_cpus": 1.5}])
+def test_quantities_that_ray_takes(wanted: dict) -> None:
+    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
+    assert options.ray_drafter == RayDrafter(**wanted)
 
 
 def test_a_split_drafter_does_not_draw() -> None:

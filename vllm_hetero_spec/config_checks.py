@@ -4,6 +4,7 @@
 Each check takes the configuration as it was given, keys with underscores, and raises ConfigError.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from vllm_hetero_spec.errors import ConfigError, nearest
 
 # CPU cores as "0-2,5", or a device of torch.
 _DEVICES = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
+# Of a GPU or CPU, the least that Ray counts.
+_LEAST_SHARE = 1e-4
 
 
 def check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
@@ -103,10 +106,13 @@ def check_parallel(given: Mapping[str, Any]) -> None:
                 f'{key} is {found!r}, which does not go with "parallel": "{parallel}": that {why}; '
                 "leave one of them out."
             )
-    if device is not None and not re.fullmatch(_DEVICES, str(device)):
+    if device is None:
+        return
+    ranges = re.findall(r"(\d+)-(\d+)", str(device))
+    if not re.fullmatch(_DEVICES, str(device)) or any(int(a) > int(b) for a, b in ranges):
         raise ConfigError(
-            f'drafter_device is {device!r}; it must be CPU cores as "1" or "2-3,6", or a device '
-            'as "cuda:1".'
+            f'drafter_device is {device!r}; it must be CPU cores as "1" or "2-3,6", the smaller '
+            'number of a range first, or a device as "cuda:1".'
         )
 
 
@@ -120,10 +126,16 @@ def check_ray_drafter(given: Any) -> dict[str, Any]:
     found = {key: value for key, value in given.items() if value is not None}
     for key in found.keys() & set(keys[:2]):
         number = found[key]
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not (is_number and (number == 0 or _LEAST_SHARE <= number < math.inf)):
             raise ConfigError(
-                f"{key} of ray_drafter is {number!r}; it must be a number of at least 0, which Ray "
-                "sets aside on one node."
+                f"{key} of ray_drafter is {number!r}; it must be 0 or a number of at least "
+                f"{_LEAST_SHARE:g}, which Ray sets aside on one node."
+            )
+        if key == "num_gpus" and number > 1 and number % 1:
+            raise ConfigError(
+                f"num_gpus of ray_drafter is {number!r}; above 1, Ray sets aside whole GPUs alone: "
+                "give a share of one as 0.5, or a whole number."
             )
     share = found.get("share", "default")
     if not isinstance(share, str) or not re.fullmatch(r"[\w.-]+", share):

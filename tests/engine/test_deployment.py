@@ -10,7 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     stand_alone,
@@ -56,14 +56,25 @@ def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: V
     [
         ({}, "cuda:1"),
         ({"drafter_device": "cuda:2"}, "cuda:2"),
-        ({"drafter_device": "2-3"}, None),
+        ({"drafter_device": "2-3"}, "cuda:1"),
         ({"parallel": "ray"}, None),
     ],
 )
 def test_the_drafter_is_beside_the_target_by_default(
     demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str | None
 ) -> None:
-    assert deployed(demo_pair, target, **keys).device == device
+    """Also where its threads have cores of their own."""
+    given = deployed(demo_pair, target, **keys)
+    assert given.device == device
+    assert list(given.cores) == ([2, 3] if keys.get("drafter_device") == "2-3" else [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo:7"])
+def test_the_drafter_has_a_device_of_the_targets_type(
+    demo_pair: Path, target: VllmConfig, device: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"drafter_device is '{device}', .* on cuda:1: .*CPU co"):
+        deployed(demo_pair, target, drafter_device=device)
 
 
 def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:

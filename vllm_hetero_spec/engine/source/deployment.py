@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import HeteroOptions
+from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
@@ -39,7 +39,7 @@ class Deployment:
         vocab_size: Ids of the drafter's tokenizer.
         ends: Ids after which nothing is drafted.
         device: Of torch; None for the first that the process sees.
-        cores: Of the CPU that it runs on; none for those of the engine.
+        cores: Of the CPU, for its threads; none for those of the engine.
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
         tokenizer: Of the drafter, its fingerprint.
@@ -124,9 +124,17 @@ class Deployment:
             pair: The two tokenizers.
             tokens: Which target tokens are proposed, where drafts are drawn.
             beside: The target's device.
+
+        Raises:
+            ConfigError: The drafter is to run on a device of another type.
         """
-        where = options.drafter_device or str(beside)
+        where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores, ours = where[:1].isdigit(), options.parallel == "process"
+        if not on_cores and where.partition(":")[0] != beside.type:
+            raise ConfigError(
+                f"drafter_device is {where!r}, and the target runs on {beside}: a drafter runs on "
+                f'a device of the same type, as "{beside.type}"; give one, or CPU cores as "2-3".'
+            )
         return cls(
             vllm_config=_without_layers(vllm_config),
             drafter_config=drafter_config,
@@ -134,7 +142,7 @@ class Deployment:
             banned=pair.bridge.banned,
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
-            device=where if ours and not on_cores else None,
+            device=str(beside) if on_cores else where if ours else None,
             cores=cores_of(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
