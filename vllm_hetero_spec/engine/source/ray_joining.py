@@ -103,8 +103,10 @@ def _actor(ray: Any, errand: Errand, number: int) -> "tuple[ActorHandle, bool]":
     made = errand.deployment, errand.shape[1:], errand.silence, errand.idle_exit
     try:
         return placed.remote(*made), True
-    except ValueError:  # another engine was faster
-        return ray.get_actor(name, NAMESPACE), False
+    except ValueError as error:  # another engine was faster, or Ray does not take the options
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, NAMESPACE), False
+        raise error
 
 
 def _end(ray: Any, name: str, number: int) -> None:
