@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a drafter in a process of its own is sent, and where it is to run."""
 
+import copy
+import dataclasses
+import importlib
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     stand_alone,
 )
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
-from vllm_hetero_spec.engine.source.deployment import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +47,46 @@ def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: V
     layers = target.compilation_config.static_forward_context
     layers["layer"], layers["expert"] = layer, lambda: None
     sent = deployed(demo_pair, target)
-    assert len(pickle.dumps(sent)) < 1 << 17
+    assert len(packed(sent)) < 1 << 17
     assert set(layers) == {"layer", "expert"}
-    received = pickle.loads(pickle.dumps(sent)).vllm_config
+    received = pickle.loads(packed(sent)).vllm_config
     assert not received.compilation_config.static_forward_context
     target.cache_config.kv_cache_layout = "settled later"
     assert sent.vllm_config.cache_config.kv_cache_layout is None
     target.cache_config.kv_cache_layout = None
     layers.clear()
+
+
+def test_a_model_with_code_of_its_own_is_sent_with_it(
+    demo_pair: Path, target: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class lies in a folder of this machine that no other process imports."""
+    folder = tmp_path / "transformers_modules"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "theirs.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass Theirs(LlamaConfig):\n    own = 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+    given = deployed(demo_pair, target)
+    drafter = copy.copy(given.drafter_config)
+    theirs = importlib.import_module("transformers_modules.theirs").Theirs
+    drafter.hf_config = theirs(hidden_size=24)
+    sent = tmp_path / "sent"
+    sent.write_bytes(packed(dataclasses.replace(given, drafter_config=drafter)))
+    code = (
+        "import pickle, sys; given = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "config = given.drafter_config.hf_config\n"
+        "print(type(config).__name__, config.own, config.hidden_size)"
+    )
+    command = [sys.executable, "-c", code, str(sent)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert loaded.stdout.split("\n")[-2:] == ["Theirs 7 24", ""], loaded.stderr
+    cloudpickle.unregister_pickle_by_value(sys.modules["transformers_modules"])
+    for name in ("transformers_modules.theirs", "transformers_modules"):
+        sys.modules.pop(name)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +113,11 @@ def test_the_drafter_has_a_device_of_the_targets_type(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"drafter_device is '{device}', .* on cuda:1: .*CPU co"):
         deployed(demo_pair, target, drafter_device=device)
+
+
+def test_an_actor_beside_a_gpu_asks_for_one(demo_pair: Path, target: VllmConfig) -> None:
+    with pytest.raises(ConfigError, match=r"num_gpus of ray_drafter is 0, .* on cuda:1: .* as 0.5"):
+        deployed(demo_pair, target, parallel="ray", ray_drafter=RayDrafter(num_gpus=0))
 
 
 def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:

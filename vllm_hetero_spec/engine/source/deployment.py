@@ -3,12 +3,13 @@
 
 import copy
 import hashlib
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import cloudpickle
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 
 from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -29,7 +30,7 @@ _DRAFTER, _RELAY = (f"vllm_hetero_spec.engine.source.{of}" for of in ("drafter_m
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a drafter process is to run. Pickled, by the engine for its own child.
+    """What a drafter process is to run. See `packed`.
 
     Attributes:
         vllm_config: The target's, without its layers.
@@ -74,7 +75,7 @@ class Deployment:
         return _RELAY, Errand(
             actor=f"hetero_spec:{self._fingerprint}:{wanted.share}",
             resources={"num_gpus": num_gpus, "num_cpus": wanted.num_cpus},
-            deployment=pickle.dumps(self),
+            deployment=packed(self),
             shape=self.table_shape,
             address=own_address(),
             patience=PATIENCE,
@@ -126,7 +127,7 @@ class Deployment:
             beside: The target's device.
 
         Raises:
-            ConfigError: The drafter is to run on a device of another type.
+            ConfigError: The drafter is to run on a device of another type, or on none.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores, ours = where[:1].isdigit(), options.parallel == "process"
@@ -134,6 +135,13 @@ class Deployment:
             raise ConfigError(
                 f"drafter_device is {where!r}, and the target runs on {beside}: a drafter runs on "
                 f'a device of the same type, as "{beside.type}"; give one, or CPU cores as "2-3".'
+            )
+        on_gpu = options.parallel == "ray" and beside.type != "cpu"
+        if on_gpu and options.ray_drafter.num_gpus == 0:
+            raise ConfigError(
+                f"num_gpus of ray_drafter is 0, and the target runs on {beside}: the drafter would "
+                "take a GPU of its node that Ray has not set aside; give a number of GPUs, or a "
+                "share of one as 0.5."
             )
         return cls(
             vllm_config=_without_layers(vllm_config),
@@ -149,6 +157,13 @@ class Deployment:
             tokenizer=pair.drafter.fingerprint,
             tokens=tokens,
         )
+
+
+def packed(told: "Deployment | Errand") -> bytes:
+    """Pickled, with the classes that come from a model's repository: nobody else has them."""
+    maybe_register_config_serialize_by_value()
+    made: bytes = cloudpickle.dumps(told)
+    return made
 
 
 def _without_layers(config: VllmConfig) -> VllmConfig:

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            given: Deployment = pickle.load(sys.stdin.buffer)
-            table = DraftTable(memory, *given.table_shape)
-            server, ready = load(given, table, folder)
+            server, ready = load(
+                sys.stdin.buffer.read(),
+                lambda given: DraftTable(memory, *given.table_shape),
+                folder,
+            )
         except ConfigError as error:
             messages.send(encode(Failed(str(error))))
             return
@@ -50,23 +53,27 @@ def main() -> None:
 
 
 def load(
-    deployment: "Deployment", table: "AnyTable", folder: str
+    deployment: bytes, table_of: "Callable[[Deployment], AnyTable]", folder: str
 ) -> "tuple[DraftingServer, Ready]":
     """The drafter in a process of its own, or in an actor of Ray's.
 
     Args:
-        deployment: What it is to run.
-        table: Where it puts its drafts.
+        deployment: What it is to run, pickled.
+        table_of: Where it puts its drafts.
         folder: An empty one, to live as long as the process: its group of ranks meets there.
 
     Raises:
         ConfigError: It cannot be loaded.
     """
+    from vllm.plugins import load_general_plugins
+
     from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.errors import one_line
 
     try:
-        return _load(deployment, table, folder)
+        load_general_plugins()  # as vLLM's workers do: models of other packages are among them
+        given = pickle.loads(deployment)
+        return _load(given, table_of(given), folder)
     except ConfigError:
         raise
     except Exception as error:

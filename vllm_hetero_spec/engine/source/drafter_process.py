@@ -9,7 +9,6 @@ all of that to an actor of Ray's which has it: here there is no difference.
 
 import contextlib
 import os
-import pickle
 import select
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source.answers import LONGEST, Failed, Ready, answer_of, encode
-from vllm_hetero_spec.engine.source.deployment import Deployment
+from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 
@@ -49,7 +48,7 @@ class DrafterProcess:
             self.table = DraftTable(memory, *shape)
             with tempfile.TemporaryFile() as start, theirs:
                 module, told = deployment.program(lost)
-                pickle.dump(told, start)
+                start.write(packed(told))
                 start.seek(0)
                 arguments = theirs.fileno(), memory, *deployment.cores
                 child = subprocess.Popen(

@@ -8,7 +8,6 @@ takes what the engines have said, and drafts for all of them in the same forward
 import asyncio
 import contextlib
 import os
-import pickle
 import queue
 import tempfile
 import threading
@@ -108,7 +107,7 @@ class DrafterActor:
     def _load(self, deployment: bytes, folder: str) -> "DraftingServer":
         from vllm_hetero_spec.engine.source.drafter_main import load
 
-        server, ready = load(pickle.loads(deployment), self._table, folder)
+        server, ready = load(deployment, lambda _: self._table, folder)
         self._loaded.set_result(encode(ready))
         return server
 
