@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts in shared memory: what is half written is not believed."""
 
+import errno
 import os
 import random
 
@@ -12,14 +13,36 @@ from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4
 
 
-@pytest.fixture
-def tables() -> tuple[DraftTable, DraftTable]:
+@pytest.fixture(params=["memfd_create", "posix_fallocate"])
+def tables(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DraftTable, DraftTable]:
+    if request.param != "memfd_create":
+        monkeypatch.delattr(os, "memfd_create")
     file = make_file(*SHAPE)
     assert os.fstat(file).st_mode & 0o777 == 0o600
     assert os.fstat(file).st_nlink == 0
+    reserved = 512 * os.fstat(file).st_blocks
+    assert request.param == "memfd_create" or reserved >= DraftTable.size(*SHAPE)
     both = DraftTable(file, *SHAPE), DraftTable(file, *SHAPE)
     os.close(file)
     return both
+
+
+def test_a_table_does_not_lie_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not there when it is first looked at ends the process: it is there, or refused."""
+
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = make_file(*SHAPE)
+    assert "/dev/shm" not in os.readlink(f"/proc/self/fd/{file}")
+    os.close(file)
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"table of drafts needs \d+ bytes in .*max_num_seqs") as said:
+        make_file(*SHAPE)
+    assert said.value.errno == errno.ENOSPC
 
 
 def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) -> None:

@@ -152,11 +152,30 @@ class DraftTable:
 
 
 def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
-    """A file of memory for a table that nobody else can open, with nothing in it."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(DraftTable.size(slots, longest, sides, drawn))
-        return os.dup(file.fileno())
+    """A file of memory for a table that nobody else can open, with nothing in it.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    size = DraftTable.size(slots, longest, sides, drawn)
+    if hasattr(os, "memfd_create"):
+        # Not in /dev/shm, of which containers have 64 MiB: who reads a page past that is ended.
+        file = os.memfd_create("hetero_spec")
+        os.fchmod(file, 0o600)
+        os.truncate(file, size)
+        return file
+    # Builds of Python for old systems have no such call.
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=folder) as named:
+        try:
+            os.posix_fallocate(named.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the table of drafts needs {size} bytes in {folder}, which has no room for it; "
+                "give the container more (--shm-size), or lower max_num_seqs",
+            ) from error
+        return os.dup(named.fileno())
 
 
 def _checksum(record: bytes) -> int:
