@@ -2,6 +2,7 @@
 """A drafter's actor, without Ray: what cannot be loaded, and what Ray refuses."""
 
 import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,24 @@ def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vllm.plugins, "load_general_plugins", stop)
     monkeypatch.setattr(drafter_main, "_load", pytest.fail)
     assert "RuntimeError: plugins first" in failure(monkeypatch, b"")
+
+
+@pytest.mark.parametrize(("says", "seen"), [("1", "3"), ("0", "0,1"), (None, "0,1")])
+def test_an_actor_sees_the_gpu_that_is_set_aside(
+    monkeypatch: pytest.MonkeyPatch, says: str | None, seen: str
+) -> None:
+    """Where Ray leaves it to the actor, as it does on nodes with this variable."""
+    variable = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(variable, raising=False)
+    if says is not None:
+        monkeypatch.setenv(variable, says)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["3"], "TPU": []})
+    ray = SimpleNamespace(get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_actor.DrafterActor, "_live", lambda actor, deployment: None)
+    ray_actor.DrafterActor(b"", (3, 2), 1.0, 1.0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def ray_with(found: list[object], error: str) -> Any:

@@ -32,6 +32,8 @@ _LOOK = 1.0
 _STUCK = 60.0
 # Seconds in which it is still told why the drafter cannot be loaded.
 _LAST_WORDS = 2.0
+# Ray's own: with it, its workers see all GPUs of the node.
+_SAYS_NOTHING = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 class DrafterActor:
@@ -50,6 +52,7 @@ class DrafterActor:
         # Not at the head: a relay loads this module too, and neither torch nor numpy.
         from vllm_hetero_spec.engine.source.sharing import SharedTable
 
+        _see_own_gpu()
         self._table = SharedTable(*shape)
         self._silence, self._idle_exit = silence, idle_exit
         self._loaded: Future[bytes] = Future()
@@ -128,3 +131,14 @@ class DrafterActor:
                     server.take(farewell)
                 used = looked if self._table else used
             server.advance()
+
+
+def _see_own_gpu() -> None:
+    """See the GPU that Ray has set aside alone, also on nodes where Ray is not to say which."""
+    if os.environ.get(_SAYS_NOTHING, "").lower() not in ("1", "true"):
+        return
+    import ray
+
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
