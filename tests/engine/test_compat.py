@@ -159,9 +159,14 @@ def test_salt_rides_along_and_unsalted_requests_are_untouched() -> None:
         pass
 
     wrapped = salt._keep_salt(lambda cls, request, *args: Data())
-    salted = wrapped(Data, SimpleNamespace(cache_salt="tenant"))
+    same, again, other, long, odd = (
+        salt.salt_of(wrapped(Data, SimpleNamespace(cache_salt=given)))
+        for given in ("tenant", "tenant", "tenan", "tenant" * 10**6, "tenant\ud800")
+    )
     plain = wrapped(Data, SimpleNamespace(cache_salt=None))
-    assert salt.salt_of(salted) == "tenant"
+    assert same == again
+    assert len({same, other, long, odd}) == 4
+    assert all(found is not None and len(found) == 64 for found in (same, long, odd))
     assert salt.salt_of(plain) is None
     assert not vars(plain)
 

@@ -67,6 +67,17 @@ def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
     assert len(drafting.source.pool._free) >= drafting.source.pool._num_slots - 1
 
 
+def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outputs) -> None:
+    """It does not travel: a message of that length could not be sent."""
+    before = read_stats(llm)
+    salted: Any = {"prompt": texts[0], "cache_salt": "s" * (1 << 20)}
+    assert generate(llm, [salted], greedy())["0"] == alone["0"]
+    after = read_stats(llm)
+    assert after["restarts"] == before["restarts"]
+    assert "drafter_error" not in after["skipped"]
+    assert after["drafter_tokens"] > before["drafter_tokens"]
+
+
 def test_a_thousand_requests_that_are_aborted_leave_nothing(
     llm: Any, texts: list, alone: Outputs
 ) -> None:

@@ -3,9 +3,10 @@
 
 The drafter shares KV blocks between requests with a common prefix. A salt forbids sharing between
 tenants, but vLLM's scheduler keeps it to itself; here it rides along on the NewRequestData of
-salted requests.
+salted requests, as a hash: a salt may be of any length, and only equal ones have to be known.
 """
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from vllm_hetero_spec.engine.compat import patching
@@ -30,12 +31,13 @@ def _keep_salt(original: patching.Function) -> patching.Function:
     ) -> "NewRequestData":
         data = original(cls, request, *args, **kwargs)
         if request.cache_salt is not None:
-            setattr(data, _ATTRIBUTE, request.cache_salt)
+            salt = request.cache_salt.encode("utf-8", "surrogatepass")
+            setattr(data, _ATTRIBUTE, hashlib.sha256(salt).hexdigest())
         return data
 
     return from_request
 
 
 def salt_of(new_request: "NewRequestData") -> str | None:
-    """The salt of a NewRequestData, None where the request had none."""
+    """A hash of the salt of a NewRequestData, None where the request had none."""
     return getattr(new_request, _ATTRIBUTE, None)
