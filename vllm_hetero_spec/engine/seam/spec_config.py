@@ -8,6 +8,7 @@ travel with it through pickling, spawned workers and Ray. Never `dataclasses.rep
 checks refuse the `prompt_lookup_max=0` that `custom_class` sets.
 """
 
+import hashlib
 import platform
 
 from pydantic import SkipValidation
@@ -55,6 +56,14 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
             )
         register()
         install_hooks()
+
+    def compute_hash(self) -> str:
+        """Of the drafter and all options too.
+
+        By it vLLM knows how much memory the KV cache had at an earlier start (its startup plan).
+        """
+        parts = super().compute_hash(), self.drafter_model_config.compute_hash(), self.hetero
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def __repr__(self) -> str:
         return (
