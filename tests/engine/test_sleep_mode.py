@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter lies where vLLM keeps what outlives a sleep of level 2; nothing sleeps on a CPU."""
+"""The drafter lies where vLLM keeps what outlives a sleep of level 2, but for its KV.
+
+Nothing sleeps on a CPU.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from scenarios import generate, greedy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam import sleep_mode
 
@@ -28,9 +32,10 @@ class Allocator(TorchDispatchMode):
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:
-        self._tag = tag
-        with self:
+        before, self._tag = self._tag, tag
+        with contextlib.nullcontext() if before else self:
             yield
+        self._tag = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -38,12 +43,13 @@ class Allocator(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 held = self.allocated.setdefault(self._tag, set())
                 held.add(tensor.untyped_storage().data_ptr())
+                held.discard(0)  # of an empty one
         return found
 
 
 @pytest.mark.engine
 def test_drafter_is_allocated_where_it_outlives_sleep(
-    demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Path, prompts: list, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = Allocator()
     load = HeteroProposer.load_model
@@ -61,13 +67,24 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
         model = proposer_of(llm).drafting.source.drafter.model
         layers = model.config.compilation_config.static_forward_context.values()
         tensors = [*model.model.parameters(), *model.model.buffers()]
-        tensors += [layer.kv_cache for layer in layers]
         assert len(tensors) > 10
-        assert list(allocator.allocated) == ["runtime"]
-        kept = allocator.allocated["runtime"]
-        assert all(tensor.untyped_storage().data_ptr() in kept for tensor in tensors)
+        assert set(allocator.allocated) == {"runtime", "kv_cache"}
+        kept, dropped = allocator.allocated["runtime"], allocator.allocated["kv_cache"]
+        lying = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        assert lying <= kept
+        assert not lying & dropped
+        caches = {layer.kv_cache.untyped_storage().data_ptr() for layer in layers}
+        assert caches <= dropped
         generate(llm, prompts[:2], greedy())
         assert metrics_of(llm)["num_accepted_tokens"] > 0
+        # vLLM also discards KV alone, while nothing sleeps.
+        text = "\n".join(code_prompts)[:1500]
+        generate(llm, [text], greedy(max_tokens=8))
+        for tags, reuses in ((["weights"], True), (["kv_cache"], False)):
+            before = read_stats(llm)["reused_tokens"]
+            llm.collective_rpc("wake_up", args=(tags,))
+            generate(llm, [text], greedy(max_tokens=8))
+            assert (read_stats(llm)["reused_tokens"] > before) == reuses
 
 
 def test_nothing_is_kept_where_nothing_sleeps() -> None:

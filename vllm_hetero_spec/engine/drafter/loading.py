@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
+from vllm_hetero_spec.engine.seam.sleep_mode import dropped_in_sleep
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -83,7 +84,13 @@ def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) 
         groups, _, kernel_block_sizes = init_attn_backend(plan, config, device)
         layers = config.compilation_config.static_forward_context
         kv_caches = init_kv_cache(
-            layers, plan, device, kernel_block_sizes, config, attn_groups=groups[0]
+            layers,
+            plan,
+            device,
+            kernel_block_sizes,
+            config,
+            kv_cache_allocation_context=dropped_in_sleep(config),
+            attn_groups=groups[0],
         )
     size, names = group.kv_cache_spec.block_size, list(group.layer_names)
     return LoadedDrafter(model, groups[0], names, plan.num_blocks, size, kv_caches)

@@ -3,7 +3,8 @@
 
 Level 2 discards the target's weights, which the user then loads anew. Nobody would load the
 drafter's, nor the tables and buffers beside them, so they lie where vLLM keeps what outlives every
-level: in host memory while it sleeps. Addresses stay, so CUDA graphs do too.
+level: in host memory while it sleeps. Addresses stay, so CUDA graphs do too. The drafter's KV is
+discarded with the target's at every level, and texts are read afresh.
 
 A drafter in a process of its own is none of vLLM's memory. At level 1 it stays as it is, and has
 nothing to do; at level 2 its process ends, and is started again when the worker wakes.
@@ -22,9 +23,22 @@ def kept_in_sleep(target: VllmConfig) -> contextlib.AbstractContextManager[objec
     Args:
         target: The worker's own configuration.
     """
-    if not (current_platform.is_cuda_alike() and target.model_config.enable_cumem_allocator):
+    return _pool(target, "runtime")
+
+
+def dropped_in_sleep(drafter: VllmConfig) -> contextlib.AbstractContextManager[object]:
+    """Where to allocate what is of no use after the sleep of a worker.
+
+    Args:
+        drafter: Its configuration, which says whether it lies in memory that sleeps.
+    """
+    return _pool(drafter, "kv_cache")
+
+
+def _pool(config: VllmConfig, tag: str) -> contextlib.AbstractContextManager[object]:
+    if not (current_platform.is_cuda_alike() and config.model_config.enable_cumem_allocator):
         return contextlib.nullcontext()
     pool: contextlib.AbstractContextManager[object] = get_mem_allocator_instance().use_memory_pool(
-        tag="runtime"
+        tag=tag
     )
     return pool

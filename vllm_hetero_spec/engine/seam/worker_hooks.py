@@ -77,6 +77,10 @@ class Proposer(transport.Reporter):
         """Called before the worker falls asleep; there are no requests any more."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Forget every request and all KV."""
+
+    @abstractmethod
     def wake(self) -> None:
         """Called when the worker's KV is there again."""
 
@@ -187,6 +191,7 @@ def _wake(original: _Original) -> _Original:
         answer = original(worker, tags)
         drafter = _ours(worker.model_runner)
         if drafter and (tags is None or "kv_cache" in tags):
+            drafter.reset()  # the KV may have been discarded without a sleep
             drafter.wake()
         return answer
 

@@ -66,6 +66,8 @@ class InlineSource:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
         config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
         self._alone = Alone(Groups.of_drafter(solo=solo), vllm_config, config)
+        # As the target, it lies in memory that sleeps, where there is any.
+        config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config
         # Ranks verify with the same random numbers: building the drafter on one must not draw any.
         used = [device] if device.type != "cpu" else []
