@@ -105,10 +105,24 @@ def pair_file(seam: Runner, config: VllmConfig, options: HeteroOptions) -> PairF
         None if cache is None else cache / "pairs",
         config.model_config.compute_hash(),
         config.parallel_config.compute_hash(),
-        config.compilation_config.mode,
+        _kernels(config),
         options,
         config.scheduler_config.max_num_seqs,
         _most_rows(seam, config, options),
+    )
+
+
+def _kernels(config: VllmConfig) -> tuple[object, ...]:
+    """What decides how fast the target's steps are, beside its model and where its ranks are."""
+    compilation = config.compilation_config
+    return (
+        compilation.mode,
+        str(compilation.cudagraph_mode),
+        compilation.max_cudagraph_capture_size,
+        config.use_v2_model_runner,
+        config.scheduler_config.async_scheduling,
+        config.cache_config.cache_dtype,
+        str(config.attention_config.backend),
     )
 
 
