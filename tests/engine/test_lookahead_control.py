@@ -43,7 +43,7 @@ class Scripted(Fixed):
         self.verified: list[tuple[int, int]] = []
 
     def plan(
-        self, batch: int, limits: Any, pending: Any = None, random: Any = None
+        self, batch: int, limits: Any, pending: Any = None, random: Any = None, tiers: Any = ()
     ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script

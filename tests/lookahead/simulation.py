@@ -6,7 +6,7 @@ the interface that an engine uses.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +39,7 @@ class Machine:
         noise: Standard deviation of the logarithm of every measurement.
         wander: The same of the machine's speed, which changes for all steps alike.
         calm: Seconds after which the speed has mostly forgotten what it was.
+        tiers: Lengths that drafts are filled up to, all of a step alike; none where they are not.
     """
 
     target: Seconds
@@ -48,6 +49,13 @@ class Machine:
     noise: float = 0.0
     wander: float = 0.0
     calm: float = 0.2
+    tiers: tuple[int, ...] = ()
+
+    def rows(self, lengths: Sequence[int], longest: int) -> int:
+        """Of a target step that verifies drafts of such lengths; they were to have `longest`."""
+        if not self.tiers:
+            return len(lengths) + sum(lengths)
+        return len(lengths) * (1 + next(tier for tier in self.tiers if tier >= longest))
 
 
 @dataclass
@@ -153,12 +161,13 @@ class _Server:
         """One step; `pending` is what the drafter has yet to read of each request."""
         batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
         random = self._phase.random
-        plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch)
+        tiers = self._phase.machine.tiers
+        plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch, tiers)
         simulated = self._drafts.take(batch)
         drafts = self._draft(plan, simulated, pending)
         lengths = self._controller.trim(drafts)
         drafting = self._clock.now - began
-        rows = batch + sum(lengths)
+        rows = self._phase.machine.rows(lengths, max(plan.lookahead))
         seconds = self._spend(self._phase.machine.target(rows))
         self._controller.observe_step(batch, rows, seconds)
         emitted = 0
@@ -240,7 +249,7 @@ def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> flo
     """Tokens per second of a fixed lookahead; 0 is the target alone."""
     rate = text.share * text.easy + (1 - text.share) * text.hard
     tokens = batch * sum(rate**j for j in range(lookahead + 1))
-    seconds = machine.target(batch * (lookahead + 1))
+    seconds = machine.target(machine.rows([lookahead] * batch, lookahead))
     if lookahead:
         seconds += machine.overhead(batch) + lookahead * machine.drafter(batch)
     return tokens / seconds

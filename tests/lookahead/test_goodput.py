@@ -104,6 +104,25 @@ def test_without_calibration(text: Text) -> None:
         assert ours.rate > 0.96 * fixed.rate, batch
 
 
+@pytest.mark.parametrize("batch", [8, 64, 128])
+@pytest.mark.parametrize("rate", [0.6, 0.7, 0.8, 0.9])
+def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
+    """Rows are there whatever is in them: a draft of one token is as dear as one of three."""
+    on = Machine(  # an 8B model on a GPU, about: memory first, from 100 rows on arithmetic
+        target=lambda rows: 6.5e-3 + max(5e-6 * rows, 27e-6 * rows - 2e-3),
+        drafter=lambda requests: 1.2e-3 + 3e-6 * requests,
+        overhead=lambda requests: 3e-4,
+        noise=0.02,
+        tiers=(0, 3, LONGEST),
+    )
+    text = Text(rate, rate)
+    known = calibration(replace(on, tiers=()))
+    outcome, _ = serve(Phase(batch, 10.0, text, on), costs=known)
+    best = static_rate(text, on, batch, best_fixed(on, text, batch))
+    alone = static_rate(text, on, batch, 0)
+    assert outcome.rate > 0.92 * max(best, alone)  # on an edge it takes seconds to find out
+
+
 def test_a_machine_that_works_in_tiles() -> None:
     """The rows behind a dear one are cheap: whoever stops before it gives them away."""
     on = machine(lambda rows: 0.04 + 0.012 * math.ceil(rows / 8), 0.08)

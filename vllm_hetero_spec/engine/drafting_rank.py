@@ -8,6 +8,7 @@ by the same rule.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,10 @@ class DraftingRank:
         self.control.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._count(plan)
+        began, known = time.perf_counter(), not step.started
         tasks = self._tasks(step, plan)
+        # A new text is read once; what others gain is a part of each of their drafts.
+        self.control.prepared = time.perf_counter() - began if known else 0.0
         self.source.begin(tasks, self.requests.outside(step), self.control)
 
     def _finish(self, step: StepView) -> list[Draft]:

@@ -102,6 +102,7 @@ class LookaheadControl:
 
     Attributes:
         asks: The lookahead that coming steps should be scheduled with, one of `StepView.tiers`.
+        prepared: Seconds that it took to bring the texts of the present round up to date.
     """
 
     def __init__(
@@ -111,19 +112,17 @@ class LookaheadControl:
         can_stop_early: bool,
         values: TreeValues | RankValues | None = None,
     ) -> None:
-        self.asks = 0
+        self.asks, self.prepared = 0, 0.0
         self._trees = TreeControl(values or TreeValues.unknown())
         self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
         self._verifying: dict[str, _Verifying] = {}
-        self._plan = LookaheadPlan(())
+        self._plan, self._regime = LookaheadPlan(()), ""
         self._own: dict[str, int] = {}  # what requests of this step ask for themselves
         self._index_of: Mapping[str, int] = {}
-        self._random: Sequence[bool] = ()
-        self._stopped = False  # whether `continue_drafting` ended the round's drafts
-        self._regime = ""
+        self._random, self._stopped = [False], False  # whether `continue_drafting` ended the drafts
 
     def observe(self, step: StepView) -> None:
         """A step of the target has ended: learn what it took, and what was accepted."""
@@ -183,8 +182,9 @@ class LookaheadControl:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
             verified = trees.paths > 0 and not (trees.looks or self._plan.probe)
             lookahead = self._within(step, lookahead, soon=soon, trees=verified)
-        # Beside drafts, short contexts are caught up; a long one is read for a draft of its own.
-        beside = not self._plan.probe and (any(self._plan.lookahead) or not self.controller.off)
+        # Beside drafts, short contexts are caught up; a long one is read for a draft of its own. A
+        # device would read what nobody waits for in the target's time.
+        beside = not self._plan.probe and any(self._plan.lookahead)
         reads = [
             wanted > 0 or (beside and limit > 0 and left <= _LONG)
             for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
@@ -207,7 +207,7 @@ class LookaheadControl:
             if same and step.lookahead:
                 lookahead = [wanted.get(req_id, 0) for req_id in step.index_of]
                 return waiting._replace(lookahead=tuple(map(min, lookahead, limits)))
-        plan = self.controller.plan(len(limits), limits, unread, self._random)
+        plan = self.controller.plan(len(limits), limits, unread, self._random, step.tiers)
         if any(limits) and not plan.probe:
             self._usual = max(plan.lookahead)
         return plan
@@ -260,7 +260,7 @@ class LookaheadControl:
                 timing.picked / timing.forwards,
                 timing.forwards,
                 timing.seconds,
-                overhead=timing.overhead,
+                overhead=timing.overhead + self.prepared,
                 fed=timing.caught_up,
                 longest=longest,
                 exposed=timing.exposed,

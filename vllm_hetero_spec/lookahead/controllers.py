@@ -78,6 +78,7 @@ class Controller(ABC):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
+        tiers: Sequence[int] = (),
     ) -> LookaheadPlan:
         """How far to draft.
 
@@ -86,6 +87,8 @@ class Controller(ABC):
             limits: Most target tokens worth drafting for each request; 0 to leave it alone.
             pending: Context tokens that the drafter has yet to read for each; None for none.
             random: Which requests are random, not greedy; None where none is.
+            tiers: Where drafts are filled up, the lengths that they may have, rising from 0: the
+                target computes as many rows of every request. None where each is as long as it is.
         """
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -204,6 +207,7 @@ class Fixed(Controller):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
+        tiers: Sequence[int] = (),
     ) -> LookaheadPlan:
         """The fixed lookahead, within the limits; see `Controller`."""
         lookahead = tuple(min(limit, self._lookahead) for limit in limits)

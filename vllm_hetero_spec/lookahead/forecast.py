@@ -87,6 +87,7 @@ def forecast(
     can_stop_early: bool,
     sides: BesideChain | None = None,
     paths: int = 1,
+    tiers: Sequence[int] = (),
 ) -> Forecast:
     """Rates of all lookaheads that are worth a look.
 
@@ -99,6 +100,7 @@ def forecast(
         can_stop_early: Drafting can end between drafter steps.
         sides: Of trees; None where drafts are chains.
         paths: Of each tree, that the drafter follows.
+        tiers: See `Controller.plan`: rows within one cost nothing more.
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
@@ -124,6 +126,8 @@ def forecast(
     found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
     for depth in range(len(asking) - 1):
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
+        if tiers:
+            row_price = 0.0
         side_tokens = side_rows = side_reads = beside = 0.0
         if sides is not None:
             chains = rows + asking[depth + 1]
@@ -148,7 +152,8 @@ def forecast(
         read_again += asking[depth + 1] * side_reads
         tokens += accepted
         seconds = before + step * known.steps.expected(depth_drafted) + costs.side(read_again)
-        verifying, stddev = costs.target(batch, rows), costs.verify_stddev(rows)
+        computed = batch * (1.0 + filled_up(depth + 1, tiers)) if tiers else rows
+        verifying, stddev = costs.target(batch, computed), costs.verify_stddev(computed)
         hoped = seconds * hope_of_drafter + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))
         found.hopeful.append(tokens / hoped)
@@ -156,6 +161,11 @@ def forecast(
         if found.hopeful[-1] < _HOPELESS * max(found.rates) or accepted < _NEGLIGIBLE * tokens:
             break
     return found
+
+
+def filled_up(length: int, tiers: Sequence[int]) -> int:
+    """Rows of a request behind its first one where the longest draft has that many tokens."""
+    return next((tier for tier in tiers if tier >= length), tiers[-1])
 
 
 def _price_of_last(

@@ -16,7 +16,7 @@ from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observa
 from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, forecast
+from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, filled_up, forecast
 from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
@@ -86,6 +86,7 @@ class Goodput(Controller):
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
+        self._tiers: Sequence[int] = ()
         self._lookahead, self._tokens_per_second, self._looks = 0, 0.0, False
         self._since_plain = 0  # steps
         # The last forecast, the load it is for, its age in steps, and how many that load has had.
@@ -98,9 +99,10 @@ class Goodput(Controller):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
+        tiers: Sequence[int] = (),
     ) -> LookaheadPlan:
         """How far to draft; see `Controller`."""
-        now = self._clock()
+        now, self._tiers = self._clock(), tiers
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
@@ -135,7 +137,9 @@ class Goodput(Controller):
         self._looks = trees.looks
         beside = found.beside if trees.paths and not trees.looks else ()
         load = batch, batch + sum(lookahead), self._random
-        self.policy = StepPolicy(self.known, rate, *load, beside, max(trees.paths, 1))
+        self.policy = StepPolicy(
+            self.known, rate, *load, beside, max(trees.paths, 1), filled_up=bool(tiers)
+        )
         return LookaheadPlan(lookahead, trees=trees)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
@@ -220,7 +224,7 @@ class Goodput(Controller):
             self._tokens_per_second = max(target_rate, achieved)
             rate = self._tokens_per_second
             load = self._batch, limits, random, rate, self._can_stop_early
-            found = self._choice.forecast(*load, self._lookahead)
+            found = self._choice.forecast(*load, self._lookahead, self._tiers)
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:
@@ -244,7 +248,7 @@ class Goodput(Controller):
         if not self._warming_up():
             return 0.0
         prices = self._tokens_per_second, self._can_stop_early
-        found = forecast(self._good, self._batch, limits, [False], *prices)
+        found = forecast(self._good, self._batch, limits, [False], *prices, tiers=self._tiers)
         return max(found.hopeful) / found.alone
 
     def _choose(self, found: Forecast) -> int:
@@ -309,7 +313,10 @@ class Goodput(Controller):
     def _expected_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
         """Seconds that a probe of these requests costs beyond what it is expected to earn."""
         count = len(chosen)
-        cost = self._costs.more_rows(self._batch, count * length)
+        rows = count * length
+        if self._tiers:
+            rows = self._batch * filled_up(length, self._tiers)
+        cost = self._costs.more_rows(self._batch, rows)
         cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
         if self._costs.knows_drafter:
             cost += self._costs.drafting(count, self.known.steps.expected(length))

@@ -23,6 +23,7 @@ class StepPolicy:
         random: Which of the requests are random.
         beside: Tokens that a tree brings beside its chain at each depth; none of chains.
         paths: How many the drafter follows.
+        filled_up: All drafts are filled up to the longest: rows are there in any case.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class StepPolicy:
         random: Sequence[bool],
         beside: Sequence[float] = (),
         paths: int = 1,
+        *,
+        filled_up: bool = False,
     ) -> None:
         self._known, self._tokens_per_second = known, tokens_per_second
         self._batch, self._most, self._random = batch, most, random
         self._beside, self._paths = beside, paths
+        self._filled_up = filled_up and not beside
         self._rows = known.costs.rows(batch, most)  # seconds of one more than `batch` and so on
         self._step_prices: dict[int, float] = {}  # by requests that take it
 
@@ -131,6 +135,8 @@ class StepPolicy:
 
     def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""
+        if self._filled_up:
+            return 0.0
         if self._batch <= rows <= self._most:
             return self._tokens_per_second * self._rows[rows - self._batch]
         # Of trees, there may be more than was planned for chains.

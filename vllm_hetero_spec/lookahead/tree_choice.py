@@ -61,15 +61,17 @@ class TreeChoice:
         tokens_per_second: float,
         can_stop_early: bool,
         lookahead: int,
+        tiers: Sequence[int] = (),
     ) -> Forecast:
         """Rates of trees where these are better than those of chains, else of chains.
 
         Args:
-            batch, limits, random, tokens_per_second, can_stop_early: See `forecast`.
+            batch, limits, random, tokens_per_second, can_stop_early, tiers: See `forecast`. Rows of
+                trees are counted as they are.
             lookahead: The last one, in target tokens.
         """
         load = batch, limits, random, tokens_per_second, can_stop_early
-        chains, self._pay = forecast(self._known, *load), False
+        chains, self._pay = forecast(self._known, *load, tiers=tiers), False
         if not self._may_pay(batch, random, tokens_per_second, lookahead):
             return chains
         self._paths = self._nearly_free(batch, tokens_per_second)
