@@ -50,6 +50,24 @@ def repair(site: Path) -> str:
     return f"{what}: {'removed stale' if ours else 'no need for'} metadata"
 
 
+def fault(site: Path, build: str) -> str | None:
+    """Why `site` has another build of vLLM than the one wanted; None where it has that one.
+
+    Args:
+        site: A site-packages directory that was repaired.
+        build: "cpu" or "cuda".
+    """
+    found = {name: [d.version for d in _named(site, name)] for name in ("vllm", "torch")}
+    if not found["vllm"]:
+        return "vllm is not installed"
+    cpu = [f"{name} {v}" for name, versions in found.items() for v in versions if "cpu" in v]
+    if build == "cuda" and cpu:
+        return f"{' and '.join(cpu)} installed, of a CPU build"
+    if build == "cpu" and not any("cpu" in version for version in found["vllm"]):
+        return f"vllm {found['vllm'][0]} is installed, which is no CPU build"
+    return None
+
+
 def _named(site: Path, name: str) -> list[Distribution]:
     installed = distributions(path=[str(site)])
     return [d for d in installed if (d.name or "").lower().replace("_", "-") == name]
@@ -98,8 +116,15 @@ def main() -> int:
         default=Path(sysconfig.get_path("purelib")),
         help="site-packages directory (default: %(default)s)",
     )
-    print(repair(parser.parse_args().site))
-    return 0
+    parser.add_argument(
+        "--build", choices=("cpu", "cuda"), help="fail where another build is installed"
+    )
+    given = parser.parse_args()
+    print(repair(given.site))
+    wrong = fault(given.site, given.build) if given.build else None
+    if wrong:
+        print(wrong)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

