@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Serves a target with a drafter of any tokenizer: bash examples/serve.sh [TARGET DRAFTER [FLAGS]]
-# Without names: the demo models of scripts/quickstart.sh. FLAGS go to `vllm serve`.
+# Without names: the demo models of scripts/quickstart.sh, or of $HETERO_SPEC_DEMO. FLAGS go to `vllm serve`.
 
 set -euo pipefail
 
-demo="${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo"
+demo="${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo}"
 target="${1:-$demo/target-wide}"
 drafter="${2:-$demo/drafter}"
 shift $(($# < 2 ? $# : 2))

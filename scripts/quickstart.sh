@@ -38,11 +38,11 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [ -z "$target" ]; then
-    demo="${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo"
+    demo="${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo}"
     say "demo models in $demo (trained on first use, in about four minutes)"
     python "$ROOT/scripts/train_demo_models.py" --out "$demo"
     mkdir -p "$ROOT/.cache"
-    ln -sfn "$demo" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
+    ln -sfn "$(cd "$demo" && pwd)" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
     target="$demo/target-wide" drafter="$demo/drafter"
     options=(--prompts "$demo/prompts.jsonl" ${options[@]+"${options[@]}"})
     if nvidia-smi -L >/dev/null 2>&1; then
@@ -55,3 +55,5 @@ fi
 
 say "the target alone and with the drafter, one engine after the other"
 vllm-hetero-spec compare "$target" "$drafter" ${options[@]+"${options[@]}"}
+
+say "in this shell, \`vllm\` and \`vllm-hetero-spec\` are there after: . $VENV/bin/activate"

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from vllm_hetero_spec.config import DEFAULT_METHOD
-from vllm_hetero_spec.paths import demo_folder
+from vllm_hetero_spec.paths import cache_folder, demo_folder
 
 TARGET = ModelSpec("byte_bpe", vocab_size=4096, layers=4, heads=4)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=2048, layers=2, heads=2)
@@ -204,12 +204,16 @@ def _describe(out: Path, models: dict[str, Any], console: Console) -> None:
         f"prompts: {out / 'prompts.jsonl'} and, as conversations, {out / 'chats.jsonl'}, cut from "
         "files neither model has seen"
     )
-    config = json.dumps(
-        {"method": DEFAULT_METHOD, "model": str(out / "drafter"), "num_speculative_tokens": 4}
-    )
+    activate = Path(sys.prefix) / "bin" / "activate"
+    serve = "bash examples/serve.sh"
+    usual = cache_folder()
+    if usual is None or out.resolve() != (usual / "demo").resolve():
+        serve = f"HETERO_SPEC_DEMO={shlex.quote(str(out.absolute()))} {serve}"
     console.print(
-        f"\nvllm serve {out / 'target-wide'} --dtype float32 --max-model-len 2048 "
-        f"--speculative-config '{config}'",
+        "\nto serve them, from the repository's root:",
+        *([f"    . {shlex.quote(str(activate))}"] if activate.exists() else []),
+        f"    {serve}",
+        sep="\n",
         soft_wrap=True,
         highlight=False,
     )

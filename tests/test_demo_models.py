@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from io import StringIO
 from pathlib import Path
 
 import _demo_training
@@ -16,6 +17,7 @@ from _demo_muon import Muon
 from _demo_tokenizers import restyled
 from _demo_training import Budget, ModelSpec, train
 from _demo_widen import widen
+from rich.console import Console
 from train_demo_models import PairBudget, train_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -254,3 +256,21 @@ def test_a_slow_machine_trains_longer(
         now[0] += 10.0
         taken += 1
     assert taken == steps
+
+
+def test_what_serves_the_pair_is_told(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command for machines with a GPU and without; for another folder, with its name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    models = json.loads((pair / "manifest.json").read_text())["models"]
+    models["target-wide"] = {"parameters": 176_000_000}
+    said = {}
+    for out in (pair, tmp_path / "vllm_hetero_spec" / "demo"):
+        console = Console(file=StringIO())
+        train_demo_models._describe(out, models, console)
+        said[out] = console.file.getvalue().splitlines()[-1].strip()
+    assert list(said.values()) == [
+        f"HETERO_SPEC_DEMO={pair} bash examples/serve.sh",
+        "bash examples/serve.sh",
+    ]

@@ -39,9 +39,9 @@ class Machine:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fakes, self.repo, self._log = folder / "fakes", folder / "repo", folder / "log"
+        self.fakes, self.repo, self._log = folder / "fakes", folder / "repo", folder / "log"
         self.repo.mkdir()
-        self._fakes.mkdir()
+        self.fakes.mkdir()
         shutil.copytree(REPO / "scripts", self.repo / "scripts")
         (self.repo / "pyproject.toml").touch()
         for name, text in {"in_venv": IN_VENV, "python3.13": PYTHON}.items():
@@ -54,9 +54,9 @@ class Machine:
         done = subprocess.run(
             ["bash", str(self.repo / "scripts" / script)],
             env={
-                "PATH": f"{self._fakes}:/usr/bin:/bin",
+                "PATH": f"{self.fakes}:/usr/bin:/bin",
                 "LOG": str(self._log),
-                "FAKES": str(self._fakes),
+                "FAKES": str(self.fakes),
                 "HOME": str(self.repo),
                 **environment,
             },
@@ -70,8 +70,8 @@ class Machine:
         return (self.repo / venv / "bin" / "build").read_text().strip()
 
     def _fake(self, name: str, text: str) -> None:
-        (self._fakes / name).write_text(text)
-        os.chmod(self._fakes / name, 0o755)
+        (self.fakes / name).write_text(text)
+        os.chmod(self.fakes / name, 0o755)
 
 
 @pytest.fixture
@@ -130,3 +130,26 @@ def test_tests_use_the_cpu_build(
     assert machine.built(venv) == "cpu"
     assert any(call.startswith(f"{machine.repo / venv}/bin/python -m pytest") for call in calls)
     assert ("the tests use vLLM's CPU build, in" in said) == (venv in (".venv-cpu", "mine-cpu"))
+
+
+def test_the_quickstart_says_how_to_go_on(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "pair").mkdir()
+    demo = {"HETERO_SPEC_DEMO": str(tmp_path / "pair")}
+    said, calls, code = machine.run("quickstart.sh", gpu=False, **demo)
+    assert code == 0
+    assert said.endswith(f" after: . {machine.repo}/.venv/bin/activate\n")
+    assert f"--out {tmp_path}/pair" in calls[-2]
+    assert f"compare {tmp_path}/pair/target-wide {tmp_path}/pair/drafter" in calls[-1]
+    assert (machine.repo / ".cache" / "demo").samefile(tmp_path / "pair")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_server_has_the_flags_of_the_machine(machine: Machine, gpu: bool) -> None:
+    shutil.copytree(REPO / "examples", machine.repo / "examples")
+    machine.run("setup.sh", gpu=gpu)
+    shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")
+    _, (call,), code = machine.run("../examples/serve.sh", gpu=gpu, HETERO_SPEC_DEMO="/pair")
+    assert code == 0
+    assert "serve /pair/target-wide " in call
+    assert '"model": "/pair/drafter"' in call
+    assert ("--dtype float32 --enforce-eager" in call) != gpu
