@@ -2,21 +2,27 @@
 """`vllm-hetero-spec doctor`: all is well here, and what is not is named with its fix."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec.cli import health
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.cli.nodes import COLUMNS, DRAFTER, KEY, PLUGIN, faults
+from vllm_hetero_spec.measure import vllm_engine
+from vllm_hetero_spec.measure.child_process import causes
+from vllm_hetero_spec.measure.load import MeasurementError
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["good"]
-    assert len(found["findings"]) == 8
+    assert len(found["findings"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,90 @@ def test_the_model_runner_is_named_with_its_reason(
 def test_a_tiny_pair() -> None:
     found = list(health.examine())[-1]
     assert found.good, found.found
+
+
+def found_by(check: str) -> Finding:
+    return next(finding for finding in health.examine(run=False) if finding.check == check)
+
+
+PRINTED = """(EngineCore pid=1) ERROR [core.py:1] ValueError: Free memory is less than desired
+RuntimeError: Engine core initialization failed.
+"""
+
+
+def test_an_engine_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause is below the sentence that names the end."""
+
+    class Failing:
+        def __init__(self, spec: Any) -> None:
+            raise MeasurementError(f"the engine ended with exit code 1{causes(PRINTED)}")
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", Failing)
+    found = list(health.examine())[-1]
+    assert not found.good
+    assert found.found == (
+        "the engine ended with exit code 1: ValueError: Free memory is less than desired: "
+        "RuntimeError: Engine core initialization failed."
+    )
+
+
+def test_the_tiny_pair_takes_little_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    class Noted:
+        def __init__(self, spec: Any) -> None:
+            given.append(spec.engine)
+            raise MeasurementError("enough")
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", Noted)
+    monkeypatch.setattr(health, "_platform", lambda: "")
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(current_platform, "device_type", device)
+        assert list(health.examine())[-1].found == "enough"
+    on_cpu, on_gpu = given
+    assert on_cpu == {}
+    assert on_gpu["gpu_memory_utilization"] <= 0.1
+    assert on_gpu["kv_cache_memory_bytes"] <= 1 << 28
+
+
+def test_the_cpu_build_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's CPU build denies that there is a GPU; the driver knows."""
+    monkeypatch.delenv("HETERO_SPEC_BUILD", raising=False)
+    monkeypatch.setattr(health, "gpus", lambda: ["NVIDIA H100"])
+    found = found_by("platform")
+    assert not found.good
+    assert found.found == "vLLM's CPU build on a machine with a GPU (NVIDIA H100)"
+    assert "setup.sh" in found.fix
+    monkeypatch.setenv("HETERO_SPEC_BUILD", "cpu")
+    assert found_by("platform").good
+
+
+def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a driver that is too old: here by a PyTorch that only says that it is a CUDA build."""
+    assert found_by("CUDA").good
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = found_by("CUDA")
+    assert not found.good
+    assert found.found == "AssertionError: Torch not compiled with CUDA enabled"
+    assert "an NVIDIA driver for CUDA 13.0 or newer" in found.fix
+
+
+def test_what_triton_compiles_with_is_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert found_by("C compiler").good
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CC", "/usr/bin/gcc")
+    monkeypatch.setattr(health, "_cuda", lambda: "")
+    monkeypatch.setattr(health.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = found_by("C compiler")
+    assert found.found == f"no {tmp_path}/Python.h, with which Triton compiles"
+    assert "apt install gcc" in found.fix
+    (tmp_path / "Python.h").touch()
+    assert found_by("C compiler").good
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(health.shutil, "which", lambda name: None)
+    assert found_by("C compiler").found.startswith("no C compiler (gcc, clang or $CC), with")
 
 
 def test_a_plugin_that_is_kept_out(

