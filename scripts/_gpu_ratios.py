@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from _gpu_engine import Continuation, Facts, GpuEngine, Lesson, Outcome, Record, Setup, Task
 from _gpu_parts import RATE, Report, Result
 from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, shells, tried
@@ -21,6 +22,7 @@ _BATCHES = (1, 8)
 # In bfloat16 logits between 16 and 32 are steps of 1/8 apart. Rows of another batch are rounded
 # otherwise, so that the better of two tokens that are two steps apart may change.
 _GAP = 0.25
+_MEMORY = 55e9  # bytes of a GPU: three 8B-shaped targets, two drafters, their KV and workspaces
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class Engines:
 
 def part_c(options: Options, report: Report) -> bool:
     """Tokens per second of all that can be had, as ratios to the target alone."""
+    if options.on_gpu and (free := torch.cuda.mem_get_info()[0]) < _MEMORY:
+        raise ValueError(
+            f"part C needs {_MEMORY / 1e9:.0f} GB of the GPU's memory, and {free / 1e9:.0f} GB are "
+            "free; the other parts need less (--parts 0 A B D)"
+        )
     rounds, most = (3, 128) if options.on_gpu else (1, 16)
     with shells(options) as (target, drafter), ExitStack() as outer:
         setups = Setups(options, exact=False, batch=max(_BATCHES), target=target, drafter=drafter)

@@ -11,9 +11,10 @@ from typing import Any
 
 import _gpu_graphs
 import pytest
+import torch
 from _gpu_engine import Lesson, Profile, Record, Task
 from _gpu_profile import device_use
-from _gpu_ratios import _groups
+from _gpu_ratios import _groups, part_c
 from _gpu_setups import LOOKAHEAD, Options, Setups, running
 from _gpu_watch import is_right
 from tape_graphs import TapeGraphs
@@ -128,6 +129,36 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     assert [(part["part"], part["ok"]) for part in found] == [("A", False), ("B", False)]
     assert "prompts" in found[0]["error"]
     assert code == 1
+
+
+def test_a_part_that_is_late_is_told_from_one_that_is_wrong(tmp_path: Path) -> None:
+    """By the exit code, in which the quickstart looks."""
+    for name in ("target", "drafter", "prompts.jsonl"):
+        (tmp_path / name).mkdir()
+    given = [f"--{name}={tmp_path / name}" for name in ("target", "drafter")]
+    given += [f"--prompts={tmp_path / 'prompts.jsonl'}", "--parts"]
+    program = (
+        "import sys, measure_gpu; measure_gpu._LIMITS['A'] = 0.01; sys.exit(measure_gpu.main())"
+    )
+    for parts, code in ((["A"], 3), (["A", "B"], 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *given, *parts],
+            env={**os.environ, "PYTHONPATH": f"{SCRIPT.parent}:{SCRIPT.parent.parent}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert done.returncode == code
+        late = json.loads(done.stdout.splitlines()[0])
+        assert (late["late"], late["error"]) == (True, "not done after 0.01 s")
+
+
+def test_part_c_is_refused_where_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (22e9, 24e9))
+    options = Options(tmp_path, tmp_path, tmp_path, "", True, False)
+    with pytest.raises(ValueError, match="needs 55 GB of the GPU's memory, and 22 GB are free"):
+        part_c(options, lambda result: None)
 
 
 def test_a_step_is_replayed_alone() -> None:

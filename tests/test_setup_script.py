@@ -18,6 +18,7 @@ build="$(dirname "$0")/build"
 case "$*" in
     *"pip install"*cuda,dev*) [ -e "$build" ] || echo cuda >"$build" ;;
     *"pip install"*) [ -e "$build" ] || echo cpu >"$build" ;;
+    *measure_gpu.py*) exit "${MEASURED:-0}" ;;
     *repair_vllm_metadata.py*--build*) test "$*" = "${*%--build*}--build $(cat "$build")" ;;
 esac
 """
@@ -141,6 +142,19 @@ def test_the_quickstart_says_how_to_go_on(machine: Machine, tmp_path: Path) -> N
     assert f"--out {tmp_path}/pair" in calls[-2]
     assert f"compare {tmp_path}/pair/target-wide {tmp_path}/pair/drafter" in calls[-1]
     assert (machine.repo / ".cache" / "demo").samefile(tmp_path / "pair")
+
+
+@pytest.mark.parametrize(("measured", "told"), [(0, ""), (3, "took too long"), (1, "is wrong")])
+def test_the_quickstart_tells_slow_from_wrong(
+    machine: Machine, tmp_path: Path, measured: int, told: str
+) -> None:
+    (tmp_path / "pair").mkdir()
+    given = {"HETERO_SPEC_DEMO": str(tmp_path / "pair"), "MEASURED": str(measured)}
+    said, calls, code = machine.run("quickstart.sh", gpu=True, **given)
+    assert code == 0
+    assert "measure_gpu.py --parts 0 A" in calls[-2]
+    for sentence in ("took too long", "is wrong"):
+        assert (sentence in said) == (sentence == told)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
