@@ -363,6 +363,14 @@ def test_never_more_engines_are_up_than_fit(
     assert alone == (fitting == 1)
 
 
+def test_as_many_engines_are_up_as_asked_for(
+    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
+) -> None:
+    names = [make(name, "h e,l o") for name in ("a", "b")]
+    advice(capsys, target, *names, *options, "--engines-at-once", "1")
+    assert fakes.most_up == 1
+
+
 def test_drafters_of_the_same_last_name_are_told_apart(
     capsys: Out, fakes: Fakes, make: Make, tmp_path: Path, target: str, options: list[str]
 ) -> None:

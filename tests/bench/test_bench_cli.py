@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from bench_fakes import GOOD, Fakes
+from bench_fakes import SUITE as FAKE_SUITE
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
@@ -20,6 +21,7 @@ from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.measure import vllm_engine
 from vllm_hetero_spec.measure.load import MeasurementError
 
 Write = Callable[[str], Path]
@@ -206,6 +208,9 @@ def test_as_many_engines_as_memory_holds(
     assert engines.at_once_for(suite) == 2  # 6 + 1 + 2 GiB as float32
     monkeypatch.setattr(engines, "on_gpu", lambda: True)
     assert engines.at_once_for(suite) == 2
+    for share, expected in ((0.9, 1), (0.4, 2)):  # of which two would not fit, or would
+        given = f"engine: {{gpu_memory_utilization: {share}}}\n"
+        assert engines.at_once_for(read_suite(write(given + text))) == expected
     assert engines.at_once_for(read_suite(write("engines_at_once: 7\n" + text))) == 7
 
 
@@ -215,6 +220,20 @@ def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.Monk
     assert engines.device_share(1) == {}
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
     assert engines.device_share(2) == {}
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_engines_that_share_too_little_memory_are_told_what_helps(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MeasurementError("the engine ended\n  ValueError: No available memory for the cache")
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", fail)
+    monkeypatch.setattr(engines, "on_gpu", lambda: True)
+    with pytest.raises(MeasurementError, match="No available memory") as failed:
+        engines.start(EngineId("big", "alone"), FAKE_SUITE, at_once)
+    assert ("--engines-at-once 1" in str(failed.value)) == (at_once > 1)
 
 
 def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.config import METHODS, ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.measure.child_process import EngineProcess
+from vllm_hetero_spec.measure.load import MeasurementError
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30
@@ -48,14 +49,25 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     config = vllm_config(engine, drafter)
     # The side paths of a tree, fewer than its tokens, take places beside the requests'.
     places = 1 + ((config or {}).get("tree_nodes") or 0)
-    return VllmEngine(
-        EngineSpec(
-            model=target.model,
-            speculative_config=config,
-            max_batch_size=max(suite.batch_sizes) * places,
-            engine=device_share(at_once) | target.engine,
-        ),
-        verbose=verbose,
+    spec = EngineSpec(
+        model=target.model,
+        speculative_config=config,
+        max_batch_size=max(suite.batch_sizes) * places,
+        engine=device_share(at_once) | target.engine,
+    )
+    try:
+        return VllmEngine(spec, verbose=verbose)
+    except (ConfigError, MeasurementError) as error:
+        raise type(error)(f"{error}{_of_shared_memory(error, at_once)}") from error
+
+
+def _of_shared_memory(error: Exception, at_once: int) -> str:
+    """What helps where engines that share a GPU lack memory, as lines of its sentence."""
+    if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
+        return ""
+    return (
+        f"\n  (up to {at_once} engines share the GPU's memory; --engines-at-once 1, in a suite "
+        "engines_at_once: 1, gives each all of it)"
     )
 
 
@@ -99,12 +111,15 @@ def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
 def at_once_for(suite: Suite) -> int:
     """How many engines may be up together.
 
-    On a GPU two: `alone` and one other, each with half of the memory, unless the suite gives
-    `gpu_memory_utilization`. On a CPU as many as fit in the free memory, and two where the size of
-    a model is not known because it lies on a hub.
+    On a GPU two: `alone` and one other, each with half of the memory, or one where the suite gives
+    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory,
+    and two where the size of a model is not known because it lies on a hub.
     """
     if suite.engines_at_once is not None:
         return suite.engines_at_once
+    given = [target.engine.get("gpu_memory_utilization") for target in suite.targets]
+    if on_gpu() and any(isinstance(share, float) and share > 1 / _PAIR for share in given):
+        return 1
     sizes = [_engine_bytes(target) for target in suite.targets]
     if on_gpu() or None in sizes:
         return _PAIR

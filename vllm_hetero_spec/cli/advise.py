@@ -80,6 +80,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--repeats", type=positive, default=3, metavar="N", help=DEFAULT)
     parser.add_argument(
+        "--engines-at-once",
+        type=positive,
+        metavar="N",
+        help="engines that are up together (default: on GPUs 2, which share the memory, on a CPU "
+        "as many as fit); 1 where the memory holds no two copies of the target",
+    )
+    parser.add_argument(
         "--statistics-only", action="store_true", help="stop before any weights are read"
     )
     parser.add_argument(
@@ -170,6 +177,7 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         num_speculative_tokens=(arguments.num_speculative_tokens,),
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
+        engines_at_once=arguments.engines_at_once,
     )
 
 
