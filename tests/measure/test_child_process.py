@@ -56,6 +56,25 @@ def test_what_an_engine_leaves_running_is_ended_with_it() -> None:
     assert list(processes(engine.pid)) == []
 
 
+def test_a_process_has_ended_with_its_last_thread() -> None:
+    """Until then it holds its devices, though its first thread is a zombie."""
+    program = (
+        "import ctypes, threading\n"
+        "libc = ctypes.PyDLL(None)\n"  # keeps the lock, which the other thread does without
+        "other = threading.Thread(target=ctypes.CDLL(None).sleep, args=(600,), daemon=True)\n"
+        "other.start()\n"
+        "libc.syscall(60 if hasattr(libc, 'arch_prctl') else 93, 0)\n"  # exit of this thread alone
+    )
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
+        state = Path("/proc", str(process.pid), "stat")
+        while state.read_text().rpartition(")")[2].split()[0] != "Z":  # or the test times out
+            time.sleep(0.1)
+        found = [folder.name for folder in processes(process.pid)]
+        process.kill()
+    assert found == [str(process.pid)]
+    assert list(processes(process.pid)) == []
+
+
 def test_a_refused_specification() -> None:
     with pytest.raises(ConfigError, match=r"^the toy refuses this\.$"):
         start("refuse")

@@ -28,6 +28,7 @@ from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 
 _TICK = 0.1  # seconds between looks at whether the child is still there
 _GRACE = 10.0  # seconds that an engine has to end by itself
+_ENDED = ("Z", "X")  # states of threads in /proc
 
 
 class EngineProcess:
@@ -172,13 +173,23 @@ class EngineProcess:
 
 
 def processes(session: int) -> Iterator[Path]:
-    """`/proc` folders of a session's processes; those that have ended but linger are left out."""
+    """`/proc` folders of a session's processes; those that have ended but linger are left out.
+
+    A process has ended with its last thread: until then it holds its memory and its devices,
+    though its first thread, whose state is taken for the process's, may be a zombie already.
+    """
     for folder in Path("/proc").glob("[0-9]*"):
-        # The name before the last parenthesis may hold anything; state, parent, group, session.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, _, _, leader, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(leader) == session and state != "Z":
+            _, leader = _state_and_session(folder)
+            threads = (folder / "task").iterdir() if leader == session else ()
+            if any(_state_and_session(thread)[0] not in _ENDED for thread in threads):
                 yield folder
+
+
+def _state_and_session(folder: Path) -> tuple[str, int]:
+    # The name before the last parenthesis may hold anything; state, parent, group, session.
+    state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+    return state, int(session)
 
 
 def _peak_bytes(session: int) -> int:
