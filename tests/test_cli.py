@@ -157,6 +157,29 @@ def test_a_differing_token_is_reported(
     assert "dex" in text
 
 
+def test_ties_of_coarse_arithmetic_are_told(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where texts differ, and a tie may be why."""
+    same, last = SPECULATIVE.traces
+    changed = [same, dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")]
+    for traces, dtype, told in (
+        (changed, "bfloat16", True),
+        (changed, "float32", False),
+        (SPECULATIVE.traces, "bfloat16", False),
+    ):
+        answers.speculative = dataclasses.replace(SPECULATIVE, traces=traces, dtype=dtype)
+        assert ("In bfloat16 a tie" in compared(folder, capsys)) is told
+
+
+def test_another_model_runner_is_told(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers.alone = dataclasses.replace(ALONE, runner="V2")
+    answers.speculative = dataclasses.replace(SPECULATIVE, runner="V1")
+    assert "on vLLM's Model Runner V1, the target alone on V2" in compared(folder, capsys)
+
+
 def test_sampled_texts_are_not_compared(
     folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ class Fakes:
         refuse: What starting a method raises.
         fail: What running a method raises at its nth run, counted from 0.
         log: "start", "run" and "close" with the engine's method.
+        runners: Model runner of a method's engine; vLLM's are on "V2" where not given.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Fakes:
     log: list[tuple[str, str]] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     runs: dict[str, int] = field(default_factory=dict)
+    runners: dict[str, str] = field(default_factory=dict)
 
     def start(self, engine: EngineId, **_: Any) -> "FakeEngine":
         self.log.append(("start", engine.method))
@@ -141,6 +143,7 @@ class FakeEngine:
             [ids] * len(load.prompts),
             seconds[min(number, len(seconds) - 1)],
             peak_memory_bytes=3 << 20,
+            runner=self.fakes.runners.get(method, "" if method.startswith("hf_") else "V2"),
             **drafted,
         )
 

@@ -14,7 +14,7 @@ from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.report import markdown, notes, print_speed, write_report
-from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
@@ -167,6 +167,18 @@ def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
     assert notes(dataclasses.replace(contents, header=contents.header | {"gpu": True})) == []
     greedy = measured(tmp_path / "b", Fakes(), suite(peers=("alone", "vllm_tli")))
     assert notes(greedy) == []
+
+
+def test_another_model_runner_than_the_targets_is_told(tmp_path: Path) -> None:
+    """Also of results that were read from their file, and of those of before it was recorded."""
+    asked = suite(peers=("alone", "vllm_tli", "hf_alone"))
+    measured(tmp_path, Fakes(runners={"vllm_tli": "V1"}), asked)
+    contents = read_results(tmp_path)
+    (note,) = notes(contents)
+    assert note.startswith("vllm_tli: on vLLM's Model Runner V1, the target alone on V2, so")
+    assert row_of(rows_of(contents), "vllm_tli").figures.runner == "V1"
+    before = measured(tmp_path / "before", Fakes(runners={"vllm_tli": ""}), asked)
+    assert notes(before) == []
 
 
 def test_widened_targets_and_single_engines_are_told(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class Figures:
         verify_seconds: The rejection sampler.
         skipped: Requests left undrafted in a step, by reason.
         peak_memory_bytes: Largest of all rounds.
+        runner: Which of vLLM's model runners ran it; "" for other engines.
+        dtype: What the target computed in; "" where nobody says.
     """
 
     requests: int
@@ -64,6 +66,8 @@ class Figures:
     verify_seconds: float | None
     skipped: dict[str, int]
     peak_memory_bytes: int
+    runner: str = ""
+    dtype: str = ""
 
 
 def figures_of(samples: Sequence[Sample]) -> Figures:
@@ -100,6 +104,8 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         verify_seconds=_total(samples, "verify_seconds"),
         skipped={reason: count for reason, count in skipped.items() if count},
         peak_memory_bytes=max(sample.peak_memory_bytes for sample in samples),
+        runner=samples[-1].runner,
+        dtype=samples[-1].dtype,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.bench.methods import KINDS
-from vllm_hetero_spec.bench.plan import Cell
+from vllm_hetero_spec.bench.methods import ALONE, KINDS
+from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.tables import LATENCY, SPECULATION, SPEED
@@ -81,7 +81,27 @@ def notes(contents: Contents) -> list[str]:
         found.append(
             "One engine was up at a time: speedups compare runs that do not lie side by side."
         )
-    return found
+    return found + runner_notes(contents)
+
+
+def runner_notes(contents: Contents) -> list[str]:
+    """Which methods vLLM ran on another model runner than their target alone."""
+    runners = {
+        recorded.run.cell.engine: recorded.sample.runner
+        for recorded in contents.samples
+        if recorded.sample.runner
+    }
+    apart: dict[tuple[str, str], dict[str, None]] = {}
+    for engine, runner in runners.items():
+        alone = runners.get(EngineId(engine.target, ALONE), runner)
+        if alone != runner:
+            apart.setdefault((runner, alone), {})[engine.method] = None
+    return [
+        f"{', '.join(methods)}: on vLLM's Model Runner {runner}, the target alone on {alone}, so "
+        "that a speedup holds the difference of the two runners; VLLM_USE_V2_MODEL_RUNNER=0 "
+        "measures all on V1."
+        for (runner, alone), methods in apart.items()
+    ]
 
 
 def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:

@@ -6,6 +6,7 @@ A suite of two engines and one round, for the plan, the figures and the tables o
 
 import argparse
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
 from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.report import runner_notes
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
@@ -32,6 +34,12 @@ from vllm_hetero_spec.report.values import NONE, count, number, widened
 _DATASET = "prompts"
 _SAMPLES = 2
 _SAMPLE_LENGTH = 240  # characters
+_COARSE = ("bfloat16", "float16")
+_TIES = (
+    "In {dtype} a tie between two tokens may fall otherwise in a step that verifies a draft, as "
+    "with all speculation in vLLM, and texts differ from there on; they should not with "
+    '--engine-args \'{{"dtype": "float32"}}\'.'
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -91,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     prompts = suite.prompts[alone.cell.engine.target][_DATASET]
     compared = list(zip(prompts, texts[alone.cell], texts[drafted.cell], strict=True))
-    _show(suite, alone, drafted, compared[:_SAMPLES])
+    _show(suite, alone, drafted, compared[:_SAMPLES], runner_notes(results.contents))
 
 
 def _suite(arguments: argparse.Namespace) -> Suite:
@@ -147,15 +155,23 @@ def _as_json(suite: Suite, alone: Row, drafted: Row) -> dict[str, Any]:
     }
 
 
-def _show(suite: Suite, alone: Row, drafted: Row, texts: list[tuple[str, str, str]]) -> None:
-    """Print some (prompt, completion alone, with the drafter), and the table."""
+def _show(
+    suite: Suite,
+    alone: Row,
+    drafted: Row,
+    texts: Sequence[tuple[str, str, str]],
+    notes: Sequence[str],
+) -> None:
+    """Print some (prompt, completion alone, with the drafter), the table, and notes below it."""
     console = Console(highlight=False)
+    coarse = drafted.figures.dtype in _COARSE
     for prompt, own, other in texts:
         console.rule("a prompt's end and its completion", align="left")
         console.print(f"[dim]{escape(_cut(prompt, end=True))}[/]", end="")
         console.print(f"[bold]{escape(_cut(other))}[/]")
         if drafted.identical and own != other:
-            console.print("[red]the target alone wrote:[/]")
+            colour = "yellow" if coarse else "red"
+            console.print(f"[{colour}]the target alone wrote:[/]")
             console.print(escape(_cut(own)))
     console.rule()
     (target,) = suite.targets
@@ -164,6 +180,10 @@ def _show(suite: Suite, alone: Row, drafted: Row, texts: list[tuple[str, str, st
     if widening := widened_columns(target.model):
         console.print(widened("the target", widening))
     console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
+    if coarse and drafted.identical and drafted.identical[0] < drafted.identical[1]:
+        notes = [*notes, _TIES.format(dtype=drafted.figures.dtype)]
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def _verdict(row: Row) -> str:

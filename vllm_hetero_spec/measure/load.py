@@ -92,6 +92,8 @@ class Sample:
         worker: Growth of the plugin's counters (`DraftStats`); empty for other engines.
         peak_memory_bytes: Of the engine's processes: on GPUs most bytes of tensors on the devices,
             for vLLM since it started; else the sum of each process's highest resident memory.
+        runner: Which of vLLM's model runners ran the target, "V1" or "V2"; "" for other engines.
+        dtype: What the target computed in, as "bfloat16"; "" where nobody says.
     """
 
     traces: list[Trace]
@@ -103,6 +105,8 @@ class Sample:
     drafted_per_position: list[int] = field(default_factory=list)
     worker: dict[str, Any] = field(default_factory=dict)
     peak_memory_bytes: int = 0
+    runner: str = ""
+    dtype: str = ""
 
     @property
     def tokens(self) -> int:

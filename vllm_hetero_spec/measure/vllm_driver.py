@@ -67,6 +67,8 @@ class Driver:
         self._llm = llm
         config = llm.llm_engine.vllm_config
         self._ours = hasattr(config.speculative_config, "hetero")
+        self._runner = "V2" if config.use_v2_model_runner else "V1"
+        self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._extended = config.parallel_config.worker_extension_cls == _EXTENSION
         self._salts = count()
         self._warm: set[tuple[int, bool]] = set()
@@ -90,6 +92,8 @@ class Driver:
             accepted_per_position=grown.get("accepted_tokens_per_pos", []),
             worker=grown["worker"],
             peak_memory_bytes=self._device_peak(),
+            runner=self._runner,
+            dtype=self._dtype,
         )
 
     def warm_up(self, load: Load) -> None:
