@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-hetero-spec bench` from the command line: on fakes, and once on real engines."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -21,7 +22,8 @@ from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.measure import vllm_engine
+from vllm_hetero_spec.measure import huggingface_engine, vllm_engine
+from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import MeasurementError
 
 Write = Callable[[str], Path]
@@ -220,6 +222,21 @@ def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.Monk
     assert engines.device_share(1) == {}
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
     assert engines.device_share(2) == {}
+
+
+def test_hugging_face_gets_what_vllm_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[HuggingFaceSpec] = []
+    monkeypatch.setattr(
+        huggingface_engine, "HuggingFaceEngine", lambda spec, verbose: specs.append(spec)
+    )
+    (target,) = FAKE_SUITE.targets
+    given = {"dtype": "float16", "revision": "v1", "tokenizer": "org/t", "trust_remote_code": True}
+    target = dataclasses.replace(target, engine={**given, "max_model_len": 64})
+    suite = dataclasses.replace(FAKE_SUITE, targets=(target,))
+    engines.start(EngineId("big", "hf_assisted", "small", 3), suite, 1)
+    assert specs == [
+        HuggingFaceSpec("org/big", assistant="org/small", num_assistant_tokens=3, **given)
+    ]
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs when: order, waves, what is left out, and what is left after an interruption."""
 
+import dataclasses
+
 import pytest
 from bench_fakes import SUITE, suite
 
@@ -67,6 +69,16 @@ def test_alone_is_measured_though_not_asked_for() -> None:
         "slem",
         "hf_assisted",
     ]
+
+
+def test_hugging_face_is_not_measured_beside_a_target_on_several_devices() -> None:
+    (target,) = suite().targets
+    split = dataclasses.replace(target, engine={"tensor_parallel_size": 2})
+    plan = plan_of(suite(targets=(split,), peers=ALL))
+    reasons = {cell.engine.method: why for cell, why in plan.skipped.items()}
+    for method in ("hf_alone", "hf_assisted"):
+        assert "on one device, and tensor_parallel_size is 2" in reasons[method]
+    assert "vllm_tli" not in reasons
 
 
 def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from goodness import follows
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.huggingface_driver import counts
+from vllm_hetero_spec.measure.huggingface_driver import Generator, counts
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
@@ -44,6 +45,28 @@ def assisted(demo_pair: Path) -> Iterator[HuggingFaceEngine]:
     )
     with HuggingFaceEngine(spec) as engine:
         yield engine
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_both_models_run_in_one_dtype(demo_pair: Path, dtype: str) -> None:
+    """The one that vLLM is given, whatever the files have; so for the tokenizer."""
+    spec = HuggingFaceSpec(
+        str(demo_pair / "target"),
+        str(demo_pair / "drafter"),
+        dtype=dtype,
+        tokenizer=str(demo_pair / "drafter"),
+    )
+    generator = Generator(spec)
+    assistant = generator._assistant(sampled=False)
+    models = generator._target, assistant["assistant_model"]
+    wanted = torch.float32 if dtype == "auto" and generator._device == "cpu" else torch.bfloat16
+    assert {model.dtype for model in models} == {wanted}
+    assert "assistant_tokenizer" not in assistant  # the drafter's is both
+
+
+def test_a_dtype_that_does_not_exist(demo_pair: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int4'; it can be auto, half"):
+        Generator(HuggingFaceSpec(str(demo_pair / "target"), dtype="int4"))
 
 
 def test_counts_of_drafts() -> None:
@@ -114,7 +137,6 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
     demo_pair: Path, assisted: HuggingFaceEngine, load: Load
 ) -> None:
     """Two tokens: the second is verified against the draft, or follows a rejected one."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     temperature, count = 0.8, 600

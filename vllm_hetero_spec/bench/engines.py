@@ -19,6 +19,8 @@ _OVERHEAD_BYTES = 2 << 30
 _CPU_SHARE = 0.8  # of the free memory
 _GPU_SHARE = 0.9  # of a device's memory
 _PAIR = 2  # `alone` and one other
+# Arguments of `vllm.LLM` that Hugging Face's peers heed too.
+_SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
 _HALF_PRECISION = ("bfloat16", "float16")
 
 
@@ -40,10 +42,10 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     if KINDS[engine.method].huggingface:
         from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 
-        drafting: dict[str, Any] = {}
+        given = {key: target.engine[key] for key in _SHARED_KEYS if key in target.engine}
         if drafter is not None:
-            drafting = {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
-        return HuggingFaceEngine(HuggingFaceSpec(target.model, **drafting), verbose=verbose)
+            given |= {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
+        return HuggingFaceEngine(HuggingFaceSpec(target.model, **given), verbose=verbose)
     from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
     config = vllm_config(engine, drafter)

@@ -205,6 +205,12 @@ def _unsupported(
     kind = KINDS[engine.method]
     if kind.huggingface and cell.batch_size > 1:
         return "Hugging Face's assisted generation takes one request at a time"
+    ranks = target.engine.get("tensor_parallel_size", 1)
+    if kind.huggingface and ranks != 1:
+        return (
+            f"Hugging Face loads a target on one device, and tensor_parallel_size is {ranks}; "
+            "leave it out where one device holds the target"
+        )
     if kind.same_vocabulary:
         drafter = next(d for d in target.drafters if d.name == engine.drafter)
         return differ(target, drafter)

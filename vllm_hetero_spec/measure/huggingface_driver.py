@@ -5,13 +5,14 @@ Run by `HuggingFaceEngine` as `python -m vllm_hetero_spec.measure.huggingface_dr
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
 from vllm_hetero_spec.config import ConfigError
@@ -19,6 +20,14 @@ from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.child_process import serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
+
+_DTYPES = {  # as vLLM names them
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
 
 
 class _Arrivals(BaseStreamer):
@@ -68,7 +77,9 @@ class Generator:
     def __init__(self, spec: HuggingFaceSpec) -> None:
         self._spec = spec
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._tokenizer, self._target = self._load(spec.model)
+        self._tokenizer, self._target = self._load(
+            spec.model, self._dtype(), tokenizer=spec.tokenizer, revision=spec.revision
+        )
         self._assistants: dict[bool, dict[str, Any]] = {}
         self._warm: set[bool] = set()
         self._widths: list[int] = []
@@ -95,6 +106,7 @@ class Generator:
             seconds=seconds,
             **counts(verified),
             peak_memory_bytes=torch.cuda.max_memory_allocated() if self._device == "cuda" else 0,
+            dtype=str(self._target.dtype).removeprefix("torch."),
         )
 
     def _generate_all(self, load: Load) -> tuple[list[Trace], list[tuple[int, int]], float]:
@@ -147,7 +159,7 @@ class Generator:
         if self._spec.assistant is None:
             return {}
         if sampled not in self._assistants:
-            tokenizer, model = self._load(self._spec.assistant)
+            tokenizer, model = self._load(self._spec.assistant, self._target.dtype)
             settings = model.generation_config
             settings.num_assistant_tokens = self._spec.num_assistant_tokens
             settings.num_assistant_tokens_schedule = "constant"
@@ -159,15 +171,46 @@ class Generator:
             self._assistants[sampled] = given
         return self._assistants[sampled]
 
-    def _load(self, name: str) -> tuple[Any, Any]:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+    def _dtype(self) -> torch.dtype:
+        """The target's, as vLLM takes it."""
+        spec = self._spec
+        if spec.dtype in _DTYPES:
+            return _DTYPES[spec.dtype]
+        if spec.dtype != "auto":
+            raise ConfigError(f"dtype is {spec.dtype!r}; it can be auto, {', '.join(_DTYPES)}.")
+        if self._device == "cpu":
+            return torch.float32
+        with _refusing(spec.model):
+            own = AutoConfig.from_pretrained(
+                spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+            ).dtype
+        return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+    def _load(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+    ) -> tuple[Any, Any]:
+        trusted = {"trust_remote_code": self._spec.trust_remote_code}
+        # Another repository than the model's has its own revisions.
+        of_tokenizer = trusted if tokenizer else {"revision": revision, **trusted}
+        with _refusing(name):
+            loaded = AutoTokenizer.from_pretrained(tokenizer or name, **of_tokenizer)
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=torch.float32 if self._device == "cpu" else "auto"
+                name, dtype=dtype, revision=revision, **trusted
             )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"Hugging Face refuses {name}: {one_line(error)}") from error
-        return tokenizer, model.to(self._device).eval()
+        return loaded, model.to(self._device).eval()
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Errors of a model that cannot be loaded, in a sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Hugging Face refuses {name}: {one_line(error)}") from error
 
 
 def _in_order(tokenizer: Any) -> Any:

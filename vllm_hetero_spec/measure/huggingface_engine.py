@@ -22,16 +22,25 @@ class HuggingFaceSpec:
         num_assistant_tokens: Lookahead in tokens of the assistant, the same in every round.
         confidence_threshold: The assistant stops early below this probability; 0 never does, None
             is Hugging Face's default.
+        dtype: Of both models, as vLLM names it; "auto" is float32 on CPUs, elsewhere the target's
+            own, where that is float32 bfloat16 as in vLLM.
+        tokenizer: The target's, where it is not the model's own.
+        revision: Of the target.
+        trust_remote_code: Run code of the models' repositories.
     """
 
     model: str
     assistant: str | None = None
     num_assistant_tokens: int = 4
     confidence_threshold: float | None = None
+    dtype: str = "auto"
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 class HuggingFaceEngine(EngineProcess):
-    """`generate` for a `HuggingFaceSpec`; float32 on CPUs, the model's type on GPUs."""
+    """`generate` for a `HuggingFaceSpec`; both models in one dtype."""
 
     program = "vllm_hetero_spec.measure.huggingface_driver"
 
