@@ -50,6 +50,7 @@ SPECULATIVE = Sample(
 def folder(tmp_path: Path) -> str:
     """A folder that looks like a model until something opens it."""
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.bin").write_bytes(b"")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     return str(tmp_path)
 
@@ -203,6 +204,19 @@ def test_markup_in_a_text_is_printed_as_it_is(
     texts = ["[bold]x[/] [0]", "y"]
     answers.alone, answers.speculative = with_texts(ALONE, *texts), with_texts(SPECULATIVE, *texts)
     assert "[bold]x[/] [0]" in compared(folder, capsys)
+
+
+def test_weights_that_cannot_be_had_are_refused(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any engine starts, which would look for them out of sight."""
+    (Path(folder) / "model.bin").unlink()
+    assert "holds no weights." in refused(capsys, folder, folder)
+    (Path(folder) / "model.bin").touch()
+    said = refused(capsys, folder, "organisation/absent")
+    assert "of organisation/absent are not on this machine (`hf download org" in said
+    assert "; downloading them failed: " in said
+    assert answers.started == []
 
 
 def test_absent_models_are_refused(capsys: pytest.CaptureFixture[str], folder: str) -> None:

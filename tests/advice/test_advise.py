@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from advice_fakes import ALONE, PROMPTS, Fakes, World
 
-from vllm_hetero_spec.advice.memory import missing_weights
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import ConfigError, parse
+from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.measure.load import MeasurementError
 
 Make = Callable[..., str]

@@ -22,6 +22,7 @@ from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.measure import huggingface_engine, vllm_engine
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import MeasurementError
@@ -36,6 +37,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes()
     monkeypatch.setattr(engines, "start", found.start)
     monkeypatch.setattr(bench, "optional", _no_matplotlib)
+    monkeypatch.setattr(bench, "fetch_weights", lambda name, engine: None)
     return found
 
 
@@ -68,6 +70,30 @@ def test_a_suite_is_measured_and_reported(
     assert header["suite"]["targets"][0]["model"] == "org/big"
     assert header["provenance"]["machine"]["cores"] >= 1
     assert header["engines_at_once"] == 4
+
+
+def test_weights_are_fetched_before_any_engine_starts(
+    write: Write,
+    fakes: Fakes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of what is to be measured alone; what cannot be fetched is refused."""
+    fetched: list[str] = []
+    monkeypatch.setattr(bench, "fetch_weights", lambda name, engine: fetched.append(name))
+    file = write(SUITE)
+    assert run(file, "--only", "alone") == 0
+    assert fetched == ["org/big"]
+    monkeypatch.setattr(bench, "fetch_weights", fetch_weights)
+    fakes.log.clear()
+    assert run(file) == 2
+    assert "error: the weights of org/small are not on this machine" in capsys.readouterr().err
+    assert fakes.log == []
+    monkeypatch.setattr(bench, "fetch_weights", lambda name, engine: fetched.append(name))
+    assert run(file) == 0
+    fetched.clear()
+    assert run(file) == 0
+    assert fetched == []
 
 
 def test_results_go_into_a_folder_of_the_suites_name(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_hetero_spec.config import DEFAULT_CONTEXT
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
+from vllm_hetero_spec.inputs.weights import local_folder, missing_weights
 
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -34,36 +35,6 @@ class Memory:
     def kv_bytes(self) -> int:
         """Keys and values of all sequences at that length."""
         return self.kv_bytes_per_token * self.tokens * self.sequences
-
-
-def local_folder(name: str) -> Path | None:
-    """Where the files of a model are on this machine; None where there are none."""
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
-def missing_weights(name: str) -> str:
-    """Why a model's weights cannot be read here, in a clause; "" where they can."""
-    folder = local_folder(name)
-    if folder is not None:
-        for index in folder.glob("*.safetensors.index.json"):
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            absent = sorted(file for file in files if not (folder / file).is_file())
-            if absent:
-                return f"{name} lacks {absent[0]}"
-        if any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
-            return ""
-        if Path(name).is_dir():
-            return f"{name} holds no weights"
-    return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
 
 
 def memory_of(drafter: str, dtype: str, sequences: int, trust_remote_code: bool) -> Memory:

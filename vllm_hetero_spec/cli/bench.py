@@ -23,6 +23,7 @@ from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance
 from vllm_hetero_spec.measure.load import MeasurementError
 
@@ -90,6 +91,14 @@ def _measure(
     # What the first session found room for, so that waves are the same in all of them.
     at_once = results.contents.header["engines_at_once"]
     plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
+    pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
+    for target in suite.targets:
+        names = {engine.drafter for engine in pending if engine.target == target.name}
+        for drafter in target.drafters:
+            if drafter.name in names:
+                fetch_weights(drafter.model, target.engine)
+        if names:
+            fetch_weights(target.model, target.engine)
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )

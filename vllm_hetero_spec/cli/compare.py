@@ -27,6 +27,7 @@ from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, 
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
+from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.report.tables import Column, as_data, print_json, side_by_side
 from vllm_hetero_spec.report.values import NONE, count, number, widened
@@ -86,6 +87,9 @@ def run(arguments: argparse.Namespace) -> None:
     plan = make_plan(suite, 1, vocabularies_differ)
     # The drafter comes first: one that vLLM refuses is refused at once.
     plan = replace(plan, waves=plan.waves[::-1])
+    (target,) = suite.targets
+    for model in (target.model, target.drafters[0].model):
+        fetch_weights(model, target.engine)
     start = functools.partial(engines.start, suite=suite, at_once=1, verbose=arguments.verbose)
     with _Reporter(Console(stderr=True)) as reporter:
         run_plan(plan, suite, results, start, reporter)

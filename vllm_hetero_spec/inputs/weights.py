@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model's weights are on this machine, and how they come here."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
+
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # as vLLM looks for them: the first kind that is there
+_UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
+# With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
+_ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
+
+
+def local_folder(name: str) -> Path | None:
+    """Where the files of a model are on this machine; None where there are none."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def missing_weights(name: str) -> str:
+    """Why a model's weights cannot be read here, in a clause; "" where they can."""
+    folder = local_folder(name)
+    if folder is not None:
+        for index in folder.glob("*.safetensors.index.json"):
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            absent = sorted(file for file in files if not (folder / file).is_file())
+            if absent:
+                return f"{name} lacks {absent[0]}"
+        if any(any(folder.glob(f"*{kind}")) for kind in _WEIGHTS):
+            return ""
+        if Path(name).is_dir():
+            return f"{name} holds no weights"
+    return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
+
+
+def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
+    """Download what is missing of a model, with bars on stderr.
+
+    An engine would do it out of sight, and within its time to start.
+
+    Args:
+        name: A Hugging Face name or a folder.
+        engine: Arguments of `vllm.LLM`; where they say where weights are, that is vLLM's matter.
+
+    Raises:
+        ConfigError: They are in no folder, or cannot be downloaded.
+    """
+    elsewhere = "VLLM_USE_MODELSCOPE" in os.environ or _ELSEWHERE & engine.keys()
+    if elsewhere or "://" in name or name.endswith(".gguf"):
+        return
+    reason = missing_weights(name)
+    if not reason:
+        return
+    if Path(name).is_dir():
+        raise ConfigError(f"{reason}.")
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        files = HfApi().list_repo_files(name)
+        snapshot_download(name, allow_patterns=wanted_files(files))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(f"{reason}; downloading them failed: {first_line(error)}.") from error
+
+
+def wanted_files(files: Sequence[str]) -> list[str]:
+    """Those of a repository that an engine reads: one format of weights, and what is no weights."""
+    top = [file for file in files if "/" not in file]
+    of_kind = {kind: [f for f in top if PurePosixPath(f).suffix == kind] for kind in _WEIGHTS}
+    weights = next(filter(None, of_kind.values()), [])
+    # The same once more in Mistral's own format.
+    once = [file for file in weights if not file.startswith("consolidated")] or weights
+    others = [f for f in top if PurePosixPath(f).suffix not in (*_WEIGHTS, *_UNUSED)]
+    return [*once, *others]
