@@ -4,8 +4,10 @@
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from os import kill
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from goodness import follows, p_value
 from harness import slem
 from target_law import Setting, counted, law_of
 from target_law import load as load_model
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.measure import vllm_driver
 from vllm_hetero_spec.measure.child_process import processes
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.measure.vllm_driver import since
@@ -96,6 +100,8 @@ def test_the_target_alone(alone: list[Sample], loads: list[Load]) -> None:
         assert tokens(sample) == tokens(alone[0])
         assert sample.acceptance_length is None
         assert sample.drafts == sample.draft_tokens == sample.accepted_tokens == 0
+        assert sample.runner in ("V1", "V2")
+        assert sample.dtype == "float32" or not current_platform.is_cpu()
         assert sample.worker == {}
         assert all(set(trace.counts) == {1} for trace in sample.traces)
 
@@ -137,6 +143,48 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
 
 
 @pytest.mark.engine
+def test_requests_as_long_as_the_memory_holds(
+    demo_pair: Path, alone: list[Sample], loads: list[Load]
+) -> None:
+    """A drafter of ours serves a target whose longest sequence vLLM has shortened."""
+    fitted = {"max_model_len": -1, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 2048}
+    config = slem(demo_pair / "drafter", LOOKAHEAD)
+    with VllmEngine(EngineSpec(str(demo_pair / "target"), config, 3, fitted)) as engine:
+        assert tokens(engine.run(loads[1])) == tokens(alone[0])
+        with pytest.raises(ConfigError, match=r"of 2000 tokens ended .* --max-tokens"):
+            engine.run(Load(["a "], max_tokens=2000, ignore_eos=True))
+        assert tokens(engine.run(loads[0])) == tokens(alone[0])
+
+
+@pytest.mark.parametrize("room", [64, 32])
+def test_trees_want_room_beside_the_longest_request(room: int) -> None:
+    model = SimpleNamespace(
+        original_max_model_len=-1,
+        max_model_len=room,
+        get_and_verify_max_len=lambda longest: 64,
+        dtype="float32",
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        speculative_config=SimpleNamespace(hetero=SimpleNamespace(tree_nodes=8)),
+        parallel_config=SimpleNamespace(worker_extension_cls=""),
+        use_v2_model_runner=False,
+    )
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    refused = pytest.raises(ConfigError, match=r"for 32 tokens of one; .*: 16\}")
+    with refused if room < 64 else nullcontext():
+        vllm_driver.Driver(llm)
+
+
+def test_on_a_gpu_requests_are_as_long_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says how long; on a CPU they are short."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert vllm_driver._engine_arguments(EngineSpec("m"))["max_model_len"] == -1
+    given = EngineSpec("m", engine={"max_model_len": 64})
+    assert vllm_driver._engine_arguments(given)["max_model_len"] == 64
+
+
+@pytest.mark.engine
 def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
     with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*absent"):
         VllmEngine(EngineSpec(str(tmp_path / "absent")))
@@ -166,8 +214,6 @@ def test_the_law_of_vllms_own_method_on_a_cpu(
     chain_pair: Path, repaired: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside our plugin vLLM's speculation follows the law; the stock one is caught failing."""
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cpu():
         pytest.skip("the stock fault is of CPUs")
     if not repaired:

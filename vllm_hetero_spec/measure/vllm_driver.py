@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -47,6 +47,7 @@ class _Request:
     texts: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    reason: str | None = None  # why it ended
 
     def arrived(self, completion: Any, now: float) -> None:
         if completion.token_ids:
@@ -54,6 +55,7 @@ class _Request:
             self.times.append(now)
             self.counts.append(len(completion.token_ids))
         self.texts.append(completion.text)
+        self.reason = completion.finish_reason
 
     def trace(self) -> Trace:
         text = "".join(self.texts)
@@ -61,7 +63,11 @@ class _Request:
 
 
 class Driver:
-    """A `vllm.LLM` and what has been run on it."""
+    """A `vllm.LLM` and what has been run on it.
+
+    Raises:
+        ConfigError: Drafts cannot be trees, as one request may take all of the KV cache.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -70,6 +76,18 @@ class Driver:
         self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._extended = config.parallel_config.worker_extension_cls == _EXTENSION
+        # Whether memory bounds the requests: not the same in all engines of a comparison.
+        model = config.model_config
+        self._fitted = (
+            model.original_max_model_len == -1
+            and model.max_model_len < model.get_and_verify_max_len(-1)
+        )
+        if self._fitted and self._ours and config.speculative_config.hetero.tree_nodes:
+            raise ConfigError(
+                "tree_nodes wants KV blocks beside a request of full length, and memory is left "
+                f"for {model.max_model_len} tokens of one; give less (engine in a suite), as with "
+                f"--engine-args '{{\"max_model_len\": {model.max_model_len // 2}}}'."
+            )
         self._salts = count()
         self._warm: set[tuple[int, bool]] = set()
 
@@ -147,7 +165,26 @@ class Driver:
             for output in outputs:
                 requests[int(output.request_id)].arrived(output.outputs[0], now)
                 running -= output.finished
-        return [request.trace() for request in requests], time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        if self._fitted:
+            self._check_room(load, requests)
+        return [request.trace() for request in requests], seconds
+
+    def _check_room(self, load: Load, requests: Sequence[_Request]) -> None:
+        """Refuse completions that ended where the memory did, which others' might not have.
+
+        Raises:
+            ConfigError: There is such a one.
+        """
+        for request in requests:
+            written = len(request.token_ids)
+            if request.reason == "length" and written < load.max_tokens:
+                raise ConfigError(
+                    f"a completion of {load.max_tokens} tokens ended after {written}, as memory is "
+                    f"left for {self._llm.llm_engine.model_config.max_model_len} tokens of a "
+                    "request; give shorter prompts or less --max-tokens (max_tokens in a suite), "
+                    "or more memory, as with tensor_parallel_size."
+                )
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's counters of speculation by the rest of their name; under "worker" ours."""
@@ -242,13 +279,17 @@ def _end_with_core(client: Any) -> None:
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """vLLM's own defaults on a GPU; on a CPU, memory for this batch instead of most of the RAM.
 
+    On a GPU requests may be as long as the model reads or, where KV of that length does not fit
+    beside the models, as long as fits; vLLM would refuse the model then. What a drafter reads of
+    them does not depend on it.
+
     Float32 on CPUs: few of them are fast at 16 bits, and equal tokens should not hang on rounding.
     """
     from vllm.platforms import current_platform
 
     given = {"use_tqdm_on_load": False, "worker_extension_cls": _EXTENSION, **spec.engine}
     if not current_platform.is_cpu():
-        return given
+        return {"max_model_len": -1, **given}
     defaults = {"dtype": "float32", "enforce_eager": True}
     if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
         from transformers import AutoConfig
