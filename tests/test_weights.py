@@ -4,6 +4,7 @@
 import huggingface_hub
 import pytest
 
+from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights, wanted_files
 
 OTHERS = ["README.md", "config.json", "tokenizer.json", "modeling_own.py"]
@@ -40,3 +41,18 @@ def test_what_is_missing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in ({"load_format": "dummy"}, {"revision": "v1"}, {}):
         fetch_weights("org/absent", engine)
     assert loaded == [("org/absent", ["a.bin", "config.json"])]
+
+
+def test_a_failing_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the hub's HTTP library raises without a network."""
+
+    def fail(self: object, name: str) -> list[str]:
+        raise Exception("no such host\nmore")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(ConfigError) as refused:
+        fetch_weights("org/absent", {})
+    assert str(refused.value) == (
+        "the weights of org/absent are not on this machine (`hf download org/absent` gets them); "
+        "downloading them failed: no such host."
+    )
