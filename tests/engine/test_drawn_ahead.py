@@ -18,7 +18,8 @@ from harness import engine, metrics_of, patient, slem
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.engine.source.look_up import Found, LookUp
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.messages import Row
 from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 
@@ -70,14 +71,19 @@ def test_samples_follow_the_targets_law(
     assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
 
 
-def row_of_the_draw_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    behind = LookUp.behind
+def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what each token was drawn with."""
+    drafts = DrawnAhead.drafts
 
-    def shifted(self: LookUp, *args: Any) -> Found:
-        found = behind(self, *args)
-        return replace(found, rows=[*found.rows[-1:], *found.rows[:-1]])
+    def told(self: DrawnAhead, *args: Any) -> list[Draft]:
+        made = []
+        for draft in drafts(self, *args):
+            probs = draft.draft_probs
+            less = probs and DraftProbs(0.1 * probs.rows, probs.row_of)
+            made.append(draft._replace(draft_probs=less))
+        return made
 
-    monkeypatch.setattr(LookUp, "behind", shifted)
+    monkeypatch.setattr(DrawnAhead, "drafts", told)
 
 
 def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +102,7 @@ def test_wrong_ways_are_caught(
 ) -> None:
     """Each under one rule: how a block was drawn is hardly seen in it, since it is judged whole."""
     block = "block" in request.node.name
-    wrong = row_of_the_draw_before if block else numbers_of_verification
+    wrong = a_tenth_of_the_probability if block else numbers_of_verification
     patient(llm, monkeypatch)
     waiting(llm, monkeypatch)
     wrong(monkeypatch)
