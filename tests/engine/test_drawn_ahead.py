@@ -106,7 +106,7 @@ def test_wrong_ways_are_caught(
     patient(llm, monkeypatch)
     waiting(llm, monkeypatch)
     wrong(monkeypatch)
-    found = sample(llm, 960, SETTINGS["few"], seeds=10_000)
+    found = sample(llm, 480 if block else 960, SETTINGS["few"], seeds=10_000)
     print(f"\n{wrong.__name__}: p {laws['few'].p_value(found):.2g}")
     assert laws["few"].p_value(found) < ALPHA
 
