@@ -25,6 +25,7 @@ from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     drafting_mode,
+    kv_budget,
 )
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 
@@ -152,6 +153,28 @@ def test_own_attention_and_kv(demo_pair: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{key} is '{value}': .*{supported}"):
             drafter_model_config(options(demo_pair, **{key: value}), target.model_config)
+
+
+@pytest.mark.parametrize(
+    ("explicit", "device", "found"),
+    [(None, 80 << 30, 4 << 30), (None, 24 << 30, 3 << 29), (40 << 30, 80 << 30, 10 << 30)],
+)
+def test_the_pool_leaves_the_target_its_memory(
+    demo_pair: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    explicit: int | None,
+    device: int,
+    found: int,
+) -> None:
+    """Of a small device 4 GiB would be most of what its weights leave."""
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: device)
+    target = target_config(demo_pair, kv_cache_memory_bytes=explicit)
+
+    def bytes_for(tokens: int) -> int:
+        return tokens << 14  # of a drafter of half a billion parameters, about
+
+    assert kv_budget(options(demo_pair), target, 1 << 20, bytes_for) == found
+    assert kv_budget(options(demo_pair), target, 1, bytes_for) < 1 << 24
 
 
 def test_a_dtype_that_the_drafter_cannot_have(

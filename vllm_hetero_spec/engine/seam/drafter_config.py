@@ -208,11 +208,16 @@ def kv_budget(
         bytes_for: Bytes of drafter KV for a number of tokens.
 
     By default the pool holds every sequence at full length, but takes no more than a quarter of an
-    explicit target budget, or 4 GiB, unless that is less than a pool needs to work at all.
+    explicit target budget, or else a sixteenth of the device's memory or 4 GiB, unless that is less
+    than a pool needs to work at all.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
     scheduler = target.scheduler_config
     need = bytes_for(scheduler.max_num_seqs * context)
     explicit = target.cache_config.kv_cache_memory_bytes
-    return max(min(need, explicit // 4 if explicit else 4 << 30), bytes_for(1))
+    if explicit:
+        most = explicit // 4
+    else:
+        most = min(4 << 30, current_platform.get_device_total_memory() // 16)
+    return max(min(need, most), bytes_for(1))
