@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import engine, metrics_of, slem
 from scenarios import generate, greedy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    GPT2Config,
-    GptOssConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-)
+from small_models import save_model
+from transformers import BloomConfig, GPT2Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from vllm_hetero_spec import read_stats
 
@@ -57,18 +49,7 @@ _KINDS: dict[str, Callable[..., PretrainedConfig]] = {
 def test_a_model_drafts_for_itself(
     kind: str, demo_pair: Path, texts: list[Any], tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
-    tokenizer.save_pretrained(tmp_path)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config = _KINDS[kind](
-        vocab_size=len(tokenizer), bos_token_id=bos, eos_token_id=eos, pad_token_id=eos
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:  # large enough that the context decides
-            torch.nn.init.normal_(weight, std=0.15)
-    model.save_pretrained(tmp_path)
+    save_model(_KINDS[kind], demo_pair, tmp_path)
     with engine(tmp_path, slem(tmp_path)) as llm:
         generate(llm, texts, greedy())
         metrics = metrics_of(llm)

@@ -3,21 +3,20 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import engine, metrics_of, slem
 from scenarios import Outputs, generate, greedy
+from small_models import save_model
 from transformers import (
     AutoTokenizer,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
 )
 
 from vllm_hetero_spec import read_stats
@@ -29,64 +28,32 @@ WINDOW = 24
 KINDS = ("sliding_attention", "full_attention")
 
 
+_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+
+
 @pytest.fixture(scope="module")
 def gemma(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Gemma 3 with random weights and the demo drafter's tokenizer."""
-    out = tmp_path_factory.mktemp("gemma")
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
-    tokenizer.save_pretrained(out)
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        layer_types=[*KINDS, *KINDS],
-        sliding_window=WINDOW,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if "norm" not in name:  # large enough that the context decides, and not the last token
-            torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(out)
-    return out
+    """A Gemma 3, every other layer of which looks back no further than the window."""
+    own = {"query_pre_attn_scalar": 64, "layer_types": [*KINDS, *KINDS]}
+    make = partial(Gemma3TextConfig, **_SHAPE, **own)
+    return save_model(make, demo_pair, tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="module")
 def mistral(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Mistral, whose layers all look back as far, with the demo drafter's tokenizer."""
-    out = tmp_path_factory.mktemp("mistral")
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
-    tokenizer.save_pretrained(out)
-    config = MistralConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        sliding_window=WINDOW,
-        max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(out)
-    return out
+    """A Mistral, of which all layers do."""
+    make = partial(MistralConfig, **_SHAPE)
+    return save_model(make, demo_pair, tmp_path_factory.mktemp("mistral"))
 
 
 def everywhere(gemma: Path, out: Path, kind: str) -> Path:

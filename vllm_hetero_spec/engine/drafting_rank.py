@@ -20,7 +20,7 @@ from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.ahead_control import AheadControl
 from vllm_hetero_spec.engine.drafter.request_state import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan, controller_of
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -31,8 +31,10 @@ from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.inline import InlineSource
 from vllm_hetero_spec.engine.source.process import ProcessSource
 from vllm_hetero_spec.engine.source.protocol import DraftSource
+from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.tree_values import RankValues
 
 if TYPE_CHECKING:
@@ -43,6 +45,23 @@ logger = logging.getLogger("vllm.hetero_spec")
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
+
+
+def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
+    """The controller that a user asked for.
+
+    Args:
+        options: The user's.
+        known: Of the pair on this machine.
+        can_stop_early: Whether drafting asks between its steps whether to go on.
+    """
+    longest = options.num_speculative_tokens
+    width = options.tree_width if options.tree_nodes else 0
+    if options.controller == "fixed":
+        return Fixed(longest, width)
+    if options.controller == "confidence":
+        return ConfidenceStop(options.confidence_threshold, longest, width)
+    return Goodput(known, can_stop_early=can_stop_early, width=width)
 
 
 class DraftingRank:

@@ -16,15 +16,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.engine.tree_control import TreeControl
-from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
-from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 
@@ -35,23 +32,6 @@ _LONG = 128  # unread tokens: fewer take the drafter no longer than a step of th
 # prompts never end, every request would wait for ever.
 _PATIENCE = 4
 _LAG = 8  # steps within which a lookahead that was asked for has come, or will not
-
-
-def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
-    """The controller that a user asked for.
-
-    Args:
-        options: The user's.
-        known: Of the pair on this machine.
-        can_stop_early: Whether drafting asks between its steps whether to go on.
-    """
-    longest = options.num_speculative_tokens
-    width = options.tree_width if options.tree_nodes else 0
-    if options.controller == "fixed":
-        return Fixed(longest, width)
-    if options.controller == "confidence":
-        return ConfidenceStop(options.confidence_threshold, longest, width)
-    return Goodput(known, can_stop_early=can_stop_early, width=width)
 
 
 class StepPlan(NamedTuple):
@@ -112,17 +92,20 @@ class LookaheadControl:
         can_stop_early: bool,
         values: TreeValues | RankValues | None = None,
     ) -> None:
-        self.asks, self.prepared = 0, 0.0
+        self.asks = 0
+        self.prepared = 0.0
         self._trees = TreeControl(values or TreeValues.unknown())
         self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
         self._verifying: dict[str, _Verifying] = {}
-        self._plan, self._regime = LookaheadPlan(()), ""
+        self._plan = LookaheadPlan(())
         self._own: dict[str, int] = {}  # what requests of this step ask for themselves
         self._index_of: Mapping[str, int] = {}
-        self._random, self._stopped = [False], False  # whether `continue_drafting` ended the drafts
+        self._random: Sequence[bool] = ()
+        self._stopped = False  # whether `continue_drafting` ended the round's drafts
+        self._regime = ""
 
     def observe(self, step: StepView) -> None:
         """A step of the target has ended: learn what it took, and what was accepted."""
