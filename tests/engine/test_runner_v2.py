@@ -195,12 +195,5 @@ def on_v1(demo_pair: Path, few: list[str]) -> Run:
 
 def test_two_ranks_have_the_same_drafts() -> None:
     """Each rank puts them into its own runner: with others' there, the tokens would be wrong."""
-    file = Path(__file__).with_name("test_tensor_parallel.py")
-    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", str(file)]
-    done = subprocess.run(
-        [*command, "-k", "same_tokens or trees"],
-        env=v2_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert " 2 passed" in done.stdout, done.stdout[-8000:]
+    names = "same_tokens_on_two or trees_on_two or no_trees_where_one"
+    assert "3 passed" in passed_on_v2(["test_tensor_parallel.py"], names)
