@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop
+from vllm_hetero_spec.engine.drafter import first_tokens
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
@@ -26,6 +27,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.text.drafts import FirstToken
 
 LOOKAHEAD, REQUESTS = 3, 8
 
@@ -33,7 +35,7 @@ LOOKAHEAD, REQUESTS = 3, 8
 class World:
     """A drafter, and texts that go on as a target would write them."""
 
-    def __init__(self, *, sampled: bool = False) -> None:
+    def __init__(self, *, sampled: bool = False, looks_back: bool = False) -> None:
         first = torch.arange(VOCAB)
         method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
         self.model = ToyDrafterModel()
@@ -45,6 +47,7 @@ class World:
             REQUESTS,
             method if sampled else None,
             confidences=True,
+            looks_back=looks_back,
         )
         self.pool = KVPool(BLOCKS, SIZE)
         self.states: dict[str, RequestState] = {}
@@ -76,10 +79,21 @@ def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) ->
     return graphs
 
 
+def choice(chance: random.Random) -> Any:
+    """What chooses a first token at random: behind the text, or in the place of its last token."""
+    place, back = chance.randrange(8), chance.random() < 0.5
+
+    def choose(ids: Sequence[int], last: Sequence[int]) -> FirstToken:
+        return FirstToken(last[place], 1, [place, 7]) if back else FirstToken(ids[place])
+
+    return choose
+
+
 def alike(first: Sequence[DrafterTokens], second: Sequence[DrafterTokens]) -> None:
     for one, other in zip(first, second, strict=True):
         assert one.tokens == other.tokens
         assert one.finite == other.finite
+        assert one.known == other.known
         assert one.confidences == pytest.approx(other.confidences)
 
 
@@ -89,13 +103,15 @@ def test_graphs_draft_as_without(
     in_graph: bool, optimistic: bool, often: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random rounds: batches of every size, long and short catching up, early ends, other first
-    tokens, texts that are taken back, requests that leave. The eager drafter takes the same. Where
-    first tokens are often others, they are judged before the steps, of which none is in vain."""
-    monkeypatch.setattr(decode_loop, "_OFTEN", often)
+    tokens, also in place of the text's last, texts that are taken back, requests that leave. The
+    eager drafter takes the same. Where first tokens are often others, they are judged before the
+    steps, of which none is in vain."""
+    monkeypatch.setattr(first_tokens, "_OFTEN", often)
     chance = random.Random(2)
-    eager, recorded = World(), World()
+    eager, recorded = World(looks_back=True), World(looks_back=True)
     graphs = record(recorded, in_graph=in_graph)
     recorded.drafter.waits = optimistic
+    moved = 0
     texts: dict[str, list[int]] = {}
     addresses: dict[str, int] = {}
     for number in range(60):
@@ -103,24 +119,26 @@ def test_graphs_draft_as_without(
             texts[str(len(texts) + 100 * number)] = chance.choices(range(1, VOCAB), k=3)
         batch = chance.sample(sorted(texts), chance.randint(1, len(texts)))
         steps = [chance.choice((0, 1, 3, 5)) for _ in batch]
-        wanted = {name: chance.randrange(8) for name in batch if chance.random() < 0.3}
+        wanted = {name: choice(chance) for name in batch if chance.random() < 0.3}
         drafted = []
         for world in (eager, recorded):
             rows = [
-                world.row(
-                    name,
-                    texts[name],
-                    count,
-                    (lambda ids, i=wanted[name]: ids[i]) if name in wanted and count else None,
-                )
+                world.row(name, texts[name], count, wanted.get(name) if count else None)
                 for name, count in zip(batch, steps, strict=True)
             ]
             drafted.append(world.drafter.run(rows))
         alike(*drafted)
         for name, count in zip(batch, steps, strict=True):
             assert eager.states[name].sequence.kv_ids == recorded.states[name].sequence.kv_ids
-            tokens = next(d.tokens for d, n in zip(drafted[0], batch, strict=True) if n == name)
+            tokens, known = next(
+                (d.tokens, d.known) for d, n in zip(drafted[0], batch, strict=True) if n == name
+            )
             assert len(tokens) == count
+            if known:  # the text goes on with the rest of a longer token
+                moved += 1
+                eager.states[name].num_kv_valid -= 1
+                recorded.states[name].num_kv_valid -= 1
+                tokens = tokens[1:]
             texts[name] += tokens[: chance.randint(0, len(tokens))]
             texts[name] += chance.choices(range(1, VOCAB), k=chance.choice((1, 1, 2, 11)))
             if len(texts[name]) > 100 or chance.random() < 0.1:
@@ -136,9 +154,58 @@ def test_graphs_draft_as_without(
         assert tensors == addresses
     assert graphs.captured == 3 * 4
     assert graphs.replays > 100
+    assert moved > 10
     vain = recorded.drafter.overruled
     assert (vain > 10) if often > 1 else (3 < vain < 10) if optimistic else vain == 0
     assert eager.drafter.overruled == 0
+
+
+def behind(text: Sequence[int]) -> torch.Tensor:
+    """The drafter's logits [V_D] behind a text."""
+    world = World()
+    row = world.row("alone", text, 1)
+    plan = world.drafter._planner.plan([row.sequence], [row.pending], [1])
+    return world.drafter._steps.begin(plan)[0][0]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
+    waits: bool, graphs: bool
+) -> None:
+    """The rest is what the drafter drafts behind that text; the requests beside it draft as ever.
+    Texts of one token and of many, of which some have been read before but for the last."""
+    texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
+    places = {"a": 3, "c": 0, "d": 6}
+    world = World(looks_back=True)
+    if graphs:
+        record(world, in_graph=True, sizes=(1, 8))
+    world.drafter.waits = waits
+    world.drafter.run([world.row(name, texts[name][:-1], 0) for name in "cde"])
+    seen: dict[str, Any] = {}
+
+    def choose(name: str, ids: Sequence[int], last: Sequence[int]) -> FirstToken:
+        seen[name] = list(last)
+        place = places.get(name)
+        return FirstToken(ids[0]) if place is None else FirstToken(last[place], 2, [place, 7])
+
+    rows = [world.row(name, text, LOOKAHEAD, partial(choose, name)) for name, text in texts.items()]
+    drafted = dict(zip(texts, world.drafter.run(rows), strict=True))
+    for name, text in texts.items():
+        alone = World()
+        expected = alone.drafter.run([alone.row(name, text, LOOKAHEAD)])[0]
+        if name in places:
+            begun = behind(text[:-1]).topk(8)
+            assert seen[name][:8] == begun.indices.tolist()
+            first = seen[name][places[name]]
+            other = World()
+            rest = other.drafter.run([other.row(name, [*text[:-1], first], LOOKAHEAD - 1)])[0]
+            share = begun.values[[places[name], 7]].softmax(0)[0]
+            confidences = [float(share), *rest.confidences]
+            expected = DrafterTokens([first, *rest.tokens], True, confidences, known=2)
+        alike([drafted[name]], [expected])
+        kept = [*text[: len(text) - (name in places)], *drafted[name].tokens[:-1]]
+        assert world.states[name].sequence.kv_ids == kept
 
 
 def test_reading_again_what_is_known_writes_nothing() -> None:
@@ -241,7 +308,7 @@ def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) ->
         if graphs:
             record(world, in_graph=True)
         world.drafter.waits = True
-        choose = (lambda ids: ids[0]) if judged else None
+        choose = (lambda ids, last: FirstToken(ids[0])) if judged else None
         rows = [world.row(str(i), [3, 4, 5 + i], LOOKAHEAD, choose) for i in range(3)]
         sent.clear()
         fetched.clear()

@@ -13,7 +13,7 @@ from tape_graphs import TapeGraphs
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats, staging
-from vllm_hetero_spec.engine.drafter import decode_loop
+from vllm_hetero_spec.engine.drafter import first_tokens
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
 pytestmark = pytest.mark.engine
@@ -97,7 +97,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
 
     monkeypatch.setattr(proposer, "after_step", empty_at_first)
     monkeypatch.setattr(drafter, "waits", True)
-    monkeypatch.setattr(decode_loop, "_OFTEN", 2.0)
+    monkeypatch.setattr(first_tokens, "_OFTEN", 2.0)
     drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=4, repetition_penalty=1.3)
     llm.generate(texts, drawn, use_tqdm=False)
     accepted = metrics_of(llm)["num_accepted_tokens"]

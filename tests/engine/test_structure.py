@@ -40,6 +40,7 @@ MOVERS = {
     "draft/slrs.py": "on the host by design: what was drawn decides what is fed",
     "draft/slrs_tree.py": "part of slrs",
     "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",
+    "engine/drafter/first_tokens.py": "candidates that have been fetched",
     "engine/drafter/method.py": "tables of the pair, once at start",
     "engine/drafter/picked.py": "confidences between steps, on a CPU alone",
     "engine/drafter/request_state.py": "arrays of the host: a prompt's token ids",

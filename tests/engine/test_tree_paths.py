@@ -17,6 +17,7 @@ from vllm_hetero_spec.engine.drafter import tree_drafts
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.lookahead.controllers import Fixed
+from vllm_hetero_spec.text.drafts import FirstToken
 from vllm_hetero_spec.verify.race import first_arrivals
 
 
@@ -208,7 +209,9 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
     world = World(graphs=graphs)
     world.drafter.waits = waits
     monkeypatch.setattr(world.bridge, "identity", False)
-    monkeypatch.setattr(world.bridge, "first_choice", lambda context, ids: ids[choice])
+    monkeypatch.setattr(
+        world.bridge, "first_choice", lambda context, ids, last: FirstToken(ids[choice])
+    )
     monkeypatch.setattr(world.bridge, "first_choices", lambda context, ids: list(ids[1:]))
     for name, draft in world.draft(TEXTS, planned(step_of(TEXTS)), paths=3).items():
         row = world.row(TEXTS[name]).clone()

@@ -69,8 +69,9 @@ class ToyDrafterModel:
             scores = (keys[slots] @ (hidden @ q)[:, :, None])[:, :, 0]
             share = scores.masked_fill(~seen, -torch.inf).softmax(-1)
             hidden = (hidden + ((share[:, None] @ values[slots])[:, 0] @ out)).tanh()
-        if batch.last is not None:
-            hidden = hidden[batch.last]
+        if batch.rows is not None:
+            hidden = hidden[batch.rows]
         elif batch.max_query > 1:
-            hidden = hidden.view(-1, batch.max_query, WIDTH)[:, -1]
+            lines = hidden.view(-1, batch.max_query, WIDTH)
+            hidden = torch.cat([lines[:, -1], lines[:, -2]]) if batch.back else lines[:, -1]
         return hidden @ self.head

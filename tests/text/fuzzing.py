@@ -198,10 +198,25 @@ class Walk:
             self.round_trip(following, proposals[0])
         candidates = [*self.noise, *ours[-2:], *ours[:2]]
         if candidates:
-            choice = self.bridge.first_choice(context, candidates)
+            choice = self.bridge.first_choice(context, candidates).id
             require(choice in candidates, "first choice", choice, candidates)
+            if longer := self.bridge.longer_last(context, candidates):
+                self.in_place_of_last(longer.id, longer.known, drafts[0])
             choices = self.bridge.first_choices(context, candidates)
             require(choices[0] == choice, "first choices", choices, choice)
+
+    def in_place_of_last(self, drafter_id: int, known: int, behind: list[int]) -> None:
+        """A draft that begins with the last token made longer spells what is behind that."""
+        table, target = self.pair.drafter.token_bytes, self.pair.target
+        last = table[self.context.ids[-1]]
+        require(table[drafter_id].startswith(last) and known == len(last), "longer", drafter_id)
+        require(len(table[drafter_id]) > known, "longer", drafter_id)
+        (proposal,) = self.bridge.to_target([self.context], [[drafter_id]], [AHEAD], [known])
+        spelled = target.decode_bytes(proposal)
+        require(table[drafter_id][known:].startswith(spelled), "behind the last", spelled)
+        needed = self.bridge.ids_covering([drafter_id, *behind], proposal, known)
+        require(needed == [1] * len(proposal), "ids covering behind the last", needed)
+        self.seen["longer last tokens"] += 1
 
     def proposal(self, draft: list[int], proposal: list[int], scratch: Scratch) -> None:
         """What holds for any draft: its control tokens, bytes of it before each, the limit."""

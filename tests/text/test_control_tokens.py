@@ -185,9 +185,10 @@ def test_a_character_that_was_begun_is_not_followed_by_one(
         drafter.special_id_of[content] for content in (SHARED[0], "<|own of sentencepiece|>")
     )
     context = opened(bridge, target.encode("in"))
-    assert bridge.first_choice(context, [own, marker]) == marker
+    assert bridge.first_choice(context, [own, marker]).id == marker
     begun = opened(bridge, [target.byte_ids[0xC3]])
-    assert bridge.first_choice(begun, [marker, drafter.byte_ids[0xC3]]) == drafter.byte_ids[0xC3]
+    lead = drafter.byte_ids[0xC3]
+    assert bridge.first_choice(begun, [marker, lead]).id == lead
     assert bridge.to_target([begun], [[marker]], [9]) == [[]]
 
 

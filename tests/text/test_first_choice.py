@@ -8,7 +8,9 @@ import pytest
 import recipes
 
 from vllm_hetero_spec.text import drafts
-from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
+from vllm_hetero_spec.text.bridge import Bridge, TextBridge, make_bridge
+from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.text.drafts import FirstToken
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -24,6 +26,12 @@ def texts_of(source: str, shared: Path | None) -> list[str]:
     if not all((folder / name).is_file() for name in BOOKS):
         pytest.skip("needs the corpora of the shared folder")
     return [(folder / name).read_text(encoding="utf-8")[:150_000] for name in BOOKS]
+
+
+def opened(bridge: Bridge, ids: list[int]) -> Context:
+    context = bridge.open()
+    context.append(ids)
+    return context
 
 
 @pytest.mark.parametrize("source", ["sources", "books"])
@@ -59,7 +67,7 @@ def test_what_is_turned_down_is_what_the_target_joins(
                     if target.decode_bytes(whole) != data:
                         continue  # no text, or not all of it has tokens
                     ends = {len(target.decode_bytes(whole[:n])) for n in range(len(whole))}
-                    turned = bridge.first_choice(context, [candidate, safe]) != candidate
+                    turned = bridge.first_choice(context, [candidate, safe]).id != candidate
                     pair = target.encode_bytes(
                         target.token_bytes[ids[place - 1]] + drafter.token_bytes[candidate]
                     )
@@ -86,8 +94,9 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     other = drafter.encode("(")[0]
     context = bridge.open()
     context.append([*target.encode("x = "), *left])
-    assert bridge.first_choice(context, [half, other]) == other
-    assert bridge.first_choice(context, [half]) == half  # its own first choice where none will do
+    assert bridge.first_choice(context, [half, other]) == FirstToken(other)
+    # Its own first choice where none will do.
+    assert bridge.first_choice(context, [half]).id == half
     safe = drafter.encode("\n")[0]
     assert bridge.first_choices(context, [half, other, safe]) == [other, safe]
     assert bridge.first_choices(context, [half, half]) == [half]
@@ -109,7 +118,7 @@ def test_first_choice_spells_the_character_that_was_begun(
     context.append([target.byte_ids[byte] for byte in "é".encode()[:1]])
     assert context.held == "é".encode()[:1]
     right, wrong = drafter.byte_ids[0xC3], drafter.byte_ids[0x61]
-    assert bridge.first_choice(context, [wrong, right]) == right
+    assert bridge.first_choice(context, [wrong, right]).id == right
 
 
 def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
@@ -121,7 +130,48 @@ def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
         context = bridge.open()
         context.append(tokenizer.encode("x = ret"))
         half = tokenizer.encode("urn")[0]
-        assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]) == half
+        assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]).id == half
+
+
+def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokenizer]) -> None:
+    """Where the target's text ends inside of what the drafter would have written as one token."""
+    target, drafter = family["sentencepiece"], family["byte-level"]
+    bridge = make_bridge(target, drafter)
+    for word in (data for data in drafter.token_bytes if data[:1] == b" " and data[1:].isalpha()):
+        ids = target.encode_bytes(b"x =" + word)
+        last = drafter.encode_bytes(b"x =" + word[: -len(target.token_bytes[ids[-1]])])
+        if len(target.encode_bytes(word)) > 1 and len(drafter.token_bytes[last[-1]]) > 1:
+            break
+    context = opened(bridge, ids[:-1])
+    assert context.ids == last
+    whole, shorter = drafter.token_bytes.index(word), context.ids[-1]
+    known = len(drafter.token_bytes[shorter])
+    other, begun = drafter.encode("(")[0], drafter.encode("\n")[0]
+    nothing = [other, begun]
+    assert bridge.first_choice(context, nothing) == FirstToken(other)
+    assert bridge.first_choice(context, nothing, [begun, whole, shorter]) == (whole, known, [1, 2])
+    assert bridge.first_choice(context, nothing, [shorter, whole]) == FirstToken(other)
+    assert bridge.first_choice(context, nothing, [begun]) == FirstToken(other)
+    draft = [whole, other]
+    (proposal,) = bridge.to_target([context], [draft], [9], [known])
+    assert target.decode_bytes(proposal) == word[known:] + b"("
+    assert proposal[0] == ids[-1]
+    assert bridge.ids_covering(draft, proposal, known) == [1, 2]
+    joined = opened(bridge, target.encode_bytes(b"x =" + word))  # it would have to go on in a word
+    assert bridge.longer_last(joined, [whole]) is None
+
+
+@pytest.mark.parametrize("ids", [[], ["held"], ["equal"]])
+def test_a_last_token_stays_where_it_cannot_be_told(
+    family: dict[str, TextTokenizer], ids: list[str]
+) -> None:
+    """Without a text, inside a character, and between equal tokenizers."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter if ids != ["equal"] else target, mode="text")
+    context = opened(bridge, [target.byte_ids[0x78], target.byte_ids[0xC3]][: 2 * len(ids)])
+    if ids == ["equal"]:
+        context = opened(bridge, target.encode("x"))
+    assert bridge.longer_last(context, list(range(3, drafter.vocab_size))) is None
 
 
 def test_advice_is_remembered_up_to_a_bound(
@@ -143,7 +193,7 @@ def test_advice_is_remembered_up_to_a_bound(
         for ids, candidates in [*asked, *asked]:
             context = bridge.open()
             context.append(ids)
-            found.append(bridge.first_choice(context, candidates))
+            found.append(bridge.first_choice(context, candidates).id)
         return found
 
     assert advice(remembers_few) == advice(remembers_all)

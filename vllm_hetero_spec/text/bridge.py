@@ -10,7 +10,7 @@ from typing import cast
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
 from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext
-from vllm_hetero_spec.text.drafts import DraftTranslator
+from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -63,10 +63,34 @@ class Bridge(ABC):
         tokens end and needs no advice.
         """
 
-    def first_choice(self, context: Context, candidates: Sequence[int]) -> int:
-        """Of the drafter's best next ids, the first that may follow; its best where none may."""
+    def longer_last(self, context: Context, candidates: Sequence[int]) -> FirstToken | None:
+        """What the drafter would have in the place of the last token, where that is longer.
+
+        Behind "imp" a drafter that has a token for "import" expects anything but "ort". Where the
+        target's text ends inside of what the drafter would write as one token, a draft that is to
+        be of use begins with that token.
+
+        Args:
+            context: A request's.
+            candidates: The drafter's best ids in the place of the last one, best first.
+        """
+        return None
+
+    def first_choice(
+        self, context: Context, candidates: Sequence[int], last: Sequence[int] = ()
+    ) -> FirstToken:
+        """What a draft begins with.
+
+        Args:
+            context: A request's.
+            candidates: The drafter's best next ids, best first: the first that may follow is taken,
+                its best where none may.
+            last: Its best ids in the place of the text's last one, where they are known.
+        """
+        if last and (longer := self.longer_last(context, last)):
+            return longer
         fitting = (c for c in candidates if self.may_follow(context, c))
-        return next(fitting, candidates[0])
+        return FirstToken(next(fitting, candidates[0]))
 
     def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
         """All of them that may follow; the best where none may."""
@@ -93,8 +117,16 @@ class Bridge(ABC):
         """
 
     @abstractmethod
-    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
-        """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
+    def ids_covering(
+        self, draft: Sequence[int], proposal: Sequence[int], known: int = 0
+    ) -> list[int]:
+        """Leading drafted ids that each id of the proposal needs, as far as bytes tell.
+
+        Args:
+            draft: Drafter ids.
+            proposal: What `to_target` made of them.
+            known: As there.
+        """
 
 
 class IdentityBridge(Bridge):
@@ -129,7 +161,9 @@ class IdentityBridge(Bridge):
             for draft, limit, cut in zip(drafts, limits, known or [0] * len(drafts), strict=True)
         ]
 
-    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
+    def ids_covering(
+        self, draft: Sequence[int], proposal: Sequence[int], known: int = 0
+    ) -> list[int]:
         return list(range(1, len(proposal) + 1))
 
     def _until_eos(self, draft: Sequence[int]) -> list[int]:
@@ -177,9 +211,15 @@ class TextBridge(Bridge):
         try:
             return self._drafts.may_follow(cast(TextContext, context), drafter_id, known)
         except Exception:
-            self.failures["draft_error"] += 1
-            logger.debug("a draft's beginning could not be judged", exc_info=True)
+            self._draft_failed("a draft's beginning could not be judged")
             return True
+
+    def longer_last(self, context: Context, candidates: Sequence[int]) -> FirstToken | None:
+        try:
+            return self._drafts.longer_last(cast(TextContext, context), candidates)
+        except Exception:
+            self._draft_failed("a text's last token could not be judged")
+            return None
 
     def to_target(
         self,
@@ -193,8 +233,7 @@ class TextBridge(Bridge):
             return self._drafts.translate(texts, drafts, limits, known)
         except Exception:
             if len(contexts) == 1:
-                self.failures["draft_error"] += 1
-                logger.debug("a draft could not be translated", exc_info=True)
+                self._draft_failed("a draft could not be translated")
                 return [[]]
         # One of them raised: find it, so that the others keep their drafts.
         return [
@@ -204,8 +243,14 @@ class TextBridge(Bridge):
             )
         ]
 
-    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
-        return self._drafts.ids_covering(draft, proposal)
+    def ids_covering(
+        self, draft: Sequence[int], proposal: Sequence[int], known: int = 0
+    ) -> list[int]:
+        return self._drafts.ids_covering(draft, proposal, known)
+
+    def _draft_failed(self, what: str) -> None:
+        self.failures["draft_error"] += 1
+        logger.debug(what, exc_info=True)
 
     def _encode_tails(self, contexts: Sequence[TextContext]) -> list[list[int]]:
         tails = [context.tail for context in contexts]

@@ -44,6 +44,21 @@ class _Stretch(NamedTuple):
     control: int | None
 
 
+class FirstToken(NamedTuple):
+    """What a draft begins with.
+
+    Attributes:
+        id: A drafter id.
+        known: Leading bytes of it that the text has already, as its last token: it takes the place
+            of that. 0 where it stands behind the text.
+        among: Places, among the candidates for that, of all that would have done.
+    """
+
+    id: int
+    known: int = 0
+    among: Sequence[int] = ()
+
+
 class DraftTranslator:
     """Turns the drafts of a batch into target ids; never raises for a draft it cannot turn."""
 
@@ -117,6 +132,24 @@ class DraftTranslator:
                 break
         return left == 0
 
+    def longer_last(self, context: TextContext, candidates: Sequence[int]) -> FirstToken | None:
+        """See `Bridge.longer_last`."""
+        last = self._piece(context.ids[-1]) if context.ids else None
+        if self._same or not last or context.held or any(context.untouched):
+            return None
+        among: list[int] = []
+        for place, drafter_id in enumerate(candidates):
+            piece = self._piece(drafter_id)
+            if piece is None or not piece.startswith(last):
+                continue
+            if len(piece) == len(last):
+                if not among:
+                    return None
+                among.append(place)
+            elif self.may_follow(context, drafter_id, len(last)):
+                among.append(place)
+        return FirstToken(candidates[among[0]], len(last), among) if among else None
+
     def translate(
         self,
         contexts: Sequence[TextContext],
@@ -147,10 +180,10 @@ class DraftTranslator:
                 results[index].append(stretch.control)
         return results
 
-    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int]) -> list[int]:
-        """Leading drafted ids that each id of the proposal needs, as far as bytes tell."""
+    def ids_covering(self, draft: Sequence[int], proposal: Sequence[int], known: int) -> list[int]:
+        """See `Bridge.ids_covering`."""
         covering = []
-        count = spare = 0  # drafted ids so far, and their bytes beyond those of the proposal
+        count, spare = 0, -known  # drafted ids so far, and their bytes beyond those of the proposal
         for token_id in proposal:
             control = token_id in self._special.target_control
             size = 0 if control else len(self._target.token_bytes[token_id])

@@ -9,12 +9,14 @@ begin anew where the judge wants another, or before them where it often does.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.engine.drafter.first_tokens import CANDIDATE_BYTES, Beginning, FirstTokens
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
@@ -29,11 +31,6 @@ from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftR
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
-# How many of the drafter's best ids the first token is chosen from.
-_CANDIDATES = 8
-# Share of rounds with another first token above which steps wait for the judge, and the weight of
-# the newest round in it: the more requests, the likelier that one of them has another.
-_OFTEN, _FADE = 0.3, 0.1
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 6
 
@@ -52,6 +49,8 @@ class Drafter:
         confidences: Whether drafts are to come with confidences.
         beside: Tokens of each row that are fetched beside the one that is picked, in rounds with
             trees.
+        looks_back: Greedy drafts may begin in the place of a text's last token, where their text
+            is judged.
 
     Attributes:
         sampling, beside: As given.
@@ -76,13 +75,14 @@ class Drafter:
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
         beside: int = 0,
+        looks_back: bool = False,
     ) -> None:
         device = model.device
         self.model = model
         self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
-        self.overruled, self._overruling = 0, 0.0
+        self.overruled = 0
         self.waits = device.type != "cpu"
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
@@ -92,7 +92,9 @@ class Drafter:
                 self.most_steps, max_requests, device, confidences=confidences, beside=beside
             )
         self._receiver = Receiver(device, 4 * picked.packet.numel())
-        self._receiver_own = Receiver(device, 8 * max_requests * max(_CANDIDATES, self.most_steps))
+        own = max(CANDIDATE_BYTES, 8 * self.most_steps)
+        self._receiver_own = Receiver(device, max_requests * own)
+        self._first = FirstTokens(self._receiver_own)
         self._rules = PickRules(
             vocab_size=vocab_size,
             banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
@@ -100,6 +102,7 @@ class Drafter:
             sampling=sampling,
             confidences=confidences,
             beside=beside,
+            looks_back=looks_back,
         )
         self._planner = Planner(model.block_size)
         # Not of the packets of rounds: it feeds in the middle of one.
@@ -117,6 +120,8 @@ class Drafter:
             shapes: (requests, tokens of each) to record for.
             support: What the attention of the drafter can be recorded with.
         """
+        if not support.several_tokens:  # each look back would be made without a graph
+            self._rules = replace(self._rules, looks_back=False)
         self._steps = RecordedSteps(
             self.model, self._rules, self._send, self._steps.picked, graphs, shapes, support
         )
@@ -152,7 +157,7 @@ class Drafter:
         self._steps.picked.wide = wide(rows) and self.beside > 0
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
-            logits = self._steps.begin(current.plan)
+            logits, last = self._steps.begin(current.plan)
             if copies := [copy for row in rows for copy in row.copies]:
                 self.model.copy_blocks(copies)
             if current.own:
@@ -164,7 +169,7 @@ class Drafter:
         if singles < len(rows):
             current.spans = self._along_spans(rows[singles:], logits[singles:])
         if rows[0].steps and singles:
-            self._queue_steps(current, logits, control)
+            self._queue_steps(current, logits, last, control)
 
     @torch.inference_mode()
     def finish(self) -> list[DrafterTokens]:
@@ -234,26 +239,35 @@ class Drafter:
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences = [row.sequence for row in rows]
         pending = [row.pending for row in rows]
-        longest = max(map(len, pending))
+        back = self._rules.looks_back and any(row.choose is not None for row in rows)
+        longest = max(1 + back, *map(len, pending))
         context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
         forks = [row.forks for row in rows[:singles]]
         num_forks = sum(map(len, forks))
         shape = self._steps.shape(len(rows) + num_forks, longest, context)
-        plan = self._planner.plan(sequences, pending, steps, *shape, forks if num_forks else ())
+        forks = forks if num_forks else []
+        plan = self._planner.plan(sequences, pending, steps, *shape, forks, back=back)
         own = OwnPicks(rows[:singles], self._rules, self._send_own, plan)
         return Round(rows, order, plan, own)
 
-    def _queue_steps(self, current: Round, logits: torch.Tensor, control: Control | None) -> None:
+    def _queue_steps(
+        self,
+        current: Round,
+        logits: torch.Tensor,
+        last: torch.Tensor | None,
+        control: Control | None,
+    ) -> None:
         """Everything behind catching up, to the way of what was picked to the host."""
         judged = any(row.choose for row in current.rows)
         if judged:
+            count = current.plan.active[0]
             with self._stopwatch:
-                best = logits[: current.plan.active[0]].topk(min(_CANDIDATES, logits.shape[1]), -1)
-            current.candidates = self._receiver_own.fetch(best.indices)
+                last = None if last is None else last[:count]
+                current.candidates = self._first.fetch(logits[:count], last)
             if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
                 self._judge(current)
-            elif self._overruling > _OFTEN:
+            elif self._first.often_others:
                 return
         self._take_steps(current, control)
         self._fetch(current)
@@ -290,20 +304,31 @@ class Drafter:
     def _judge(self, current: Round) -> bool:
         """Put other first tokens in place where a row's text asks for them; whether any was."""
         assert current.candidates is not None
-        candidates = current.candidates.wait().tolist()
-        current.candidates = None
-        forced = {
-            index: chosen
-            for index, (row, ids) in enumerate(zip(current.rows, candidates, strict=False))
-            if row.choose and (chosen := row.choose(ids)) != ids[0]
-        }
-        if forced:
-            for index, chosen in list(forced.items()):  # what follows the chain at first, too
-                forced |= {at: chosen for at, step in current.plan.forks_of(index) if step}
-            rows, ids = (np.array(list(of), np.int64) for of in (forced, forced.values()))
-            self._steps.picked.put(0, *self._send_own(rows, ids))
-        self._overruling += _FADE * (bool(forced) - self._overruling)
-        return bool(forced)
+        candidates, current.candidates = current.candidates, None
+        others = self._first.judge(current.rows, candidates)
+        if others:
+            self._begin_with(current, others)
+        return bool(others)
+
+    def _begin_with(self, current: Round, others: dict[int, Beginning]) -> None:
+        picked, plan = self._steps.picked, current.plan
+        forced = {index: other.id for index, other in others.items()}
+        for index, chosen in list(forced.items()):  # what follows the chain at first, too
+            forced |= {at: chosen for at, step in plan.forks_of(index) if step}
+        current.known = {index: other.known for index, other in others.items() if other.known}
+        moved = list(current.known)
+        peaks = np.array([others[index].confidence for index in moved], np.float32)
+        lists = [np.array(list(of), np.int64) for of in (forced, forced.values(), moved)]
+        rows, ids, lines, confidences = self._send_own(*lists, peaks)
+        picked.put(0, rows, ids)
+        if not moved:
+            return
+        picked.trust(0, lines, confidences)
+        for index in moved:
+            current.rows[index].sequence.kv_ids.pop()
+        if plan.steps > 1:
+            self._planner.step_back(plan, moved)
+            self._steps.moved()
 
     def _collect(self, current: Round) -> list[DrafterTokens]:
         if current.candidates is not None and self._judge(current):

@@ -38,13 +38,14 @@ _STEPS_BETWEEN_TRIES = 8
 class _Greedy:
     """A greedy draft in the making: what came of `steps`, and what of it the target may read.
 
-    `row` is of the newest round. `beside` is what is known of the rows of `drafted`, in parts, and
-    `forks` are other paths; empty for a chain.
+    `row` is of the newest round. `known` is as in `DrafterTokens`. `beside` is what is known of the
+    rows of `drafted`, in parts, and `forks` are other paths; empty for a chain.
     """
 
     row: DraftRow
     steps: int
     drafted: Sequence[int]
+    known: int
     peaks: Sequence[float]
     beside: Sequence[Beside]
     forks: Sequence[Fork]
@@ -158,8 +159,8 @@ class DraftBatchRunner:
             self._count(row.task, tokens)
             if tokens.proposal is None:
                 beside = () if tokens.beside is None else (tokens.beside,)
-                known = tokens.tokens, tokens.confidences, beside, tokens.forks
-                greedy.append(_Greedy(row, row.steps, *known))
+                made = tokens.tokens, tokens.known, tokens.confidences, beside, tokens.forks
+                greedy.append(_Greedy(row, row.steps, *made))
             elif tokens.beside is not None and control is not None:
                 drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
             else:
@@ -253,7 +254,7 @@ class DraftBatchRunner:
         """Let later requests find the KV of what was caught up."""
         for row, tokens in zip(rows, drafted, strict=True):
             state = row.task.state
-            state.num_kv_valid += len(row.pending)
+            state.num_kv_valid += len(row.pending) - bool(tokens.known)
             if tokens.finite:
                 stable = state.num_kv_valid - UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
@@ -283,6 +284,7 @@ class DraftBatchRunner:
             [made.row.task.state.context for made in drafts],
             [made.drafted for made in drafts],
             [made.row.task.lookahead for made in drafts],
+            [made.known for made in drafts],
         )
         self._stats.translate_seconds += time.perf_counter() - began
         for made, proposal in zip(drafts, proposals, strict=True):
@@ -310,7 +312,8 @@ class DraftBatchRunner:
         """The drafter's confidence in each proposed token; none where it was not asked for."""
         if not made.peaks:
             return []
-        return confidences_of(made.peaks, self._bridge.ids_covering(made.drafted, made.proposal))
+        covering = self._bridge.ids_covering(made.drafted, made.proposal, made.known)
+        return confidences_of(made.peaks, covering)
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
         beside = sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])

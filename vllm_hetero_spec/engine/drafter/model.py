@@ -32,7 +32,9 @@ class ForwardBatch(NamedTuple):
         table: [B, W] int32, its KV blocks.
         max_query: Most tokens of one request.
         max_length: At least the longest of `lengths`.
-        last: [B] int64, each request's last token; None where every request has `max_query`.
+        rows: int64 [B], each request's last token, or [2B] with the ones before behind them; None
+            where every request has `max_query`.
+        back: See `round_plan.Feed`.
     """
 
     ids: torch.Tensor
@@ -45,7 +47,8 @@ class ForwardBatch(NamedTuple):
     table: torch.Tensor
     max_query: int
     max_length: int
-    last: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    back: bool = False
 
 
 class GraphSupport(NamedTuple):
@@ -93,17 +96,23 @@ class DrafterModel:
         self._kv_caches = loaded.kv_caches
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """One forward, its metadata made on the host; [B, V] logits after each last token."""
+        """One forward, its metadata made on the host: see `logits`."""
         with self.context(self.metadata(batch), batch):
             return self.logits(batch)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """The model itself, inside a `context`: [B, V] logits after each request's last token."""
+        """The model itself, inside a `context`.
+
+        Returns:
+            [B, V] logits after each request's last token; [2B, V] where `back`: those in its place
+            behind them.
+        """
         hidden = self.model(input_ids=batch.ids, positions=batch.positions)
-        if batch.last is not None:
-            hidden = hidden[batch.last]
+        if batch.rows is not None:
+            hidden = hidden[batch.rows]
         elif batch.max_query > 1:
-            hidden = hidden.view(-1, batch.max_query, hidden.shape[-1])[:, -1]
+            lines = hidden.view(-1, batch.max_query, hidden.shape[-1])
+            hidden = torch.cat([lines[:, -1], lines[:, -2]]) if batch.back else lines[:, -1]
         logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits
 

@@ -123,6 +123,10 @@ class Picked:
         """Other ids in place of what was picked for the requests `index`, int64 [n]."""
         self._ids[step].index_copy_(0, index, ids.to(torch.int32))
 
+    def trust(self, step: int, index: torch.Tensor, confidences: torch.Tensor) -> None:
+        """Other confidences, float32 [n], for the requests `index`, int64 [n]."""
+        self._peaks[step].index_copy_(0, index, confidences)
+
     def read(self, step: int, count: int) -> list[float]:
         """The confidences of a step; only on a CPU, where nobody has to be waited for."""
         peaks: list[float] = self._peaks[step, :count].tolist()

@@ -86,18 +86,18 @@ class RecordedSteps:
         fitting = (width for width in widths if pending <= width <= context)
         return Shape(size, next(fitting, 0))
 
-    def begin(self, plan: RoundPlan) -> torch.Tensor:
+    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Steps`."""
         size, count = len(plan.table), plan.count
         self._plan = plan
         self._replays_round = (size, 0, False) in self._recordings
         if not self._replays_round:
-            logits = self._eager.begin(plan)
+            found = self._eager.begin(plan)
             self.forks = self._eager.forks
-            return logits
+            return found
         feed, wide = plan.feed, plan.feed.tokens.shape[1]
         sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, last, places, self.forks = sent_all
+        tokens, starts, lengths, table, rows, places, self.forks = sent_all
         on = self._on
         on.table[:size, : table.shape[1]].copy_(table)
         on.plan_lengths[: plan.steps, :size].copy_(lengths)
@@ -109,10 +109,10 @@ class RecordedSteps:
             on.lengths[:size].copy_(lengths[0])
             self._replay(plan, size, feed.most, 0)
         else:
-            sent = (tokens, starts, lengths[0, :count], table[:count], last)
+            sent = (tokens, starts, lengths[0, :count], table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
-            on.pick(self._rules.only_real(self._model.forward(batch)), first=True)
-        return on.logits[:count]
+            on.pick(self._rules.only_real(self._model.forward(batch)), first=True, back=feed.back)
+        return on.logits[:count], on.last[:count] if feed.back else None
 
     def step(self, number: int) -> torch.Tensor:
         """See `Steps`."""
@@ -124,6 +124,18 @@ class RecordedSteps:
         self._replay(self._plan, size, 0, number)
         return self._on.logits[:count]
 
+    def moved(self) -> None:
+        """See `Steps`."""
+        if not self._replays_round:
+            self._eager.moved()
+            return
+        plan = self._plan
+        assert plan is not None
+        size = len(plan.table)
+        lengths, places = self._send(plan.lengths, plan.places)
+        self._on.plan_lengths[: plan.steps, :size].copy_(lengths)
+        self._on.plan_places[: plan.steps, :, :size].copy_(places)
+
     def again(self) -> None:
         """See `Steps`."""
         self._on.step.fill_(1)
@@ -131,7 +143,7 @@ class RecordedSteps:
     def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
         """The graph that catches up with `width` tokens each, or that of a step where it is 0."""
         on = self._on
-        batch = on.batch(size, max(1, width))
+        batch = on.batch(size, max(1, width), back=self._rules.looks_back and width > 1)
         on.clear()
         # What is built here is referred to by the graph for as long as it lives.
         metadata = self._model.metadata(batch, to_capture=True)
@@ -142,7 +154,7 @@ class RecordedSteps:
                     on.advance(size)
                 self._model.update(metadata)
             logits = self._rules.only_real(self._model.logits(batch))
-            on.pick(logits, first=width > 0)
+            on.pick(logits, first=width > 0, back=batch.back)
 
         with self._model.context(metadata, batch):
             return _Recording(batch, graphs.capture(work), metadata)

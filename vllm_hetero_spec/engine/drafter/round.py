@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
+from vllm_hetero_spec.engine.drafter.first_tokens import Candidates
 from vllm_hetero_spec.engine.drafter.picked import PickedTokens
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Fork
@@ -22,7 +23,9 @@ class Round:
         plan: Where everything goes.
         own: What is not the drafter's best.
         taken: Steps that were queued, catching up included; 0 where nothing is drafted.
-        candidates: int32 [n, 8], the drafter's best first ids, on their way, best first.
+        candidates: For the first tokens, on their way: see `FirstTokens`.
+        known: Of the requests whose draft begins in the place of the text's last token, the bytes
+            of that.
         fetched: What was picked, on its way.
         stand_ins: See `DrawBatch`, on their way.
         spans: What SLRS-n drafted, already there.
@@ -33,7 +36,8 @@ class Round:
     plan: RoundPlan
     own: OwnPicks
     taken: int = 0
-    candidates: Fetched | None = None
+    candidates: Candidates | None = None
+    known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
     spans: list[DrafterTokens] = field(default_factory=list)
@@ -61,7 +65,8 @@ class Round:
             del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids += ids[:-1]
-            tokens = DrafterTokens(ids, count == wanted, peaks[:count])
+            known = self.known.get(index, 0)
+            tokens = DrafterTokens(ids, count == wanted, peaks[:count], known=known)
             if row.task.paths:
                 forks = [
                     Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)

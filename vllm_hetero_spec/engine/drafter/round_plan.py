@@ -31,16 +31,21 @@ class Feed(NamedTuple):
             block number * block size + offset, NOWHERE where its KV is written already.
         starts: int32 [B+1], offset of each request among the N tokens.
         most: Most tokens of one request.
+        back: What comes in the place of each last token is asked for, too.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     most: int
+    back: bool = False
 
     @property
-    def last(self) -> np.ndarray:
-        """int64 [B], each request's last token."""
-        return self.starts[1:].astype(np.int64) - 1
+    def rows(self) -> np.ndarray:
+        """int64 [B], each request's last token; behind them, [2B] where `back`, the ones before, of
+        a request with one token itself."""
+        starts = self.starts.astype(np.int64)
+        last = starts[1:] - 1
+        return np.concatenate([last, np.maximum(last - 1, starts[:-1])]) if self.back else last
 
 
 @dataclass
@@ -102,6 +107,8 @@ class Planner:
         size: int = 0,
         width: int = 0,
         forks: Sequence[Sequence[DraftSequence]] = (),
+        *,
+        back: bool = False,
     ) -> RoundPlan:
         """A round.
 
@@ -115,6 +122,7 @@ class Planner:
                 written nowhere. 0 feeds what is pending.
             forks: Of each request; they are drafted for as far as it is. Each leaves it a step
                 later than the one before.
+            back: See `Feed`; where one token of a request is pending, the one before is read again.
         """
         count, rounds = len(sequences), max(1, steps[0])
         pairs = [(line, step) for line, own in enumerate(forks) for step in range(len(own))]
@@ -125,6 +133,8 @@ class Planner:
         after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
         if width:
             feed = self._uniform(feed, sequences, np.array(after), size, width)
+        elif back:
+            feed = self._one_before(feed, sequences)
         lines = [*range(count), *(line for line, _ in pairs)]
         idle = [0] * (size - len(lines))
         begin = np.array([after[line] - 1 for line in lines] + idle)
@@ -147,9 +157,18 @@ class Planner:
             forking = [sum([steps[line] > n for line, _ in pairs]) for n in range(1, rounds)]
             active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
-            count, feed, table, lengths, places, active,
+            count, feed._replace(back=back), table, lengths, places, active,
             np.array([(*pair, _SECOND) for pair in pairs], np.int64).reshape(-1, 3).T, width > 0,
         )  # fmt: skip
+
+    def step_back(self, plan: RoundPlan, requests: Sequence[int]) -> None:
+        """Let the steps of some requests begin in the place of their last token."""
+        positions, slots = (plan.places[1:, line][:, requests] for line in (0, 1))
+        positions -= 1
+        plan.places[1:, 0, requests] = positions
+        moved = self._slots(plan.table, np.array(requests), positions)
+        plan.places[1:, 1, requests] = np.where(slots == NOWHERE, NOWHERE, moved)
+        plan.lengths[1:, requests] -= 1
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
         """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""
@@ -183,6 +202,18 @@ class Planner:
         """Where tokens at some positions of some lines of a table go."""
         blocks, offsets = np.divmod(positions, self.block_size)
         return table[lines, blocks] * self.block_size + offsets
+
+    @staticmethod
+    def _one_before(ragged: Feed, sequences: Sequence[DraftSequence]) -> Feed:
+        """With the token before that of each request that has one alone."""
+        starts, queries = ragged.starts, np.diff(ragged.starts)
+        alone = (queries == 1) & np.array([bool(sequence.kv_ids) for sequence in sequences])
+        at = starts[:-1][alone]
+        ids = [sequences[line].kv_ids[-1] for line in np.flatnonzero(alone)]
+        before = np.array([ids, ragged.tokens[1, at] - 1, [NOWHERE] * len(ids)], np.int64)
+        tokens = np.insert(ragged.tokens, at, before, axis=1)
+        starts = starts + np.array([0, *np.cumsum(alone)], np.int32)
+        return Feed(tokens, starts, max(ragged.most, 2))
 
     @staticmethod
     def _uniform(

@@ -27,6 +27,7 @@ class StaticTensors:
         plan_lengths, plan_places: See `RoundPlan`.
         step: int64 [1], the number of the next step.
         logits: [B, V_D], behind the last token of each request.
+        last: The same in the place of that token, where rounds look back.
         now: What a step picks, before it is put into its place.
     """
 
@@ -66,9 +67,10 @@ class StaticTensors:
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
+            self.last = torch.zeros_like(self.logits) if rules.looks_back else self.logits[:0]
 
-    def batch(self, size: int, width: int) -> ForwardBatch:
-        """A forward of the first `size` requests, `width` tokens each."""
+    def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
+        """A forward of the first `size` requests, `width` tokens each; `back` as in `Feed`."""
         tokens = size * width
         return ForwardBatch(
             ids=self.ids[:tokens],
@@ -81,6 +83,7 @@ class StaticTensors:
             table=self.table[:size],
             max_query=width,
             max_length=self._max_length,
+            back=back,
         )
 
     def clear(self) -> None:
@@ -100,10 +103,19 @@ class StaticTensors:
         self.slots[:size].copy_(places[0, 1, :size])
         self.lengths[:size].copy_(lengths[0, :size])
 
-    def pick(self, logits: torch.Tensor, *, first: bool) -> None:
-        """Each row's best of logits [n, V_D], which are kept; of the first step, or the next."""
-        kept = self.logits[: len(logits)]
-        kept.copy_(logits)
+    def pick(self, logits: torch.Tensor, *, first: bool, back: bool = False) -> None:
+        """Each row's best of logits [n, V_D], which are kept; of the first step, or the next.
+
+        Args:
+            logits: [2n, V_D] where `back`, see `DrafterModel.logits`.
+            first: Behind catching up.
+            back: See `Feed`.
+        """
+        count = len(logits) >> back
+        kept = self.logits[:count]
+        kept.copy_(logits[:count])
+        if back:
+            self.last[:count].copy_(logits[count:])
         if first:
             self._picked.best(kept, 0)
             self.step.fill_(1)

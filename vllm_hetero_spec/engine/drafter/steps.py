@@ -43,11 +43,19 @@ class Steps(Protocol):
             context: Fewest tokens that one of them has in all.
         """
 
-    def begin(self, plan: RoundPlan) -> torch.Tensor:
-        """Catch up; logits [n, V_D] of the tokens that may be picked."""
+    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Catch up.
+
+        Returns:
+            Logits [n, V_D] of the tokens that may be picked; where the plan's feed is `back`, the
+            same in the place of each last token.
+        """
 
     def step(self, number: int) -> torch.Tensor:
         """Feed what step `number` - 1 picked; logits of the requests that still draft."""
+
+    def moved(self) -> None:
+        """The plan of the steps of this round, of which none has been taken, has changed."""
 
     def again(self) -> None:
         """The steps of this round begin anew, behind what is picked now in step 0."""
@@ -74,7 +82,7 @@ class Forwards:
             lengths: int32 [n], their tokens after it.
         """
         tokens = real_tokens(feed.tokens, self._rules)
-        sent = self._send(tokens, feed.starts, lengths, table, feed.last)
+        sent = self._send(tokens, feed.starts, lengths, table, feed.rows)
         batch = ragged_batch(sent, feed, lengths)
         return self._rules.only_real(self._model.forward(batch))
 
@@ -86,15 +94,15 @@ def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
 
 
 def sent_plan(plan: RoundPlan, rules: PickRules, send: Send) -> list[torch.Tensor]:
-    """On the device: tokens that catch up, their starts, lengths, table, last, places, forks."""
+    """On the device: tokens that catch up, their starts, lengths, table, rows, places, forks."""
     feed = plan.feed
     tokens = real_tokens(feed.tokens, rules)
-    return send(tokens, feed.starts, plan.lengths, plan.table, feed.last, plan.places, plan.forks)
+    return send(tokens, feed.starts, plan.lengths, plan.table, feed.rows, plan.places, plan.forks)
 
 
 def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
-    """A forward over what was sent: tokens, starts, lengths, table, last."""
-    tokens, starts, device_lengths, table, last = sent
+    """A forward over what was sent: tokens, starts, lengths, table, rows."""
+    tokens, starts, device_lengths, table, rows = sent
     ids, positions, slots = tokens
     return ForwardBatch(
         ids=ids.int(),  # as those that are picked: a compiled model takes one type
@@ -107,7 +115,8 @@ def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) 
         table=table,
         max_query=feed.most,
         max_length=int(lengths.max()),
-        last=last if feed.most > 1 else None,
+        rows=rows if feed.most > 1 or feed.back else None,
+        back=feed.back,
     )
 
 
@@ -153,11 +162,11 @@ class EagerSteps:
         """See `Steps`: any shape will do."""
         return Shape()
 
-    def begin(self, plan: RoundPlan) -> torch.Tensor:
+    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
         sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, last, places, self.forks = sent_all
+        tokens, starts, lengths, table, rows, places, self.forks = sent_all
         self._sent = _Sent(
             plan=plan,
             lengths=lengths,
@@ -168,11 +177,11 @@ class EagerSteps:
             starts_cpu=self._starts_cpu[: len(table) + 1],
             longest=plan.lengths.max(1).tolist(),
         )
-        sent = (tokens, starts, lengths[0, :count], table[:count], last)
+        sent = (tokens, starts, lengths[0, :count], table[:count], rows)
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
-        self.picked.best(logits, 0)
-        return logits
+        self.picked.best(logits[:count], 0)
+        return logits[:count], logits[count:] if feed.back else None
 
     def step(self, number: int) -> torch.Tensor:
         """See `Steps`."""
@@ -194,6 +203,13 @@ class EagerSteps:
         logits = self._rules.only_real(self._model.forward(batch))
         self.picked.best(logits, number)
         return logits
+
+    def moved(self) -> None:
+        """See `Steps`."""
+        assert self._sent is not None
+        plan = self._sent.plan
+        lengths, places = self._send(plan.lengths, plan.places)
+        self._sent = self._sent._replace(lengths=lengths, places=places)
 
     def again(self) -> None:
         """See `Steps`: every step is told its number."""

@@ -11,6 +11,7 @@ from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.text.drafts import FirstToken
 
 
 class DraftTask(NamedTuple):
@@ -44,7 +45,9 @@ class DraftRow(NamedTuple):
         sequence: Its KV; the table must have room for `pending` and `steps` tokens.
         pending: Drafter ids to feed first, at least one.
         steps: Drafter tokens to draft; 0 only writes the KV of `pending`.
-        choose: Picks the first token among the drafter's best candidates; its best where None.
+        choose: Picks the first token among the drafter's best candidates, next ones and such for
+            the place of the text's last token (none where they are not known); the drafter's best
+            where None.
         side_blocks: KV blocks in which SLRS-n may feed side branches, one for each.
         forks: Its text once more for each path of a tree beside the chain, with as much room; each
             leaves the chain one token later.
@@ -55,7 +58,7 @@ class DraftRow(NamedTuple):
     sequence: DraftSequence
     pending: Sequence[int]
     steps: int
-    choose: Callable[[list[int]], int] | None = None
+    choose: Callable[[Sequence[int], Sequence[int]], FirstToken] | None = None
     side_blocks: Sequence[int] = ()
     forks: Sequence[DraftSequence] = ()
     copies: Sequence[tuple[int, int]] = ()
@@ -109,6 +112,8 @@ class DrafterTokens(NamedTuple):
             still to be translated.
         beside: What else is known of the rows behind them, where the draft may be a tree.
         forks: Other paths.
+        known: Leading bytes of them that the text has already: the first one takes the place of its
+            last token. 0 where they stand behind the text.
     """
 
     tokens: list[int]
@@ -117,6 +122,7 @@ class DrafterTokens(NamedTuple):
     proposal: Draft | None = None
     beside: Beside | None = None
     forks: Sequence[Fork] = ()
+    known: int = 0
 
 
 class DraftTiming(NamedTuple):

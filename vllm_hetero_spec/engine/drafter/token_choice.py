@@ -30,6 +30,7 @@ class PickRules:
         sampling: What sampled drafts propose; None where all are greedy.
         confidences: Whether they are asked for.
         beside: Tokens of each row that are known beside the one that is picked, for trees.
+        looks_back: Greedy drafts may begin in the place of a text's last token.
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class PickRules:
     sampling: SampledMethod | None
     confidences: bool = False
     beside: int = 0
+    looks_back: bool = False
 
     def span(self, task: DraftTask) -> MergeSpan:
         """How SLRS-n looks ahead for a request; one token where it is drafted otherwise.

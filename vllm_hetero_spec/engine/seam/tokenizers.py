@@ -4,6 +4,7 @@
 import logging
 from typing import NamedTuple
 
+import numpy as np
 from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
@@ -13,9 +14,15 @@ from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
+from vllm_hetero_spec.text.statistics import straddling
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 logger = logging.getLogger("vllm.hetero_spec")
+
+
+# Share of a target's tokens that end inside one of the drafter's from which on drafts look back: up
+# to it hardly a draft begins there, and a text's last token would be read twice for nothing.
+_OFTEN_INSIDE = 0.05
 
 
 class Pair(NamedTuple):
@@ -24,6 +31,17 @@ class Pair(NamedTuple):
     target: TextTokenizer
     drafter: TextTokenizer
     bridge: Bridge
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the target often ends a token inside what the drafter writes as one."""
+        if self.bridge.identity:
+            return False
+        target, drafter = (
+            np.cumsum([len(of.token_bytes[i]) for i in of.encode(CALIBRATION_TEXT)])
+            for of in (self.target, self.drafter)
+        )
+        return straddling(drafter, target) > _OFTEN_INSIDE * len(target)
 
 
 def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> Pair:

@@ -91,6 +91,7 @@ class InlineSource:
             pair.bridge.drafter_eos,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
+            looks_back=pair.looks_back,
         )
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
         # vLLM's sleep mode keeps what it has allocated, and would not give it back for graphs.

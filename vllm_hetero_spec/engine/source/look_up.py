@@ -130,7 +130,7 @@ class LookUp:
         )
         self._stats.translate_seconds += time.perf_counter() - began
         for of, proposal in zip(found, proposals, strict=True):
-            of.proposal, of.ends = proposal, self._bridge.ids_covering(of.ids, proposal)
+            of.proposal, of.ends = proposal, self._bridge.ids_covering(of.ids, proposal, of.known)
         if self._drawn is not None:
             self._spell(found, self._drawn)
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What greedy drafts begin with, where the text that they continue has a say in it."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+from vllm_hetero_spec.staging import Fetched, Receiver
+
+# How many of the drafter's best ids the first token is chosen from, and how many in the place of
+# the text's last token, most of which do not begin as that does.
+_NEXT, _LAST = 8, 32
+# Bytes on their way for each request: ids, ids in the place of the last token, and their logits.
+CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
+# Share of rounds with another first token above which steps wait for the judge, and the weight of
+# the newest round in it: the more requests, the likelier that one of them has another.
+_OFTEN, _FADE = 0.3, 0.1
+
+
+class Candidates(NamedTuple):
+    """For the first tokens of n requests, on their way to the host.
+
+    Attributes:
+        fetched: int32 [n, c] ids, best first; behind them, where they were asked for, 32 in the
+            place of each text's last token, and the bits of their float32 logits.
+        num_next: c.
+    """
+
+    fetched: Fetched
+    num_next: int
+
+
+class Beginning(NamedTuple):
+    """What a draft begins with in place of the drafter's best.
+
+    Attributes:
+        id: A drafter id.
+        known: See `text.drafts.FirstToken`.
+        confidence: Of one in the place of the text's last token: its probability among all that
+            would have done.
+    """
+
+    id: int
+    known: int
+    confidence: float
+
+
+class FirstTokens:
+    """Judges first tokens.
+
+    Args:
+        receiver: Brings the candidates to the host.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver, self._overruling = receiver, 0.0
+
+    @property
+    def often_others(self) -> bool:
+        """Whether so many rounds had others of late that steps in vain cost more than a wait."""
+        return self._overruling > _OFTEN
+
+    def fetch(self, logits: torch.Tensor, last: torch.Tensor | None) -> Candidates:
+        """Begin to bring each request's candidates to the host.
+
+        Args:
+            logits: [n, V_D], behind the texts.
+            last: [n, V_D], in the place of their last tokens; None where that was not asked for.
+        """
+        size = logits.shape[1]
+        count = min(_NEXT, size)
+        parts = [logits.topk(count, -1).indices.int()]
+        if last is not None:
+            best = last.topk(min(_LAST, size), -1)
+            parts += [best.indices.int(), best.values.float().view(torch.int32)]
+        return Candidates(self._receiver.fetch(torch.cat(parts, 1)), count)
+
+    def judge(self, rows: Sequence[DraftRow], candidates: Candidates) -> dict[int, Beginning]:
+        """Of the rows whose draft does not begin with the drafter's best, what it begins with.
+
+        Args:
+            rows: The requests.
+            candidates: From `fetch`, for the first n of them; waited for.
+        """
+        fetched = candidates.fetched.wait()
+        ids = fetched[:, : candidates.num_next].tolist()
+        in_place, bits = np.split(fetched[:, candidates.num_next :], 2, axis=1)
+        values = bits.view(np.float32)
+        found = {}
+        for index, (row, own, before) in enumerate(zip(rows, ids, in_place.tolist(), strict=False)):
+            if row.choose is None:
+                continue
+            first = row.choose(own, () if row.task.paths else before)
+            if first.known:
+                among = values[index, first.among].tolist()
+                share = 1 / sum([math.exp(value - among[0]) for value in among])
+                found[index] = Beginning(first.id, first.known, share)
+            elif first.id != own[0]:
+                found[index] = Beginning(first.id, 0, 0.0)
+        self._overruling += _FADE * (bool(found) - self._overruling)
+        return found
