@@ -185,6 +185,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
     seen: dict[str, Any] = {}
 
     def choose(name: str, ids: Sequence[int], last: Sequence[int]) -> FirstToken:
+        assert bool(last) == (len(texts[name]) > 1)  # nothing is before the first one
         seen[name] = list(last)
         place = places.get(name)
         return FirstToken(ids[0]) if place is None else FirstToken(last[place], 2, [place, 7])

@@ -94,7 +94,8 @@ class FirstTokens:
         for index, (row, own, before) in enumerate(zip(rows, ids, in_place.tolist(), strict=False)):
             if row.choose is None:
                 continue
-            first = row.choose(own, () if row.task.paths else before)
+            looked_back = len(row.sequence.kv_ids) > 1 and not row.task.paths
+            first = row.choose(own, before if looked_back else ())
             if first.known:
                 among = values[index, first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
