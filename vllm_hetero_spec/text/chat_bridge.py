@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The turn markers of a target's prompt, replaced by the drafter's own.
 
-A prompt is bridged where it begins as the target's template begins. Then every marker becomes what
-the drafter's template writes at that place of a conversation; the texts of turns are untouched, and
-so is whatever else the target's template adds: its default system prompt is a system turn, its
+A prompt is bridged where it begins as the target's template begins, or has a user's turn in it where
+that puts nothing before a system's text. Then every marker becomes what the drafter's template writes
+at that place of a conversation; the texts of turns are untouched, and so is whatever else the target's template adds: its default system prompt is a system turn, its
 tools are text. The drafter's own default system prompt stands before a conversation without one.
 """
 
@@ -147,7 +147,7 @@ class _Alignment:
             self._read_close(before)
         for after in ROLES:
             self._read_open(after)
-        self.marker = _any_of(self.moves)
+        self.marker = _any_of(literal for literal in self.moves if literal)
 
     def plain(self, stream: bytes, bare: bool) -> Iterator[Piece]:
         """A stretch without markers, with the spaces that the stream leaves out."""
@@ -167,9 +167,15 @@ class _Alignment:
             starts[first] = USER
         if ESCAPE in user:
             starts.setdefault(user, USER)
+        known = _any_of(starts)
+        behind = self._theirs.steps.get((SYSTEM, USER), b"")
+        if not self._theirs.steps.get(("", SYSTEM), b" ") and ESCAPE in behind:
+            # The system's text has nothing in front: it is one where a user's turn follows.
+            starts[b""] = SYSTEM
+            known = re.compile(known.pattern + b"|(?=(?s:.*?)" + re.escape(behind) + b")")
         for literal, role in starts.items():
             self._add(_START, literal, self._between("", role), ("in", role))
-        return _any_of(starts)
+        return known
 
     def _read_step(self, before: str, after: str) -> None:
         """A turn's end and the next one's beginning, which also ends turns of other roles."""
