@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The turn markers of a target's prompt, replaced by the drafter's own.
 
-A prompt is bridged where it begins as the target's template begins, or has a user's turn in it where
-that puts nothing before a system's text. Then every marker becomes what the drafter's template writes
-at that place of a conversation; the texts of turns are untouched, and so is whatever else the target's template adds: its default system prompt is a system turn, its
-tools are text. The drafter's own default system prompt stands before a conversation without one.
+A prompt is bridged where it begins as the target's template begins, or has a user's turn in it if
+that puts nothing before a system's text. Then every marker becomes what the drafter's template
+writes at that place of a conversation; the texts of turns are untouched, and so is whatever else
+the target's template adds: its default system prompt is a system turn, its tools are text. The
+drafter's own default system prompt stands before a conversation without one.
 """
 
 import re
