@@ -55,7 +55,7 @@ class Steps(Protocol):
         """Feed what step `number` - 1 picked; logits of the requests that still draft."""
 
     def moved(self) -> None:
-        """The round's plan has changed, but for what has been caught up: the next steps go by it."""
+        """The round's plan has changed behind what was caught up: the next steps go by it."""
 
     def again(self) -> None:
         """The steps of this round begin anew, behind what is picked now in step 0."""
