@@ -165,7 +165,7 @@ def behind(text: Sequence[int]) -> torch.Tensor:
     world = World()
     row = world.row("alone", text, 1)
     plan = world.drafter._planner.plan([row.sequence], [row.pending], [1])
-    return world.drafter._steps.begin(plan)[0][0]
+    return world.drafter._steps.begin(plan).logits[0]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -207,6 +207,46 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
         alike([drafted[name]], [expected])
         kept = [*text[: len(text) - (name in places)], *drafted[name].tokens[:-1]]
         assert world.states[name].sequence.kv_ids == kept
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
+    waits: bool, graphs: bool
+) -> None:
+    """And all beside it is drawn as it would have been: other first tokens are none of its."""
+    drafted = []
+    for places in ((), (1, 4)):
+        world = World(sampled=True, looks_back=True)
+        if graphs:
+            record(world, in_graph=True, sizes=(1, 8))
+        world.drafter.waits = waits
+
+        def choose(
+            place: int, ids: Sequence[int], last: Sequence[int], places: Sequence[int] = places
+        ) -> FirstToken:
+            return FirstToken(last[5], 2, [5]) if place in places else FirstToken(ids[2])
+
+        rows = []
+        for place, draw in enumerate((None, Draw(1.3, seed=3), Draw(0.8, seed=4), None, Draw(2.0))):
+            row = world.row(str(place), [3 + place, 4, 5], LOOKAHEAD, partial(choose, place))
+            task = row.task._replace(draw=draw, penalty=Penalty(3.0) if place == 2 else None)
+            rows.append(row._replace(task=task))
+        drafted.append(world.drafter.run(rows))
+        assert all(row.task.draw for row in rows if row.task.state.req_id in "124")
+    before, after = drafted
+    assert [of.known for of in after] == [0, 2, 0, 0, 2]
+    assert [of.proposal is None for of in after] == [True, True, False, True, True]
+    alike(after[:1] + after[3:4], before[:1] + before[3:4])
+    assert after[2].tokens == before[2].tokens
+    rows = [of[2].proposal.draft_probs.rows[of[2].proposal.draft_probs.row_of] for of in drafted]
+    torch.testing.assert_close(*rows)
+    for place in (1, 4):
+        text, other = [3 + place, 4], World()
+        text.append(int(behind(text).topk(6).indices[5]))
+        rest = other.drafter.run([other.row("other", text, LOOKAHEAD - 1)])[0]
+        confidences = [1.0, *rest.confidences]
+        alike([after[place]], [DrafterTokens([text[-1], *rest.tokens], True, confidences, known=2)])
 
 
 def test_reading_again_what_is_known_writes_nothing() -> None:

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that begin in the place of a text's last token, in a real engine."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_pair import PROMPT
+from goodness import follows
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import generate, greedy
 from tape_graphs import TapeGraphs
+from target_law import counted, law_of, load
+from test_sampling import SETTINGS, sample
 from transformers import AutoTokenizer
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.drafter import first_tokens
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.seam import tokenizers
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.retokenization import TextContext
 
 pytestmark = pytest.mark.engine
 SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
@@ -47,7 +55,7 @@ def test_greedy_identity(
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        assert drafter._rules.looks_back
+        assert drafter.looks_back
         seen = watched(llm, monkeypatch)
         counts = []
         for recorded, waits in ((False, False), (True, False), (True, True)):
@@ -69,6 +77,44 @@ def test_greedy_identity(
         assert generate(llm, texts, greedy()) == alone
         assert not seen
         assert drafter.replays > 0
+
+
+def longer_if_any(
+    self: DraftTranslator,
+    context: TextContext,
+    candidates: Sequence[int],
+    judged: Callable[..., FirstToken | None] = DraftTranslator.longer_last,
+) -> FirstToken | None:
+    """Though the token as it is be likelier, as it always is to the drafter of the chain."""
+    others = [token for token in candidates if token != context.ids[-1]]
+    found = judged(self, context, others)
+    return found and found._replace(among=[candidates.index(found.id)])
+
+
+@pytest.mark.parametrize(("method", "verification"), [("push_forward", "token"), ("tli", "block")])
+def test_samples_follow_the_targets_law(
+    method: str, verification: str, chain_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some drafts of one and the same batch are drawn then, and others are not."""
+    monkeypatch.setattr(tokenizers, "_OFTEN_INSIDE", -1.0)
+    monkeypatch.setattr(DraftTranslator, "longer_last", longer_if_any)
+    model, start = load(chain_pair / "target", PROMPT)
+    laws = {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
+    spec = slem(chain_pair / "drafter", 3, method=method, verification=verification)
+    with engine(chain_pair / "target", spec, max_num_seqs=64) as llm:
+        drafter, seen = proposer_of(llm).drafting.source.drafter, []
+        judge = drafter._judge_before_drawing
+
+        def noted(current: Any, behind: Any) -> None:
+            drawn = [row.task.draw is not None for row in current.rows]
+            judge(current, behind)
+            seen.extend(i for i, other in current.others.items() if other.known and drawn[i])
+
+        monkeypatch.setattr(drafter, "_judge_before_drawing", noted)
+        for name, texts in sample(llm, 800, SETTINGS, seeds=True).items():
+            assert follows(counted(texts), laws[name]), name
+        assert len(seen) > 100  # that were to be drawn
+        assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
 def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(

@@ -18,21 +18,19 @@ from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.engine.drafter.first_tokens import CANDIDATE_BYTES, Beginning, FirstTokens
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # Packets that what is drawn, penalised or judged in one round may take.
-_OWN_PACKETS = 6
+_OWN_PACKETS = 8
 
 
 class Drafter:
@@ -53,7 +51,7 @@ class Drafter:
             is judged.
 
     Attributes:
-        sampling, beside: As given.
+        sampling, beside, looks_back: As given; graphs may not allow the last.
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
@@ -79,7 +77,8 @@ class Drafter:
     ) -> None:
         device = model.device
         self.model = model
-        self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
+        self.sampling, self.beside, self.looks_back = sampling, beside, looks_back
+        self.max_length = model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
@@ -120,8 +119,8 @@ class Drafter:
             shapes: (requests, tokens of each) to record for.
             support: What the attention of the drafter can be recorded with.
         """
-        if not support.several_tokens:  # each look back would be made without a graph
-            self._rules = replace(self._rules, looks_back=False)
+        self.looks_back &= support.several_tokens  # it would be made without a graph each time
+        self._rules = replace(self._rules, looks_back=self.looks_back)
         self._steps = RecordedSteps(
             self.model, self._rules, self._send, self._steps.picked, graphs, shapes, support
         )
@@ -157,19 +156,22 @@ class Drafter:
         self._steps.picked.wide = wide(rows) and self.beside > 0
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
-            logits, last = self._steps.begin(current.plan)
+            behind = self._steps.begin(current.plan)
             if copies := [copy for row in rows for copy in row.copies]:
                 self.model.copy_blocks(copies)
-            if current.own:
-                current.own.pick(logits, self._steps.picked, 0)
-            current.own.leave(self._steps.picked, 0, self._steps.forks)
-        self.forwards += 1
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
+        if behind.last is not None and current.own.draws and not current.plan.forks.size:
+            self._judge_before_drawing(current, behind)
+        with self._stopwatch:
+            if current.own:
+                current.own.pick(behind.logits, self._steps.picked, 0)
+            current.own.leave(self._steps.picked, 0, self._steps.forks)
+        self.forwards += 1
         if singles < len(rows):
-            current.spans = self._along_spans(rows[singles:], logits[singles:])
+            current.spans = self._along_spans(rows[singles:], behind.logits[singles:])
         if rows[0].steps and singles:
-            self._queue_steps(current, logits, last, control)
+            self._queue_steps(current, behind, control)
 
     @torch.inference_mode()
     def finish(self) -> list[DrafterTokens]:
@@ -213,11 +215,8 @@ class Drafter:
     @torch.inference_mode()
     def step(self, batch: int) -> None:
         """One step of decoding for so many requests, on the padding block, to be timed."""
-        nowhere = [DraftSequence(BlockTable(blocks=[0])) for _ in range(batch)]
-        plan = self._planner.plan(
-            nowhere, [[0]] * batch, [1] * batch, *self._steps.shape(batch, 1, 1)
-        )
-        self._steps.begin(plan)
+        nowhere, shape = self._planner.nowhere([1] * batch), self._steps.shape(batch, 1, 1)
+        self._steps.begin(self._planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
 
     @torch.inference_mode()
     def read(self, tokens: int) -> None:
@@ -226,20 +225,15 @@ class Drafter:
         Args:
             tokens: Of one text, or of several where the drafter takes none that long.
         """
-        longest, size = self.max_length, self.model.block_size
+        longest = self.max_length
         lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
-        nowhere = []
-        for length in lengths:
-            blocks = [0] * -(-length // size)
-            table = BlockTable(blocks=blocks, row=np.zeros(len(blocks), np.int32))
-            nowhere.append(DraftSequence(table))
-        texts, steps = [[0] * length for length in lengths], [1] * len(lengths)
-        self._steps.begin(self._planner.plan(nowhere, texts, steps))
+        nowhere, texts = self._planner.nowhere(lengths), [[0] * length for length in lengths]
+        self._steps.begin(self._planner.plan(nowhere, texts, [1] * len(lengths)))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences = [row.sequence for row in rows]
         pending = [row.pending for row in rows]
-        back = self._rules.looks_back and any(row.choose is not None for row in rows)
+        back = self.looks_back and any(row.choose is not None for row in rows)
         longest = max(1 + back, *map(len, pending))
         context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
@@ -251,20 +245,13 @@ class Drafter:
         own = OwnPicks(rows[:singles], self._rules, self._send_own, plan)
         return Round(rows, order, plan, own)
 
-    def _queue_steps(
-        self,
-        current: Round,
-        logits: torch.Tensor,
-        last: torch.Tensor | None,
-        control: Control | None,
-    ) -> None:
+    def _queue_steps(self, current: Round, behind: CaughtUp, control: Control | None) -> None:
         """Everything behind catching up, to the way of what was picked to the host."""
-        judged = any(row.choose for row in current.rows)
-        if judged:
-            count = current.plan.active[0]
+        if current.others is not None:
+            self._begin_with(current, current.others)
+        elif any(row.choose for row in current.rows):
             with self._stopwatch:
-                last = None if last is None else last[:count]
-                current.candidates = self._first.fetch(logits[:count], last)
+                current.candidates = self._first.fetch(behind, current.plan.active[0])
             if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
                 self._judge(current)
             elif self._first.often_others:
@@ -306,11 +293,23 @@ class Drafter:
         assert current.candidates is not None
         candidates, current.candidates = current.candidates, None
         others = self._first.judge(current.rows, candidates)
-        if others:
-            self._begin_with(current, others)
+        self._begin_with(current, others)
         return bool(others)
 
+    def _judge_before_drawing(self, current: Round, behind: CaughtUp) -> None:
+        """A draft that begins in the place of a last token is greedy: its first bytes are given."""
+        count, rows = current.plan.active[0], current.rows
+        candidates = self._first.fetch(behind, count)
+        current.others = self._first.judge(rows, candidates, drawn=True)
+        given = [index for index, other in current.others.items() if other.known]
+        if any(rows[index].task.draw is not None for index in given):
+            for index in given:
+                rows[index] = rows[index].greedy()
+            current.own = OwnPicks(rows[:count], self._rules, self._send_own, current.plan)
+
     def _begin_with(self, current: Round, others: dict[int, Beginning]) -> None:
+        if not others:
+            return
         picked, plan = self._steps.picked, current.plan
         forced = {index: other.id for index, other in others.items()}
         for index, chosen in list(forced.items()):  # what follows the chain at first, too

@@ -160,7 +160,7 @@ class DraftBatchRunner:
             if tokens.proposal is None:
                 beside = () if tokens.beside is None else (tokens.beside,)
                 made = tokens.tokens, tokens.known, tokens.confidences, beside, tokens.forks
-                greedy.append(_Greedy(row, row.steps, *made))
+                greedy.append(_Greedy(row.greedy(), row.steps, *made))
             elif tokens.beside is not None and control is not None:
                 drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
             else:
@@ -192,7 +192,7 @@ class DraftBatchRunner:
             budget -= pending
             assert state.sequence is not None
             choose = None
-            if judged and steps and task.draw is None:
+            if judged and steps and (task.draw is None or self._drafter.looks_back):
                 choose = partial(self._bridge.first_choice, state.context)
             ids = state.context.ids[start : start + pending]
             rows.append(DraftRow(task, state.sequence, ids, steps, choose))

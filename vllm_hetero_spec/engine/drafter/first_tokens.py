@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 from vllm_hetero_spec.staging import Fetched, Receiver
 
@@ -64,27 +65,25 @@ class FirstTokens:
         """Whether so many rounds had others of late that steps in vain cost more than a wait."""
         return self._overruling > _OFTEN
 
-    def fetch(self, logits: torch.Tensor, last: torch.Tensor | None) -> Candidates:
-        """Begin to bring each request's candidates to the host.
-
-        Args:
-            logits: [n, V_D], behind the texts.
-            last: [n, V_D], in the place of their last tokens; None where that was not asked for.
-        """
-        size = logits.shape[1]
+    def fetch(self, behind: CaughtUp, requests: int) -> Candidates:
+        """Begin to bring the candidates of the first so many requests to the host."""
+        size = behind.logits.shape[1]
         count = min(_NEXT, size)
-        parts = [logits.topk(count, -1).indices.int()]
-        if last is not None:
-            best = last.topk(min(_LAST, size), -1)
+        parts = [behind.logits[:requests].topk(count, -1).indices.int()]
+        if behind.last is not None:
+            best = behind.last[:requests].topk(min(_LAST, size), -1)
             parts += [best.indices.int(), best.values.float().view(torch.int32)]
         return Candidates(self._receiver.fetch(torch.cat(parts, 1)), count)
 
-    def judge(self, rows: Sequence[DraftRow], candidates: Candidates) -> dict[int, Beginning]:
+    def judge(
+        self, rows: Sequence[DraftRow], candidates: Candidates, *, drawn: bool = False
+    ) -> dict[int, Beginning]:
         """Of the rows whose draft does not begin with the drafter's best, what it begins with.
 
         Args:
             rows: The requests.
             candidates: From `fetch`, for the first n of them; waited for.
+            drawn: Drafts that were to be drawn may begin in the place of the text's last token.
         """
         fetched = candidates.fetched.wait()
         ids = fetched[:, : candidates.num_next].tolist()
@@ -92,7 +91,8 @@ class FirstTokens:
         values = bits.view(np.float32)
         found = {}
         for index, (row, own, before) in enumerate(zip(rows, ids, in_place.tolist(), strict=False)):
-            if row.choose is None:
+            draws = row.task.draw is not None
+            if row.choose is None or draws > drawn:
                 continue
             looked_back = len(row.sequence.kv_ids) > 1 and not row.task.paths
             first = row.choose(own, before if looked_back else ())
@@ -100,7 +100,7 @@ class FirstTokens:
                 among = values[index, first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
                 found[index] = Beginning(first.id, first.known, share)
-            elif first.id != own[0]:
+            elif first.id != own[0] and not draws:
                 found[index] = Beginning(first.id, 0, 0.0)
         self._overruling += _FADE * (bool(found) - self._overruling)
         return found

@@ -17,7 +17,13 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, Gr
 from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Shape, ragged_batch, sent_plan
+from vllm_hetero_spec.engine.drafter.steps import (
+    CaughtUp,
+    EagerSteps,
+    Shape,
+    ragged_batch,
+    sent_plan,
+)
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 from vllm_hetero_spec.staging import Send
 
@@ -86,7 +92,7 @@ class RecordedSteps:
         fitting = (width for width in widths if pending <= width <= context)
         return Shape(size, next(fitting, 0))
 
-    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""
         size, count = len(plan.table), plan.count
         self._plan = plan
@@ -112,7 +118,7 @@ class RecordedSteps:
             sent = (tokens, starts, lengths[0, :count], table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._rules.only_real(self._model.forward(batch)), first=True, back=feed.back)
-        return on.logits[:count], on.last[:count] if feed.back else None
+        return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
         """See `Steps`."""

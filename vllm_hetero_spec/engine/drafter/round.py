@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
-from vllm_hetero_spec.engine.drafter.first_tokens import Candidates
+from vllm_hetero_spec.engine.drafter.first_tokens import Beginning, Candidates
 from vllm_hetero_spec.engine.drafter.picked import PickedTokens
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Fork
@@ -24,6 +24,7 @@ class Round:
         own: What is not the drafter's best.
         taken: Steps that were queued, catching up included; 0 where nothing is drafted.
         candidates: For the first tokens, on their way: see `FirstTokens`.
+        others: What drafts begin with, where that had to be known before tokens were drawn.
         known: Of the requests whose draft begins in the place of the text's last token, the bytes
             of that.
         fetched: What was picked, on its way.
@@ -37,6 +38,7 @@ class Round:
     own: OwnPicks
     taken: int = 0
     candidates: Candidates | None = None
+    others: dict[int, Beginning] | None = None
     known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None

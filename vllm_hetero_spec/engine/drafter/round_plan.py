@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 
 # The slot of a token whose KV is not to be written.
@@ -160,6 +161,15 @@ class Planner:
             count, feed._replace(back=back), table, lengths, places, active,
             np.array([(*pair, _SECOND) for pair in pairs], np.int64).reshape(-1, 3).T, width > 0,
         )  # fmt: skip
+
+    def nowhere(self, lengths: Sequence[int]) -> list[DraftSequence]:
+        """Texts of such lengths, on the padding block."""
+        found = []
+        for length in lengths:
+            blocks = [0] * -(-length // self.block_size)
+            table = BlockTable(blocks=blocks, row=np.zeros(len(blocks), np.int32))
+            found.append(DraftSequence(table))
+        return found
 
     def step_back(self, plan: RoundPlan, requests: Sequence[int]) -> None:
         """Let the steps of some requests begin in the place of their last token."""

@@ -21,6 +21,18 @@ class Shape(NamedTuple):
     width: int = 0
 
 
+class CaughtUp(NamedTuple):
+    """What comes behind n texts that have been read: logits of the tokens that may be picked.
+
+    Attributes:
+        logits: [n, V_D], of the next tokens.
+        last: [n, V_D], in the place of the last ones; None where the plan's feed is not `back`.
+    """
+
+    logits: torch.Tensor
+    last: torch.Tensor | None
+
+
 class Steps(Protocol):
     """Runs a round's forwards, and leaves each row's best in `picked`.
 
@@ -43,13 +55,8 @@ class Steps(Protocol):
             context: Fewest tokens that one of them has in all.
         """
 
-    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Catch up.
-
-        Returns:
-            Logits [n, V_D] of the tokens that may be picked; where the plan's feed is `back`, the
-            same in the place of each last token.
-        """
+    def begin(self, plan: RoundPlan) -> CaughtUp:
+        """Catch up."""
 
     def step(self, number: int) -> torch.Tensor:
         """Feed what step `number` - 1 picked; logits of the requests that still draft."""
@@ -162,7 +169,7 @@ class EagerSteps:
         """See `Steps`: any shape will do."""
         return Shape()
 
-    def begin(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
         sent_all = sent_plan(plan, self._rules, self._send)
@@ -181,7 +188,7 @@ class EagerSteps:
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits[:count], 0)
-        return logits[:count], logits[count:] if feed.back else None
+        return CaughtUp(logits[:count], logits[count:] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
         """See `Steps`."""

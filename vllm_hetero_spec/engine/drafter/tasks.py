@@ -63,6 +63,10 @@ class DraftRow(NamedTuple):
     forks: Sequence[DraftSequence] = ()
     copies: Sequence[tuple[int, int]] = ()
 
+    def greedy(self) -> "DraftRow":
+        """With the drafter's likeliest tokens in the place of drawn ones."""
+        return self._replace(task=self.task._replace(draw=None))
+
 
 class Beside(NamedTuple):
     """What is known of the rows that a request's tokens were picked from: m tokens of each.
