@@ -47,7 +47,7 @@ class Drafter:
         confidences: Whether drafts are to come with confidences.
         beside: Tokens of each row that are fetched beside the one that is picked, in rounds with
             trees.
-        looks_back: Greedy drafts may begin in the place of a text's last token, where their text
+        looks_back: Drafts may begin in the place of a text's last token, where their text
             is judged.
 
     Attributes:

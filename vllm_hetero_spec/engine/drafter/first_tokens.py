@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What greedy drafts begin with, where the text that they continue has a say in it."""
+"""What drafts begin with, where the text that they continue has a say in it."""
 
 import math
 from collections.abc import Sequence

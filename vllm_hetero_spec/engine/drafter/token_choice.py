@@ -30,7 +30,7 @@ class PickRules:
         sampling: What sampled drafts propose; None where all are greedy.
         confidences: Whether they are asked for.
         beside: Tokens of each row that are known beside the one that is picked, for trees.
-        looks_back: Greedy drafts may begin in the place of a text's last token.
+        looks_back: Drafts may begin in the place of a text's last token.
     """
 
     vocab_size: int
