@@ -92,7 +92,7 @@ class FirstTokens:
         found = {}
         for index, (row, own, before) in enumerate(zip(rows, ids, in_place.tolist(), strict=False)):
             draws = row.task.draw is not None
-            if row.choose is None or draws > drawn:
+            if row.choose is None or (draws and not drawn):
                 continue
             looked_back = len(row.sequence.kv_ids) > 1 and not row.task.paths
             first = row.choose(own, before if looked_back else ())
