@@ -6,7 +6,8 @@ engines alike, asleep once they are done, as if each had a device of its own. So
 the schedule gives, and nothing of what models cost. Engines serve the same prompts in turn, one
 request at a time: the target alone and with a drafter in its process, on two cores; the same on
 one core, which is to be compared with a drafter in a process of its own on the other core; and with
-`--goodput` that with the controller, also for a drafter that knows nothing.
+`--goodput` that with the controller, also for a drafter that knows nothing, whose engine is beside
+the target alone on one core, too.
 
     python scripts/measure_parallel.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -37,9 +38,13 @@ from rich.progress import Progress
 from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, SERIAL, PARALLEL = "target alone", "serial, one core", "parallel, one core each"
+ALONE_THERE = "target alone, one core"
 GOODPUT = "goodput: "
 USELESS = GOODPUT + "useless drafter"
-COMPARED = (PARALLEL, SERIAL), (GOODPUT + PARALLEL, GOODPUT + SERIAL), (USELESS, ALONE)
+COMPARED = (
+    (PARALLEL, SERIAL), (GOODPUT + PARALLEL, GOODPUT + SERIAL),
+    (USELESS, ALONE), (USELESS, ALONE_THERE),
+)  # fmt: skip
 COLUMNS = (
     "engine", "tok/s", "of alone", "tokens per draft", "drafted steps", "hits behind a draft",
     "hits behind none", "waits per step", "t_D (ms)", "t_V (ms)", "plugin (ms)", "of the formula",
@@ -151,6 +156,7 @@ def kinds(options: argparse.Namespace, nothing: str) -> list[Kind]:
     goodput = {"controller": "goodput"}
     if options.goodput:
         found += [
+            Kind(ALONE_THERE, (first,)),
             Kind(GOODPUT + SERIAL, (first,), serial | goodput),
             Kind(GOODPUT + PARALLEL, (first,), parallel | goodput),
             Kind(USELESS, (first,), parallel | goodput | {"model": nothing}),
