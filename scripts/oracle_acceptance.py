@@ -124,8 +124,8 @@ def walk(
 class Drafter:
     """Drafts greedily from exact text, keeping the KV of the ids that two contexts share."""
 
-    def __init__(self, model: Any, tokenizer: Any, heal: bool = False) -> None:
-        self._model, self._tokenizer, self._heal = model, tokenizer, heal
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
         self._table = token_bytes(tokenizer)
         self._cache = DynamicCache()
         self._cached: list[int] = []
@@ -134,13 +134,10 @@ class Drafter:
         """Bytes of the drafted tokens, one at a time, until EOS.
 
         Only what follows `context` counts: bytes of an incomplete character at its end must be
-        drafted again, as must, with token healing, its last token. Tokens that contradict these
-        bytes are not eligible.
+        drafted again. Tokens that contradict these bytes are not eligible.
         """
         text, owed = split_complete(context)
         ids = self._tokenizer(text)["input_ids"]
-        if self._heal and len(ids) > 1:
-            owed = self._table[ids.pop()] + owed
         while True:
             logits = self._logits(ids)
             if owed:
@@ -199,13 +196,12 @@ def measure(
     prompts: Sequence[str],
     max_tokens: int,
     rules: Sequence[Rule],
-    heal: bool = False,
     ignore_eos: bool = False,
     progress: Callable[[Sequence[str]], Any] = lambda prompts: prompts,
 ) -> list[Counts]:
     """Counts of each rule on the same greedy continuations of `prompts`."""
     target_model, target_tokenizer = load(target)
-    draft = Drafter(*load(drafter), heal=heal)
+    draft = Drafter(*load(drafter))
     table, translate = token_bytes(target_tokenizer), Translator(target_tokenizer)
     eos = target_model.generation_config.eos_token_id
     stops = set() if ignore_eos else set(eos if isinstance(eos, list) else [eos])
@@ -228,7 +224,6 @@ def main() -> int:
     parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
     parser.add_argument("--drafting", choices=(*DRAFTING, "all"), default="cover")
     parser.add_argument("--drop-last", action="store_true", help="withhold the last target token")
-    parser.add_argument("--heal", action="store_true", help="draft the context's last token again")
     parser.add_argument("--ignore-eos", action="store_true", help="decode the target past its EOS")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
@@ -242,13 +237,11 @@ def main() -> int:
         load_prompts(arguments.prompts, arguments.num_prompts),
         arguments.max_tokens,
         rules,
-        arguments.heal,
         arguments.ignore_eos,
         progress=lambda prompts: track(prompts, "prompts", console=stderr, transient=True),
     )
-    heal = {"heal": arguments.heal}
     rows = [
-        asdict(rule) | heal | asdict(sums) | {"acceptance_length": sums.acceptance_length}
+        asdict(rule) | asdict(sums) | {"acceptance_length": sums.acceptance_length}
         for rule, sums in zip(rules, counts, strict=True)
     ]
     if arguments.json:

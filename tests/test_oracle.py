@@ -153,10 +153,9 @@ def test_a_model_of_bytes_drafting_for_itself_is_always_right(tmp_path: Path) ->
     assert 3.8 < dropped.acceptance_length <= 4.0
 
 
-@pytest.mark.parametrize("heal", [False, True])
-def test_a_real_drafter_is_measured(pair: Path, heal: bool) -> None:
+def test_a_real_drafter_is_measured(pair: Path) -> None:
     prompts = [text[500:900] for text in list(standard_library().heldout.values())[:3]]
     rules = [Rule(4, drafting) for drafting in DRAFTING]
-    for counts in measure(pair / "target", pair / "drafter", prompts, 20, rules, heal):
+    for counts in measure(pair / "target", pair / "drafter", prompts, 20, rules):
         assert counts.accepted <= counts.proposed <= 4 * counts.drafts
         assert counts.rounds + counts.accepted >= 3 * 19

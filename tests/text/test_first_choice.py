@@ -161,17 +161,24 @@ def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokeni
     assert bridge.longer_last(joined, [whole]) is None
 
 
-@pytest.mark.parametrize("ids", [[], ["held"], ["equal"]])
+@pytest.mark.parametrize("why", ["", "no text", "half a character", "equal tokenizers"])
 def test_a_last_token_stays_where_it_cannot_be_told(
-    family: dict[str, TextTokenizer], ids: list[str]
+    family: dict[str, TextTokenizer], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a text, inside a character, and between equal tokenizers."""
-    target, drafter = family["byte-level"], family["sentencepiece"]
-    bridge = make_bridge(target, drafter if ids != ["equal"] else target, mode="text")
-    context = opened(bridge, [target.byte_ids[0x78], target.byte_ids[0xC3]][: 2 * len(ids)])
-    if ids == ["equal"]:
-        context = opened(bridge, target.encode("x"))
-    assert bridge.longer_last(context, list(range(3, drafter.vocab_size))) is None
+    """With nothing in the way, any longer one that the target may go on with is taken."""
+    monkeypatch.setattr(drafts.DraftTranslator, "may_follow", lambda *_: True)
+    target = family["byte-level"]
+    drafter = target if why == "equal tokenizers" else family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    r, half = target.byte_ids[0x72], target.byte_ids[0xC3]
+    ids = {"no text": [], "half a character": [r, half]}.get(why, [r])
+    context, table = opened(bridge, ids), drafter.token_bytes
+    last = (table[context.ids[-1]] if context.ids else b"") or b"r"
+    longer = [i for i, data in enumerate(table) if data.startswith(last) and data != last]
+    assert longer
+    found = bridge.longer_last(context, longer)
+    assert found == (None if why else (longer[0], len(last), list(range(len(longer)))))
+    assert not bridge.failures
 
 
 def test_advice_is_remembered_up_to_a_bound(

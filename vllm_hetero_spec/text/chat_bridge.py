@@ -170,7 +170,7 @@ class _Alignment:
             starts.setdefault(user, USER)
         known = _any_of(starts)
         behind = self._theirs.steps.get((SYSTEM, USER), b"")
-        if not self._theirs.steps.get(("", SYSTEM), b" ") and ESCAPE in behind:
+        if self._theirs.steps.get(("", SYSTEM)) == b"" and ESCAPE in behind:
             # The system's text has nothing in front: it is one where a user's turn follows.
             starts[b""] = SYSTEM
             known = re.compile(known.pattern + b"|(?=(?s:.*?)" + re.escape(behind) + b")")

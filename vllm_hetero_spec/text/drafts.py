@@ -135,7 +135,7 @@ class DraftTranslator:
     def longer_last(self, context: TextContext, candidates: Sequence[int]) -> FirstToken | None:
         """See `Bridge.longer_last`."""
         last = self._piece(context.ids[-1]) if context.ids else None
-        if self._same or not last or context.held or any(context.untouched):
+        if self._same or not last or context.held:
             return None
         among: list[int] = []
         for place, drafter_id in enumerate(candidates):

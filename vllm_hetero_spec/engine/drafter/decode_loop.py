@@ -5,7 +5,7 @@ A round has two halves. `begin` queues everything without waiting for the device
 known on the host, and the next input is what the last step picked. `finish` waits once, for what
 was picked. Where a controller is asked between steps, or a first token is judged, on a CPU, there
 is nothing to wait for; on a device the first token is judged while the steps behind it run, which
-begin anew where the judge wants another, or before them where it often does.
+begin anew where the judge wants another, or before them where it often does, or tokens are drawn.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,11 +47,10 @@ class Drafter:
         confidences: Whether drafts are to come with confidences.
         beside: Tokens of each row that are fetched beside the one that is picked, in rounds with
             trees.
-        looks_back: Drafts may begin in the place of a text's last token, where their text
-            is judged.
+        looks_back: Drafts may begin in the place of a text's last token.
 
     Attributes:
-        sampling, beside, looks_back: As given; graphs may not allow the last.
+        sampling, beside: As given.
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
@@ -77,8 +76,7 @@ class Drafter:
     ) -> None:
         device = model.device
         self.model = model
-        self.sampling, self.beside, self.looks_back = sampling, beside, looks_back
-        self.max_length = model.max_length
+        self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
@@ -119,11 +117,16 @@ class Drafter:
             shapes: (requests, tokens of each) to record for.
             support: What the attention of the drafter can be recorded with.
         """
-        self.looks_back &= support.several_tokens  # it would be made without a graph each time
-        self._rules = replace(self._rules, looks_back=self.looks_back)
+        # A look back at tokens that no graph takes would be made without one each time.
+        self._rules = replace(self._rules, looks_back=self.looks_back and support.several_tokens)
         self._steps = RecordedSteps(
             self.model, self._rules, self._send, self._steps.picked, graphs, shapes, support
         )
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether drafts may begin in the place of a text's last token."""
+        return self._rules.looks_back
 
     @property
     def forward_seconds(self) -> float:
