@@ -205,6 +205,12 @@ FOUND = {
     "white space that the target has no token for": Case(
         ("unigram-words", "byte-level-words"), (b"def f(self, x):\n" * 3,), (1, 1)
     ),
+    "a last token made longer across a control token": Case(
+        ("sentencepiece", "wordpiece"),
+        (b"def t", (("id", 0),)),
+        (99,),
+        noise=tuple(("id", token_id) for token_id in range(150, 250)),  # " th", " to" among them
+    ),
 }
 
 

@@ -137,6 +137,8 @@ class DraftTranslator:
         last = self._piece(context.ids[-1]) if context.ids else None
         if self._same or not last or context.held:
             return None
+        if context.target_ids[-1] in self._special.target_control:
+            return None  # it stands between the last text and what follows
         among: list[int] = []
         for place, drafter_id in enumerate(candidates):
             piece = self._piece(drafter_id)
