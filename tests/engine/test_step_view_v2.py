@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.seam import speculator_v2
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
@@ -198,6 +199,7 @@ class _Proposer:
         self.warm = False
         self.calls: list[str] = []
         self.drafts: list[list[int]] = []
+        self.looks = Looks()
 
     def bind(self, seam: Any) -> None:
         self.seam = seam
@@ -211,8 +213,10 @@ class _Proposer:
         self.drafts = [[] for _ in range(num_requests)]
         return self.drafts
 
-    def pass_by(self, num_requests: int) -> None:
-        self.calls.append(f"{num_requests} pass by")
+    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+        passes = self.looks.passes(bool(without_drafts))
+        self.calls += [f"{num_requests} pass by"] * passes
+        return passes
 
     def finish(self) -> None:
         self.calls.append("finish")
@@ -336,6 +340,26 @@ def test_few_steps_are_looked_at_where_none_may_have_drafts(
     assert by_number[1].started == {"a": None, "b": None}
     assert by_number[32].started == {"b": None}
     assert [n for n, view in by_number.items() if view.step_seconds is None] == [1, 16, 32, 39]
+
+
+def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
+    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    proposer: Any = _Proposer()
+    proposer.warm = True
+    asked: list[tuple[int, bool | None, bool]] = []
+    proposer.passes_by = lambda *step: bool(asked.append(step) or len(asked) == 2)
+    speculator = HeteroSpeculator(proposer)
+    speculator.load(runner)
+    for output in (output_of(new("a"), new("b")), output_of(), output_of()):
+        speculator.begins(output)
+        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        speculator.seam.handed_out()
+        told = speculator.get_draft_tokens()
+        assert (told is None) == (len(asked) == 2)
+    assert asked == [(2, None, True), (2, None, False), (2, None, False)]
+    assert proposer.calls[1:] == ["begin", "finish"] * 2
 
 
 def config_of(**changes: Any) -> Any:

@@ -35,6 +35,7 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.on_off import other_batch
 from vllm_hetero_spec.lookahead.tree_values import RankValues
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 # After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
+_UNSEEN = 1.0  # seconds that steps may go by while the drafter rests
 
 
 def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
@@ -100,6 +102,7 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
+        self._looked, self._batch, self._gauged = 0.0, 0, 0  # when, at how many requests; a step
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
         if options.parallel != "off":
@@ -160,6 +163,12 @@ class DraftingRank:
             self._failed(step, error)
             return []
 
+    def rests(self, num_requests: int) -> bool:
+        """Whether a look at a step of so many requests would most likely change nothing."""
+        alike = not other_batch(num_requests, self._batch)
+        lately = time.monotonic() - self._looked < _UNSEEN
+        return self.control.at_rest and alike and lately and not self._rest
+
     def pass_by(self, num_requests: int) -> None:
         """Count a step without a view, in which so many requests are left alone."""
         self._stats.steps += 1
@@ -189,6 +198,7 @@ class DraftingRank:
 
     def _begin(self, step: StepView) -> None:
         self._begun = True
+        self._looked, self._batch = time.monotonic(), len(step.requests)
         self._stats.steps += 1
         self.requests.forget(step)
         self.control.observe(step)
@@ -233,7 +243,8 @@ class DraftingRank:
 
     def _count(self, plan: StepPlan) -> None:
         self._stats.off_steps += not any(plan.lookahead)
-        if self._stats.steps % _STEPS_BETWEEN_GAUGES == 1:
+        if self._stats.steps >= self._gauged + _STEPS_BETWEEN_GAUGES:
+            self._gauged = self._stats.steps
             self._stats.show(self.control.controller.gauges())
             if self._file is not None:
                 self._file.write_if_due()

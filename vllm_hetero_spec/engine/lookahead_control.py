@@ -105,6 +105,7 @@ class LookaheadControl:
         self._index_of: Mapping[str, int] = {}
         self._random: Sequence[bool] = ()
         self._stopped = False  # whether `continue_drafting` ended the round's drafts
+        self._nobody = False  # whether in the newest plan no request is drafted for, or asks for it
         self._regime = ""
 
     def observe(self, step: StepView) -> None:
@@ -174,6 +175,8 @@ class LookaheadControl:
         ]
         if step.trees is not None:
             self._trees.begin(step)
+        ask = any(request.params.lookahead for request in step.requests)
+        self._nobody = not any(lookahead) and not ask
         return StepPlan(lookahead, reads, num_waiting, trees.paths)
 
     def _planned(
@@ -218,6 +221,11 @@ class LookaheadControl:
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
         self._plan = self._plan._replace(lookahead=planned)
         return [min(wanted, step.lookahead) for wanted in lookahead]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the controller is, and nobody has another lookahead."""
+        return self._nobody and self.controller.at_rest
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Whether any request is worth another step of the drafter.

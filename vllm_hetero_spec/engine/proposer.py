@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
+from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
 from vllm_hetero_spec.engine.seam import nodes, runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -58,7 +59,8 @@ class HeteroProposer(Proposer):
         self._seam: Runner | None = None  # from `bind` on, as the verifier
         self._verifier: Verifier | None = None
         self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
-        self._first_rank = True
+        self._first_rank = self._alone = True  # in the tensor parallel group
+        self._looks = Looks()
         self.warm = False  # from `calibrate` on
 
     @property
@@ -94,7 +96,7 @@ class HeteroProposer(Proposer):
             ConfigError: The drafter's KV cache cannot be built.
         """
         group = get_tp_group()
-        self._first_rank = group.rank_in_group == 0
+        self._first_rank, self._alone = group.rank_in_group == 0, group.world_size == 1
         assert self._verifier is not None
         likeliest = nodes.likeliest_between(group)
         if group.world_size > 1 and self.options.method != "slem":
@@ -159,10 +161,17 @@ class HeteroProposer(Proposer):
         self._beginning = time.perf_counter() - began
         return self._drafts
 
-    def pass_by(self, num_requests: int) -> None:
-        """A step goes by that may have no drafts: so many requests are left to the target."""
-        if self._drafting is not None:
+    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+        """See `Proposer`: where looks do not wait, as long as the drafter rests."""
+        rests = bool(without_drafts)
+        if without_drafts is None and self._alone and self._drafting is not None:
+            rests = self._drafting.rests(num_requests)
+        passes = self._looks.passes(rests) and (without_drafts or not begun)
+        if passes and self._step is not None:  # nobody has asked for the drafts of the step before
+            self.finish()
+        if passes and self._drafting is not None:
             self._drafting.pass_by(num_requests)
+        return bool(passes)
 
     @torch.inference_mode()
     def finish(self) -> None:

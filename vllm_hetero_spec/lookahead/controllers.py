@@ -71,6 +71,11 @@ class Controller(ABC):
     sides: BesideChain | None = None
     policy: StepPolicy | None = None
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether the next few steps, of a batch like this, need not be looked at: off for now."""
+        return self.off
+
     @abstractmethod
     def plan(
         self,

@@ -93,6 +93,11 @@ class Goodput(Controller):
         self._forecast: Forecast | None = None
         self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
 
+    @property
+    def at_rest(self) -> bool:
+        """See `Controller`; not before it is known what drafts bring."""
+        return self.off and self._costs.knows_drafter and not self._warming_up()
+
     def plan(
         self,
         batch: int,

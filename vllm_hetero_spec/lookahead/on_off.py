@@ -21,6 +21,12 @@ _LONGEST_DEFERRAL = 1.0  # seconds until the price of a dear probe is looked at 
 _FREE = 0.1  # seconds that the first probe may lose at once, instead of being saved up for
 
 
+def other_batch(requests: int, others: int) -> bool:
+    """Whether two batches of so many requests differ by more than estimates have inertia for."""
+    low, high = sorted((requests, others))
+    return high > _OTHER_BATCH * low
+
+
 class OnOff:
     """Off in the beginning."""
 
@@ -32,8 +38,7 @@ class OnOff:
     def update(self, gain: float, batch: int) -> bool:
         """Whether to be off in this step; `gain` is the rate of drafting over the target alone."""
         self._since += 1
-        low, high = sorted((batch, self._batch))
-        settled = high > _OTHER_BATCH * low or self._since >= _STAY_OFF
+        settled = other_batch(batch, self._batch) or self._since >= _STAY_OFF
         if (settled and gain > BEGIN) if self._off else gain < _END:
             self._off = not self._off
             self._since, self._batch = 0, batch

@@ -140,6 +140,14 @@ class RunnerV1:
             preempted=scheduler_output.preempted_req_ids or (),
         )
 
+    def begins(self, scheduler_output: "SchedulerOutput") -> bool:
+        """A step begins, made of this; whether requests do with it."""
+        return bool(scheduler_output.scheduled_new_reqs)
+
+    def untimed(self) -> None:
+        """What the present step takes is not known: it has no view."""
+        self._clock = StepClock()
+
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
         # Ours wait for the verifier by request; the runner is to hand on none of its own.

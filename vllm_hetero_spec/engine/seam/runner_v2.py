@@ -88,12 +88,8 @@ class RunnerV2:
         """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)
 
-    def begins(self, scheduler_output: "SchedulerOutput") -> None:
-        """A step begins.
-
-        Args:
-            scheduler_output: What it is made of.
-        """
+    def begins(self, scheduler_output: "SchedulerOutput") -> bool:
+        """A step begins, made of this; whether requests do with it."""
         self._output = scheduler_output
         for req_id in scheduler_output.preempted_req_ids or ():  # it may come back with places,
             self._drafted.pop(req_id, None)  # which hold none
@@ -114,6 +110,7 @@ class RunnerV2:
             self._params.pop(new.req_id, None)
         if self._sides is not None:
             self._sides.follow(scheduler_output)
+        return bool(scheduler_output.scheduled_new_reqs)
 
     def plan_trees(self, batch: "BatchReqState") -> bool:
         """Plan what attention sees of the present step; whether that is more than its requests.
@@ -199,11 +196,11 @@ class RunnerV2:
         )
 
     @property
-    def without_drafts(self) -> bool:
-        """Whether the present step verified none, and may have none made: it is scheduled ahead."""
+    def without_drafts(self) -> bool | None:
+        """Whether this step verified none and may have none made; None if not scheduled ahead."""
         assert self._output is not None, "no step has begun"
-        ahead = self.tiers and not self._output.num_spec_tokens_to_schedule
-        return bool(ahead) and not self._output.scheduled_spec_decode_tokens
+        drafts = self._verified or self._output.num_spec_tokens_to_schedule
+        return not drafts if self.tiers else None
 
     def untimed(self) -> None:
         """What the present step takes is not known: it has no view, or one that may come late."""

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
     from vllm_hetero_spec.engine.seam.worker_hooks import Proposer
 
-# A look at a step waits for the device, and the scheduler with it. So when many steps in a row have
-# had no drafts, only some are looked at: two in a row, the second of which can be timed.
-_MANY = 8
-_APART = 16
-
 
 class HeteroSpeculator(BaseSpeculator):
     """Hands V2's questions on to a proposer.
@@ -49,7 +44,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed_out: DraftTokenIds | None = None
-        self._without_drafts = 0  # steps in a row
+        self._begun = False  # whether requests have, in the present step
 
     def load(self, runner: "GPUModelRunner") -> None:
         """Load the drafter beside a runner's model, and take our places in the runner."""
@@ -108,18 +103,12 @@ class HeteroSpeculator(BaseSpeculator):
             return
         (batch, num_sampled), self._sampled = self._sampled, None
         self.seam.bring_home(batch, num_sampled)
-        if self._passes_by():
+        if self.proposer.passes_by(batch.num_reqs, self.seam.without_drafts, self._begun):
             self.seam.untimed()
-            self.proposer.pass_by(batch.num_reqs)
         else:
             view = partial(self.seam.view, batch, num_sampled)
             self._drafts = self.proposer.after_step(view, batch.num_reqs)
             self._batch = batch
-
-    def _passes_by(self) -> bool:
-        """Whether this step is not looked at; the same on all ranks."""
-        self._without_drafts = self._without_drafts + 1 if self.seam.without_drafts else 0
-        return self._without_drafts > _MANY and self._without_drafts % _APART > 1
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""
@@ -131,7 +120,7 @@ class HeteroSpeculator(BaseSpeculator):
             if not goes_on:  # and the engine may have had nothing to do for long
                 self.seam.untimed()
         self.finish()
-        self.seam.begins(scheduler_output)
+        self._begun = self.seam.begins(scheduler_output)
 
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""

@@ -52,8 +52,15 @@ class Proposer(transport.Reporter):
         """Begin to draft for every request of the batch; the lists that `finish` fills."""
 
     @abstractmethod
-    def pass_by(self, num_requests: int) -> None:
-        """A step goes by that may have no drafts."""
+    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+        """Whether a step of so many requests is not looked at: it goes by, and is counted.
+
+        Args:
+            num_requests: Of it.
+            without_drafts: Where steps are scheduled ahead, whether this one verified no drafts and
+                may have none made: all ranks know, and the look would wait. Else None.
+            begun: Requests have begun that no look has seen.
+        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -215,8 +222,12 @@ def propose_hook(original: _Original) -> _Original:
         drafter.seam.bring_home(sampled_token_ids)
         if drafter.seam.trying:
             return [[] for _ in sampled_token_ids]
+        batch = len(sampled_token_ids)
+        if drafter.passes_by(batch, None, drafter.seam.begins(scheduler_output)):
+            drafter.seam.untimed()
+            return [[] for _ in sampled_token_ids]
         view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
-        return drafter.after_step(view, len(sampled_token_ids))
+        return drafter.after_step(view, batch)
 
     return propose_draft_token_ids
 
