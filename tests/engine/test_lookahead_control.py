@@ -140,20 +140,57 @@ def test_other_batches_come_before_a_draft_is_verified() -> None:
     assert controller.verified == [(4, 2)]
 
 
-@pytest.mark.parametrize("probe", [False, True])
-def test_drafts_that_were_not_there_are_learnt_from(probe: bool) -> None:
-    """Not in a probe, which has none ahead and waits for its own; nor what a request asks for."""
-    controller = Scripted(4, probe=probe)
+NOTHING = DraftTiming(0.1, 0.01, 0, 0, 0)
+
+
+def test_drafts_that_were_not_there_are_learnt_from() -> None:
+    """But for what a request asks for. Nothing has a price here: nothing is waited for."""
+    controller = Scripted(4)
     control = AheadControl(controller, can_stop_early=False)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
     control.observe(step)
     control.plan(step, [0, 0, 0])
-    control.drafted(DraftTiming(0.1, 0.01, 0, 0, 0), drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
-    assert controller.verified == ([] if probe else [(0, 0)])
-    tokens, seconds = control.wait({"a": 3, "b": 2}, 1.0, 0)
-    assert tokens == (3 if probe else 0)  # nothing has a price here: else nothing is waited for
-    assert 0 <= seconds <= 0.1
+    control.drafted(NOTHING, drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
+    assert controller.verified == [(0, 0)]
+    assert control.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)
     assert control.guesses(2, 5.0, 8) == 8
+
+
+def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
+    """Nothing is waited for but by one that the drafter is not done with in two steps."""
+    controller = Scripted(3, 3, 0, probe=True)
+    control = AheadControl(controller, can_stop_early=False)
+    step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
+
+    def planned() -> list[int]:
+        control.observe(step)
+        return list(control.plan(step, [0, 0, 0]).lookahead)
+
+    def not_there(missing: dict[str, int], wrong: set[str] | None = None) -> tuple[int, float]:
+        waited = control.wait(missing, 1.0, 0, wrong or set())
+        there = {name: 0 if name in missing else 3 for name in "abc"}
+        control.drafted(NOTHING, drafts_of(there, 0.9))
+        return waited
+
+    both = {"a": 3, "b": 3}
+    for waited in ((0, 0.0), (0, 0.0), (3, 0.1)):
+        assert planned() == [3, 3, 2]
+        assert len(controller.script) == 2
+        assert not_there(both) == waited
+    assert controller.verified == []
+    assert planned() == [3, 3, 2]
+    assert len(controller.script) == 1
+    assert not_there(both) == (0, 0.0)
+    assert planned() == [3, 3, 2]
+    assert len(controller.script) == 1
+    assert not_there(both, {"b"}) == (0, 0.0)  # the text went another way: that is an answer
+    assert controller.verified == [(0, 0)]
+    assert planned() == [0, 0, 2]
+    controller.script = [3]
+    assert planned() == [3, 3, 2]
+    assert not_there({"a": 3}) == (0, 0.0)  # as b's draft is
+    assert planned() == [0, 0, 2]
+    assert controller.verified == [(0, 0)]
 
 
 def test_what_the_target_waits_for_is_what_drafting_costs() -> None:

@@ -6,22 +6,27 @@ foreseen, as much of the drafter's time as such a draft is worth, at the control
 That a draft was not there is learnt like a drafter that has nothing to propose: in what is
 expected of the next drafts it counts with those that were. What was waited for is learnt by itself
 as well (`lookahead/late_drafts.py`), as it tends to bring less than others.
+
+A probe's drafts are made ahead as well, so that nothing is waited for: the plan is kept for a step
+or two, in which the drafter catches up. Only one that is not done by then is waited for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.step_view import StepView
 
-# Seconds that a probe waits for drafts at most: it has none ahead, and shows nothing without any.
-_PROBE = 0.1
+_HELD = 2  # steps that a probe's drafts are made beside, before they are waited for:
+_PROBE = 0.1  # so many seconds at most, as a probe shows nothing without any
 
 
 class AheadControl(LookaheadControl):
     """A `LookaheadControl` where drafts are made ahead."""
 
+    _held = 0  # steps that the present probe has been kept for
+    _wrong: Collection[str] = ()  # requests for which something else had been drafted in this step
     _late: frozenset[str] = frozenset()  # requests whose draft was waited for, until it is verified
 
     def observe(self, step: StepView) -> None:
@@ -40,16 +45,30 @@ class AheadControl(LookaheadControl):
         """A step's drafts were looked up, or waited for."""
         planned = self._plan.lookahead
         self._late -= {draft.req_id for draft in drafts if not draft.tokens}
-        for draft in drafts if not self._plan.probe else ():
-            if not draft.tokens and draft.req_id not in self._own:
+        if self._waiting is None:
+            self._held = 0
+        for draft in drafts:
+            known = not self._plan.probe or draft.req_id in self._wrong
+            if known and not draft.tokens and draft.req_id not in self._own:
                 index = self._index_of[draft.req_id]
                 self.controller.observe_acceptance(0, 0, (), planned[index], self._random[index])
+        self._wrong = ()
         self._observe(timing, max(planned, default=0))
 
-    def wait(self, missing: Mapping[str, int], each: float, unread: int) -> tuple[int, float]:
+    def wait(
+        self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
+    ) -> tuple[int, float]:
         """See `engine.source.protocol.AheadControl`."""
-        longest, policy = max(missing.values()), self.controller.policy
-        if self._plan.probe:
+        longest, policy, planned = max(missing.values()), self.controller.policy, self._plan
+        self._wrong = wrong
+        if planned.probe:
+            if wrong or len(missing) < sum(wanted > 0 for wanted in planned.lookahead):
+                return 0, 0.0  # it has shown something
+            if self._held < _HELD:
+                self._held += 1
+                wanted = dict(zip(self._index_of, planned.lookahead, strict=True))
+                self._waiting, self._waited = (wanted, planned), 0
+                return 0, 0.0
             return longest, _PROBE
         if policy is None:
             return 0, 0.0

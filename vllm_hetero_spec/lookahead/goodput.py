@@ -35,8 +35,8 @@ _FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later 
 _PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
 _FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
 _LONGEST_PROBE = 4  # tokens of each at most: deeper positions follow from these
-_NEWS = 0.02  # a probe that raises the gain by this much, or
-_NEAR = 0.92  # to so near to worthwhile, is followed by others
+_NEWS = 0.02  # one that raises the gain by this much is followed by others, as is one with drafts
+_NEAR = 0.92  # whose gain is so near to worthwhile
 _LEAST_LOSS = 0.1  # a probe is charged at least 10 % of its cost
 _MEMORY = 10.0  # seconds off after which what is known of acceptance counts half
 _LOOSE = 0.5  # share by which the drafter's steps may have changed by then
@@ -183,7 +183,7 @@ class Goodput(Controller):
     ) -> None:
         """One request's draft was verified; see `Controller`."""
         if self._budget.probing:
-            self._budget.charge(-accepted * self._target_seconds_per_token())
+            self._budget.earn(verified, accepted * self._target_seconds_per_token())
         self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
     def emitted(self, tokens: int, seconds: float) -> None:
@@ -233,8 +233,8 @@ class Goodput(Controller):
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:
-            news = found.gain > min(gain_before + _NEWS, _NEAR)
-            self._budget.settle(now, news=news)
+            near = found.gain > _NEAR and self._budget.verified
+            self._budget.settle(now, news=near or found.gain > gain_before + _NEWS)
         return found
 
     def _forecast_lasts(self, found: Forecast) -> float:

@@ -53,10 +53,11 @@ class ProbeBudget:
 
     Attributes:
         probing: A probe is under way.
+        verified: Drafts of it were, or of the last one.
     """
 
     def __init__(self, now: float) -> None:
-        self.probing = False
+        self.probing = self.verified = False
         self._probed = False  # ever
         self._credit = self._lost = 0.0
         self._counted = self._next = now
@@ -86,11 +87,16 @@ class ProbeBudget:
 
     def begin(self) -> None:
         """A probe is made."""
-        self.probing, self._lost = True, 0.0
+        self.probing, self.verified, self._lost = True, False, 0.0
 
     def charge(self, seconds: float) -> None:
-        """The probe under way lost so many seconds; below 0 where it won some."""
+        """The probe under way lost so many seconds."""
         self._lost += seconds
+
+    def earn(self, verified: int, seconds: float) -> None:
+        """So many drafted tokens were verified, of which those accepted are worth these seconds."""
+        self._lost -= seconds
+        self.verified = self.verified or verified > 0
 
     def end(self) -> bool:
         """Pay for the probe under way; whether there was one."""

@@ -183,7 +183,8 @@ class ProcessSource:
         ratios = [ids_for_each(of.task) for of in told]
         lookaheads = {of.task.req_id: of.task.lookahead for of in told}
         unread = sum(of.text.unread for of in told)
-        tokens, seconds = self._control.wait(lookaheads, max(ratios), unread)
+        wrong = {of.task.req_id for of in told if of.missing == "not_guessed"}
+        tokens, seconds = self._control.wait(lookaheads, max(ratios), unread, wrong)
         if not tokens:
             return []
         began, came, left = time.perf_counter(), list[Found](), list(zip(told, ratios, strict=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank that drafts asks of whoever makes its drafts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -76,13 +76,16 @@ class DraftSource(Protocol):
 class AheadControl(Control, Protocol):
     """Who is asked, and told, where drafts are made ahead."""
 
-    def wait(self, missing: Mapping[str, int], each: float, unread: int) -> tuple[int, float]:
+    def wait(
+        self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
+    ) -> tuple[int, float]:
         """How far to wait for drafts that were not foreseen.
 
         Args:
             missing: Target tokens that each of them is to have, at least one.
             each: Drafter tokens for each of these.
             unread: Context tokens that the drafter reads before.
+            wrong: Those of them for which something else had been drafted.
 
         Returns:
             Target tokens to wait for, 0 for none, and seconds at most.
