@@ -153,7 +153,7 @@ class Unhurried:
     def drafted(self, *_: Any) -> None:
         """It learns nothing."""
 
-    def wait(self, missing: Any, each: float, unread: int) -> tuple[int, float]:
+    def wait(self, missing: Any, *_: Any) -> tuple[int, float]:
         """See `AheadControl`."""
         return (max(missing.values()), 10.0) if self._waits else (0, 0.0)
 

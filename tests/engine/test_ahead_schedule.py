@@ -140,7 +140,7 @@ class Control:
     def drafted(self, *_: Any) -> None:
         pass
 
-    def wait(self, missing: Any, each: float, unread: int) -> tuple[int, float]:
+    def wait(self, missing: Any, *_: Any) -> tuple[int, float]:
         return (max(missing.values()), 100.0) if self._waits else (0, 0.0)
 
     def guesses(self, drafting: int, steps: float, most: int) -> int:
