@@ -91,16 +91,13 @@ def _behind(
 ) -> tuple[list[int], int] | None:
     """Of tokens that begin with a text, those that reach past `end`, and how much of the first does
     not; None where they differ from it."""
-    position = first = known = 0
-    for index, token in enumerate(ids):
-        data = bytes_of(token)
-        if position >= len(text):
-            break
-        if not text.startswith(data, position) and not data.startswith(text[position:]):
-            return None
-        position += len(data)
-        if position <= end:
-            first, known = index + 1, 0
-        elif first == index:
-            known = max(0, end - position + len(data))
-    return (list(ids[first:]), known) if position >= len(text) else ([], 0)
+    pieces = [*map(bytes_of, ids)]
+    spelled = b"".join(pieces)
+    if not spelled.startswith(text):
+        return ([], 0) if text.startswith(spelled) else None
+    position = 0
+    for index, data in enumerate(pieces):
+        known, position = end - position, position + len(data)
+        if position > end:
+            return list(ids[index:]), known
+    return [], 0
