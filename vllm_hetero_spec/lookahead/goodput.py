@@ -26,7 +26,7 @@ _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are ap
 _RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
 # While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
 _WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
-_WARM_UP_LOST = 1.0  # plain steps, at most, before a useless drafter is given up
+_WARM_UP_LOST = 2.0  # plain steps, at most, before a useless drafter is given up
 # Forecasts are made anew after probes, for another load, and else
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
