@@ -15,6 +15,7 @@ from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.continuations import Remainder
 from vllm_hetero_spec.engine.source import look_up
 from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
+from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.text.bridge import TextBridge
 
 pytestmark = pytest.mark.engine
@@ -111,6 +112,36 @@ def test_without_waiting_what_is_there_is_no_worse(pair: Compared, slow_target: 
     assert counts.waited == 0
     assert 0 < counts.drafts <= counts.hits
     assert counts.acceptance_length > 0.9 * pair.inline.acceptance_length
+
+
+class Probing(Fixed):
+    """Probes again and again, and drafts for nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.steps = self.verified = self.not_guessed = 0
+
+    def plan(self, batch: int, limits: Any, *_: Any, **__: Any) -> LookaheadPlan:
+        self.steps += 1
+        wanted = 4 if self.steps % 4 == 0 else 0
+        return LookaheadPlan(tuple(min(limit, wanted) for limit in limits), probe=wanted > 0)
+
+    def observe_acceptance(self, verified: int, *_: Any) -> None:
+        self.verified += verified > 0
+        self.not_guessed += verified == 0
+
+
+def test_probes_show_what_drafts_bring_and_wait_for_none(
+    pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = proposer_of(pair.load.llm)
+    monkeypatch.setattr(proposer.drafting.control, "controller", controller := Probing())
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
+    assert counts.waited == 0
+    assert 0 < controller.verified == counts.drafts
+    assert controller.not_guessed > 0
+    assert counts.acceptance_length > 0.7 * pair.inline.acceptance_length
 
 
 def test_what_the_target_would_have_joined_is_hardly_accepted(
