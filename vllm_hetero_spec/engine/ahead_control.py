@@ -66,8 +66,7 @@ class AheadControl(LookaheadControl):
                 return 0, 0.0  # it has shown something
             if self._held < _HELD:
                 self._held += 1
-                wanted = dict(zip(self._index_of, planned.lookahead, strict=True))
-                self._waiting, self._waited = (wanted, planned), 0
+                self._keep_plan(self._index_of)
                 return 0, 0.0
             return longest, _PROBE
         if policy is None:

@@ -13,7 +13,7 @@ one that may (`asks`), and shorter ones are padded until the scheduler has heard
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -198,6 +198,11 @@ class LookaheadControl:
             self._usual = max(plan.lookahead)
         return plan
 
+    def _keep_plan(self, requests: Iterable[str]) -> None:
+        """Have the present plan, for these requests, wait for a step to come."""
+        wanted = dict(zip(requests, self._plan.lookahead, strict=True))
+        self._waiting, self._waited = (wanted, self._plan), 0
+
     def _within(
         self, step: StepView, lookahead: list[int], *, soon: bool, trees: bool
     ) -> list[int]:
@@ -207,8 +212,7 @@ class LookaheadControl:
         their first token, have what is usual asked for already.
         """
         if not step.lookahead and any(self._plan.lookahead):
-            wanted = dict(zip(step.index_of, self._plan.lookahead, strict=True))
-            self._waiting, self._waited = (wanted, self._plan), 0
+            self._keep_plan(step.index_of)
         waiting = self._waiting[0].values() if self._waiting else ()
         longest = max([0, *lookahead, *waiting])
         if soon and not self.controller.off:
