@@ -102,7 +102,8 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
-        self._looked, self._batch, self._gauged = 0.0, 0, 0  # when, at how many requests; a step
+        self._looked, self._batch = 0.0, 0  # when a step was looked at last, and its requests
+        self._gauges_due = 1  # the step to show the next ones at, by number
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
         if options.parallel != "off":
@@ -243,8 +244,8 @@ class DraftingRank:
 
     def _count(self, plan: StepPlan) -> None:
         self._stats.off_steps += not any(plan.lookahead)
-        if self._stats.steps >= self._gauged + _STEPS_BETWEEN_GAUGES:
-            self._gauged = self._stats.steps
+        if self._stats.steps >= self._gauges_due:
+            self._gauges_due = self._stats.steps + _STEPS_BETWEEN_GAUGES
             self._stats.show(self.control.controller.gauges())
             if self._file is not None:
                 self._file.write_if_due()

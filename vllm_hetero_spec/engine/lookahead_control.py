@@ -228,7 +228,7 @@ class LookaheadControl:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the controller is, and nobody has another lookahead."""
+        """Whether the controller is, and no request asks for drafts of its own."""
         return self._nobody and self.controller.at_rest
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:

@@ -162,16 +162,17 @@ class HeteroProposer(Proposer):
         return self._drafts
 
     def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
-        """See `Proposer`: where looks do not wait, as long as the drafter rests."""
+        """See `Proposer`: where looks do not wait, steps go by as long as the drafter rests."""
         rests = bool(without_drafts)
         if without_drafts is None and self._alone and self._drafting is not None:
             rests = self._drafting.rests(num_requests)
-        passes = self._looks.passes(rests) and (without_drafts or not begun)
-        if passes and self._step is not None:  # nobody has asked for the drafts of the step before
+        if not self._looks.passes(rests) or (begun and not without_drafts):
+            return False
+        if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
-        if passes and self._drafting is not None:
+        if self._drafting is not None:
             self._drafting.pass_by(num_requests)
-        return bool(passes)
+        return True
 
     @torch.inference_mode()
     def finish(self) -> None:

@@ -53,7 +53,7 @@ class ProbeBudget:
 
     Attributes:
         probing: A probe is under way.
-        verified: Drafts of it were, or of the last one.
+        verified: Whether drafts of it were, or, if none is, of the last one.
     """
 
     def __init__(self, now: float) -> None:

@@ -59,7 +59,7 @@ class Proposer(transport.Reporter):
             num_requests: Of it.
             without_drafts: Where steps are scheduled ahead, whether this one verified no drafts and
                 may have none made: all ranks know, and the look would wait. Else None.
-            begun: Requests have begun that no look has seen.
+            begun: Requests begin in it.
         """
 
     @abstractmethod
