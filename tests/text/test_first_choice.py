@@ -109,6 +109,21 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     assert not bridge.may_follow(context, longer, len(drafter.token_bytes[longer]) - len(rest))
 
 
+def test_first_choice_is_the_space_that_belongs_to_the_next_word(
+    family: dict[str, TextTokenizer],
+) -> None:
+    """Behind an indentation the target goes on with a word and the space before it."""
+    target, drafter = family["byte-level"], family["sentencepiece"]
+    bridge = make_bridge(target, drafter, mode="text")
+    ids = target.encode("x    return")
+    assert [target.token_bytes[i] for i in ids] == [b"x", b"   ", b" return"]
+    assert b"    " in target.token_bytes  # with nothing behind them it would join all four
+    space, bracket = drafter.token_bytes.index(b" "), drafter.encode("(")[0]
+    context = opened(bridge, ids[:2])
+    assert not bridge.may_follow(context, bracket)  # it would have the last of these three
+    assert bridge.first_choice(context, [bracket, space]).id == space
+
+
 def test_first_choice_spells_the_character_that_was_begun(
     family: dict[str, TextTokenizer],
 ) -> None:

@@ -22,6 +22,8 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 ANCHOR_TOKENS = 8
 # Pairs of a target and a drafter token that may_follow remembers.
 MEMO_PAIRS = 1 << 18
+# Stands for the word behind spaces, which often has the last of them.
+_WORD = "a"
 # How a token begins, where it matters: see `_starts`.
 _SPACE, _INSIDE, _CONTROL = 1, 2, 3
 
@@ -106,8 +108,9 @@ class DraftTranslator:
         Unigram model scores higher would raise the score of the whole. (Equal scores, as of l|ll
         and ll|l, may be decided either way.) The reverse does not hold: with more text before or
         behind, a token may span a place where these two are parted. Nor does a drafter token need
-        to end where one of the target does, and some pre-tokenizers look further. So this is advice
-        with which a draft begins; what is proposed is verified whatever it says.
+        to end where one of the target does, and some pre-tokenizers look further: they give the
+        last of several spaces to the word behind them, so that spaces are judged with a word. So
+        this is advice with which a draft begins; what is proposed is verified whatever it says.
 
         Args:
             last: Target id; -1 for none.
@@ -126,6 +129,8 @@ class DraftTranslator:
         text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)
         if used <= left:
             return True  # nothing but the beginning of a character follows
+        if data.isspace():
+            text += _WORD
         for token_id in self._target.encode(text):
             left -= len(self._target.token_bytes[token_id])
             if left <= 0:
