@@ -17,47 +17,43 @@ from scenarios import answers, generate, greedy
 
 
 def executor(
-    target: str,
-    specs: list[dict[str, Any] | None],
-    texts: list[str],
-    sampled: dict[str, Any] | None = None,
-    kill: bool = False,
+    target: str, spec: dict[str, Any], texts: list[str], sampled: dict[str, Any]
 ) -> dict[str, Any]:
-    """Engines of two ranks, one after the other: greedy tokens, and what each rank has counted.
+    """An engine of two ranks, and then one of them killed at its work.
 
     Args:
         target: Its folder.
-        specs: A speculative configuration for each engine.
+        spec: The speculative configuration.
         texts: Prompts.
-        sampled: Sampling parameters, `prompt` and `times`: asked of the last engine.
-        kill: Whether a worker of the last engine is killed at its work.
+        sampled: Sampling parameters, `prompt` and `times`.
+
+    Returns:
+        greedy: Tokens of each text.
+        counts: What each rank has counted for the first three of them, one by one: what is drafted
+            hangs on no other request.
+        sampled: Tokens of each sample.
+        killed: See `killed`.
     """
     from vllm import LLM, SamplingParams
 
     from vllm_hetero_spec.engine.metrics.counters import RPC
 
-    found: dict[str, Any] = {"greedy": [], "counts": []}
-    for spec in specs:
-        llm = LLM(
-            target,
-            **BASE,
-            tensor_parallel_size=2,
-            distributed_executor_backend="ray",
-            speculative_config=spec,
-        )
-        for text in texts[:3]:  # one by one: what is drafted hangs on no other request
-            generate(llm, [text], greedy())
-        found["counts"].append(llm.collective_rpc(RPC) if spec else None)
-        found["greedy"].append(generate(llm, texts, greedy()))
-        if spec == specs[-1]:
-            if sampled is not None:
-                prompts = [sampled.pop("prompt")] * sampled.pop("times")
-                outputs = llm.generate(prompts, SamplingParams(**sampled), use_tqdm=False)
-                found["sampled"] = [list(o.outputs[0].token_ids) for o in outputs]
-            if kill:
-                found["killed"] = killed(llm, texts)
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+    llm = LLM(
+        target,
+        **BASE,
+        tensor_parallel_size=2,
+        distributed_executor_backend="ray",
+        speculative_config=spec,
+    )
+    for text in texts[:3]:
+        generate(llm, [text], greedy())
+    found: dict[str, Any] = {"counts": llm.collective_rpc(RPC)}
+    found["greedy"] = generate(llm, texts, greedy())
+    prompts = [sampled.pop("prompt")] * sampled.pop("times")
+    outputs = llm.generate(prompts, SamplingParams(**sampled), use_tqdm=False)
+    found["sampled"] = [list(output.outputs[0].token_ids) for output in outputs]
+    found["killed"] = killed(llm, texts)
+    llm.llm_engine.engine_core.shutdown()
     return found
 
 

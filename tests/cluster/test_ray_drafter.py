@@ -147,13 +147,13 @@ def test_another_share_is_another_actor_and_ends_once_no_engine_is_left(
     llm: Any, monkeypatch: pytest.MonkeyPatch, in_cluster: RayCluster
 ) -> None:
     """Not while one is there that says nothing; also where it could not see it go."""
-    silence, idle_exit = 1.0, 2.0
+    silence, idle_exit = 4.0, 4.0
     monkeypatch.setattr(deployment, "SILENCE", silence)
     monkeypatch.setattr(deployment, "IDLE_EXIT", idle_exit)
     others = actors(in_cluster)
     engine = start(llm, ray_drafter=RayDrafter(share="short"))
     (actor,) = [of for of in actors(in_cluster) if of not in others]
-    time.sleep(2 * (silence + idle_exit))
+    time.sleep(silence + idle_exit)
     assert actor.is_running()
     assert engine.up
     actor.suspend()

@@ -47,7 +47,6 @@ ALL_SETTINGS = SETTINGS | {
 CASES = [
     ("slem", "token"),
     ("tli", "block"),
-    ("union", "block"),
     ("push_forward", "token"),
     ("slrs", "token"),
 ]
@@ -57,6 +56,7 @@ if LONG:
         ("tli", "token"),
         ("tli", "fuzzy"),  # of a threshold that nothing passes
         ("union", "token"),
+        ("union", "block"),
         ("push_forward", "block"),
         ("push_forward", "race"),
         ("slrs", "block"),

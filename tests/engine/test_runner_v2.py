@@ -8,7 +8,8 @@ a process of its own; what that process found is compared here.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,40 +20,50 @@ from v2_runs import SOME, WAYS, run_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
+Factory = pytest.TempPathFactory
+Found = tuple[dict[str, Run], str]
+
 
 @pytest.fixture(scope="module")
 def few(code_prompts: list[str]) -> list[str]:
     return code_prompts[:8]
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def on_v2(
-    request: pytest.FixtureRequest,
-    demo_pair: Path,
-    few: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Run], str]:
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, demo_pair: Path, few: list[str], tmp_path_factory: Factory
+) -> Callable[[str], Found]:
+    """Of a release: run when first asked for, and once, whatever the order of the tests."""
+
+    def run(release: str) -> Found:
+        folder = tmp_path_factory.mktemp("v2")
+        other = [request.getfixturevalue("runs_033")] if release == "0.33" else []
+        environment = v2_environment(*other) | {
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
+            "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
+        }
+        command = [
+            sys.executable,
+            str(HERE / "v2_runs.py"),
+            release,
+            str(demo_pair),
+            json.dumps(few),
+        ]
+        out = folder / "found.json"
+        done = subprocess.run([*command, str(out)], env=environment, capture_output=True, text=True)
+        log = done.stdout + done.stderr
+        assert done.returncode == 0, log[-8000:]
+        return json.loads(out.read_text()), log
+
+    return cache(run)
+
+
+@pytest.fixture(params=WAYS)
+def on_v2(request: pytest.FixtureRequest, runs: Callable[[str], Found]) -> Found:
     """way -> scenario -> token ids and counts, and the log."""
     pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("v2")
-    release = [request.getfixturevalue("runs_033")] if request.param == "0.33" else []
-    environment = v2_environment(*release) | {
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
-        "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
-    }
-    command = [
-        sys.executable,
-        str(HERE / "v2_runs.py"),
-        request.param,
-        str(demo_pair),
-        json.dumps(few),
-    ]
-    out = folder / "found.json"
-    done = subprocess.run([*command, str(out)], env=environment, capture_output=True, text=True)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-8000:]
-    return json.loads(out.read_text()), log
+    return runs(request.param)
 
 
 def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:
@@ -66,7 +77,7 @@ def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:
 def of_releases(*left_out: str) -> pytest.MarkDecorator:
     """Each release with each of its ways of drafting."""
     every = [(on, way) for on, ways in WAYS.items() for way in ways if way not in left_out]
-    return pytest.mark.parametrize(("on_v2", "way"), every, indirect=["on_v2"], scope="module")
+    return pytest.mark.parametrize(("on_v2", "way"), every, indirect=["on_v2"])
 
 
 @pytest.mark.parametrize("scenario", SOME)
@@ -100,7 +111,7 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
     assert list(ids.values()) == list(alone.values())
 
 
-@pytest.mark.parametrize("on_v2", ["installed"], indirect=True, scope="module")
+@pytest.mark.parametrize("on_v2", ["installed"], indirect=True)
 def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
     """But for a draft or two in one scenario.
 
