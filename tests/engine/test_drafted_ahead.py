@@ -96,11 +96,12 @@ def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:
+    """Or further: a line that goes on in the drafter's own tokens need not guess where one ends."""
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
-    assert counts.drafts == pytest.approx(pair.inline.drafts, rel=0.05)
+    assert counts.drafts <= 1.05 * pair.inline.drafts
     few = 0.01 * counts.drafts
-    assert counts.accepted == pytest.approx(pair.inline.accepted, rel=0.05, abs=few)
+    assert counts.accepted >= 0.95 * pair.inline.accepted - few
     assert counts.hits > 0.25 * counts.drafts
     assert counts.waited > 0
     assert counts.hits + counts.waited >= counts.drafts
