@@ -96,7 +96,7 @@ def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:
-    """Or further: a line that goes on in the drafter's own tokens need not guess where one ends."""
+    """Or further: by how much hangs on the texts."""
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
     assert counts.drafts <= 1.05 * pair.inline.drafts

@@ -8,8 +8,7 @@ a process of its own; what that process found is compared here.
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,41 +28,39 @@ def few(code_prompts: list[str]) -> list[str]:
     return code_prompts[:8]
 
 
+def found_by(release: str, folder: Path, demo: Path, few: list[str], *paths: Path) -> Found:
+    """What a process of V2 found: way -> scenario -> token ids and counts; and its log."""
+    environment = v2_environment(*paths) | {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
+        "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
+    }
+    out = folder / "found.json"
+    told = [release, str(demo), json.dumps(few), str(out)]
+    command = [sys.executable, str(HERE / "v2_runs.py"), *told]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-8000:]
+    return json.loads(out.read_text()), log
+
+
+# Not one fixture with parameters: pytest's order of the tests would run a release twice.
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, demo_pair: Path, few: list[str], tmp_path_factory: Factory
-) -> Callable[[str], Found]:
-    """Of a release: run when first asked for, and once, whatever the order of the tests."""
+def on_installed(demo_pair: Path, few: list[str], tmp_path_factory: Factory) -> Found:
+    pytest.importorskip("triton")
+    return found_by("installed", tmp_path_factory.mktemp("v2"), demo_pair, few)
 
-    def run(release: str) -> Found:
-        folder = tmp_path_factory.mktemp("v2")
-        other = [request.getfixturevalue("runs_033")] if release == "0.33" else []
-        environment = v2_environment(*other) | {
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
-            "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
-        }
-        command = [
-            sys.executable,
-            str(HERE / "v2_runs.py"),
-            release,
-            str(demo_pair),
-            json.dumps(few),
-        ]
-        out = folder / "found.json"
-        done = subprocess.run([*command, str(out)], env=environment, capture_output=True, text=True)
-        log = done.stdout + done.stderr
-        assert done.returncode == 0, log[-8000:]
-        return json.loads(out.read_text()), log
 
-    return cache(run)
+@pytest.fixture(scope="module")
+def on_033(demo_pair: Path, few: list[str], tmp_path_factory: Factory, runs_033: Path) -> Found:
+    pytest.importorskip("triton")
+    return found_by("0.33", tmp_path_factory.mktemp("v2"), demo_pair, few, runs_033)
 
 
 @pytest.fixture(params=WAYS)
-def on_v2(request: pytest.FixtureRequest, runs: Callable[[str], Found]) -> Found:
-    """way -> scenario -> token ids and counts, and the log."""
-    pytest.importorskip("triton")
-    return runs(request.param)
+def on_v2(request: pytest.FixtureRequest) -> Found:
+    found: Found = request.getfixturevalue(f"on_{request.param.replace('.', '')}")
+    return found
 
 
 def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:

@@ -22,7 +22,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 ANCHOR_TOKENS = 8
 # Pairs of a target and a drafter token that may_follow remembers.
 MEMO_PAIRS = 1 << 18
-# Stands for the word behind spaces, which often has the last of them.
+# Stands for the word behind white space, which often has the last of it.
 _WORD = "a"
 # How a token begins, where it matters: see `_starts`.
 _SPACE, _INSIDE, _CONTROL = 1, 2, 3
