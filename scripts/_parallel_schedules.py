@@ -153,11 +153,13 @@ class Unhurried:
     def drafted(self, *_: Any) -> None:
         """It learns nothing."""
 
+    looked_up = drafted
+
     def wait(self, missing: Any, *_: Any) -> tuple[int, float]:
         """See `AheadControl`."""
         return (max(missing.values()), 10.0) if self._waits else (0, 0.0)
 
-    def guesses(self, drafting: int, steps: float, most: int) -> int:
+    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """See `AheadControl`."""
         return most
 

@@ -140,10 +140,12 @@ class Control:
     def drafted(self, *_: Any) -> None:
         pass
 
+    looked_up = drafted
+
     def wait(self, missing: Any, *_: Any) -> tuple[int, float]:
         return (max(missing.values()), 100.0) if self._waits else (0, 0.0)
 
-    def guesses(self, drafting: int, steps: float, most: int) -> int:
+    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         return most
 
 

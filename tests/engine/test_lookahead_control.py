@@ -153,7 +153,7 @@ def test_drafts_that_were_not_there_are_learnt_from() -> None:
     control.drafted(NOTHING, drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
     assert controller.verified == [(0, 0)]
     assert control.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)
-    assert control.guesses(2, 5.0, 8) == 8
+    assert control.guesses(2, 4, 1.0, 8) == 8
 
 
 def test_a_probe_is_kept_until_its_drafts_are_there() -> None:

@@ -2,7 +2,7 @@
 """Drafts made ahead: what is not there counts, waiting has its price, and nothing is for free."""
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -158,14 +158,27 @@ def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
     assert policy_of(0.001, row=0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)  # rows too dear
 
 
-def test_guesses_are_those_that_are_done_in_time() -> None:
-    """Lines of a forward cost; the chain comes first, and may be alone."""
-    assert policy_of(0.0001).guesses(1, 5, 8) == 8
-    few = policy_of(0.002).guesses(1, 5, 8)
-    assert 5 * 0.002 * (1 + few) <= TARGET < 5 * 0.002 * (2 + few)
-    assert policy_of(0.002).guesses(4, 5, 8) < few
-    assert policy_of(0.02).guesses(1, 5, 8) == 0
-    assert policy_of(0.0001).guesses(1, 5, 0) == 0
+def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
+    """Lines share the drafter's forwards: with more of them each is shorter."""
+
+    def guesses(drafter: float, hits: tuple[int | None, ...] = (), **changes: Any) -> int:
+        policy = policy_of(drafter)
+        for rank in 30 * hits:
+            policy.looked_up(rank, 8)
+        of: dict[str, Any] = {"drafting": 1, "longest": LONGEST, "each": 1.0, "most": 8} | changes
+        return policy.guesses(*of.values())
+
+    assert guesses(0.0001) == 8  # all are done in time
+    assert guesses(0.0001, most=0) == 0
+    assert guesses(0.02) == 0  # not even the chain alone would be
+    hit = (0, 0, 0, 1, 2, 3, None)
+    few = guesses(0.002, hit)
+    assert few > 0
+    assert 2 * 0.002 * (1 + few) < TARGET  # each has more than the target's own token
+    assert guesses(0.002, hit, drafting=4) < few
+    assert guesses(0.002, hit, each=4.0) < few
+    assert guesses(0.002, (0, 0, 0, 0, None), each=2.0) == 0  # none was ever hit
+    assert guesses(0.002, (0, 1, 2, 3, 4, 5)) > few
 
 
 def test_steps_that_nobody_waits_for_cost_nothing() -> None:

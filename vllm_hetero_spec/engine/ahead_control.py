@@ -77,7 +77,12 @@ class AheadControl(LookaheadControl):
             self._late |= missing.keys()
         return tokens, seconds
 
-    def guesses(self, drafting: int, steps: float, most: int) -> int:
+    def looked_up(self, rank: int | None, guesses: int) -> None:
+        """See `engine.source.protocol.AheadControl`."""
+        if self.controller.policy is not None:
+            self.controller.policy.looked_up(rank, guesses)
+
+    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """See `engine.source.protocol.AheadControl`."""
         policy = self.controller.policy
-        return most if policy is None else policy.guesses(drafting, steps, most)
+        return most if policy is None else policy.guesses(drafting, longest, each, most)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates
+from vllm_hetero_spec.lookahead.guess_hits import GuessHits
 from vllm_hetero_spec.lookahead.late_drafts import LateDrafts
 
 _SURPRISE = 2.7  # standard deviations of accepted tokens: chance exceeds it once in 140 times
@@ -47,6 +48,7 @@ class AcceptanceStats:
         positions: As given.
         drafts: Number of drafts learnt from.
         late: Of those that the target waited for, once more; learnt anew in every run.
+        hits: Which lines drafted ahead were hit; learnt anew as well.
     """
 
     def __init__(self, positions: int) -> None:
@@ -54,7 +56,7 @@ class AcceptanceStats:
         self._kinds = _KindStats(positions), _KindStats(positions)  # greedy, random
         self._observations: tuple[list[Observation], list[Observation]] = [], []
         self.drafts = 0
-        self.late = LateDrafts(positions)
+        self.late, self.hits = LateDrafts(positions), GuessHits()
 
     def observe(self, draft: Observation, random: bool) -> None:
         """Note one draft of a greedy or a random request."""

@@ -6,6 +6,8 @@ their seconds. Both are asked before the token concerned is drawn, or of all tha
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
@@ -117,21 +119,37 @@ class StepPolicy:
         """One that was waited for was verified, of a greedy or a random request."""
         self._known.acceptance.late.observe(verified, accepted, random)
 
-    def guesses(self, drafting: int, steps: float, most: int) -> int:
+    def looked_up(self, rank: int | None, guesses: int) -> None:
+        """Which line drafted ahead was hit; see `GuessHits.observe`."""
+        self._known.acceptance.hits.observe(rank, guesses)
+
+    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """Lines beside each chain that a process of its own drafts while the target verifies.
+
+        Each makes it likelier that one is hit, and all of them shorter, as they share the
+        drafter's forwards: the number at which the next draft brings most.
 
         Args:
             drafting: Chains.
-            steps: Of the drafter, for a draft.
+            longest: Target tokens of a draft.
+            each: Drafter steps for each of them.
             most: Lines at most.
-
-        Returns:
-            As many as are done before the target is; the chain itself comes first.
         """
-        costs = self._known.costs
-        left = costs.target(self._batch, self._most) / max(steps, 1.0)
-        counts = range(most, 0, -1)
-        return next((n for n in counts if costs.drafter(drafting * (1 + n)) <= left), 0)
+        acceptance, costs = self._known.acceptance, self._known.costs
+        brings = [0.0, *accumulate(accumulate(acceptance.rates(self._random[0]), mul))]
+        beside = costs.target(self._batch, self._most)
+        best, found = 0.0, 0
+        for count, hit in enumerate(acceptance.hits.chances(most)):
+            # The first step is for the target's own token.
+            steps = beside / costs.drafter(drafting * (1 + count)) - 1.0
+            depth = min(max(steps / each, 0.0), longest, len(brings) - 1)
+            whole = int(depth)
+            tokens = brings[whole]
+            if depth > whole:
+                tokens += (depth - whole) * (brings[whole + 1] - brings[whole])
+            if hit * tokens > best:
+                best, found = hit * tokens, count
+        return found
 
     def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""

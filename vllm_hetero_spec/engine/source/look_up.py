@@ -26,7 +26,7 @@ class Found:
         ids: Drafter tokens, see `Remainder`.
         known: Leading bytes of them that its text has.
         peaks: The drafter's largest probability in the place of each.
-        rank: Of the line that they are of, among those that may agree; the chain's is 0.
+        rank: Of the line that they are of; the chain's is 0.
         missing: Why there are none, though there should be.
         proposal: The draft in target tokens.
         ends: Leading ones of `ids` that each of them needs.
@@ -87,7 +87,7 @@ class LookUp:
         now = self._spelled(context.ids[task.state.num_kv_valid :])
         if not now.startswith(told):
             return Found(task, missing="not_guessed" if task.lookahead else "")
-        seen: list[Drafted] = []
+        seen: list[tuple[int, Drafted]] = []
         outcome, spelled = now[len(told) :], self._bytes.__getitem__
         lines = self._lines(text, outcome + context.held, seen)
         if task.draw is not None:
@@ -100,8 +100,8 @@ class LookUp:
         if remainder is None or not remainder.ids:
             missing = "not_guessed" if remainder is None else "not_ready"
             return Found(task, missing=missing if task.lookahead else "")
-        ids, rank, line = remainder.ids, remainder.rank, seen[remainder.rank]
-        peaks, drawn = _whole(text.peaks, text.rows, seen[0])
+        ids, (rank, line) = remainder.ids, seen[remainder.rank]
+        peaks, drawn = _whole(text.peaks, text.rows, seen[0][1])
         if rank:
             peaks, drawn = _whole(peaks, drawn, line)
         first = len(peaks) - len(ids)
@@ -149,14 +149,14 @@ class LookUp:
                 of.text.seen = of.first + len(of.ids)
 
     def _lines(
-        self, text: SentText, written: bytes, seen: list[Drafted]
+        self, text: SentText, written: bytes, seen: list[tuple[int, Drafted]]
     ) -> Iterator[tuple[int, list[int]]]:
         """What was drafted behind a text as it was told: the chain, and what may agree beside it.
 
         Args:
             text: What was told.
             written: What the target has added to it.
-            seen: The records are added to this.
+            seen: The records are added to this, with their ranks.
 
         Returns:
             Of each how many leading tokens are a guess of what the target writes, and its tokens.
@@ -166,7 +166,7 @@ class LookUp:
         if of is None or of.serial != serial or of.place > len(chain):
             of = Drafted(serial, len(chain), [], [])
         chain = chain[: of.place] + of.ids
-        seen.append(of)
+        seen.append((0, of))
         yield 0, chain
         left = self._left(chain, written)
         for rank, (place, guess) in enumerate(table.beginnings(text.slot), 1):
@@ -177,7 +177,7 @@ class LookUp:
                 continue
             of = table.read(text.slot, rank)
             if of is not None and of.serial == serial and of.place <= len(chain):
-                seen.append(of)
+                seen.append((rank, of))
                 yield of.place + 1, chain[: of.place] + of.ids
 
     def _left(self, ids: Sequence[int], written: bytes) -> list[bytes]:

@@ -172,6 +172,8 @@ class ProcessSource:
             self._stats.hit_rate += _FADE * (hit - self._stats.hit_rate)
             self._stats.drafts_ahead += hit
             self._stats.drafts_guessed += found.rank > 0
+            if hit or found.missing == "not_guessed":
+                self._control.looked_up(found.rank if hit else None, self._stats.guesses)
         return found
 
     def _waited(self, missing: Sequence[Found]) -> list[Found]:
@@ -243,12 +245,12 @@ class ProcessSource:
 
     def _guesses(self, found: Sequence[Found]) -> int:
         """Lines beside the chain of each request that is drafted for."""
-        steps = [of.task.lookahead * ids_for_each(of.task) for of in found]
-        count = sum(step > 0 for step in steps)
-        if not count:
+        tasks = [of.task for of in found if of.task.lookahead]
+        if not tasks:
             return 0
-        most = min(self._process.table.sides, self._most_rows // count - 1)
-        self._stats.guesses = self._control.guesses(count, max(steps) + 1, max(most, 0))
+        most = min(self._process.table.sides, self._most_rows // len(tasks) - 1)
+        longest, each = max(of.lookahead for of in tasks), max(map(ids_for_each, tasks))
+        self._stats.guesses = self._control.guesses(len(tasks), longest, each, max(most, 0))
         return self._stats.guesses
 
     def _tell(self, waited: float, overhead: float, drafts: Sequence[Draft]) -> None:

@@ -91,11 +91,20 @@ class AheadControl(Control, Protocol):
             Target tokens to wait for, 0 for none, and seconds at most.
         """
 
-    def guesses(self, drafting: int, steps: float, most: int) -> int:
+    def looked_up(self, rank: int | None, guesses: int) -> None:
+        """A draft was there, or what was drafted ahead was all wrong.
+
+        Args:
+            rank: Of the line that it is of, the chain's is 0; None for none.
+            guesses: Lines that were followed beside the chain.
+        """
+
+    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """How many lines the drafter is to follow beside each chain.
 
         Args:
             drafting: Chains.
-            steps: Drafter tokens of a draft.
+            longest: Target tokens of a draft.
+            each: Drafter tokens for each of them.
             most: Lines at most.
         """
