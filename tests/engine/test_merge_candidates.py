@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec.draft import slrs
 from vllm_hetero_spec.draft.slrs_path import Feed
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
@@ -69,6 +74,19 @@ def test_rows_of_side_branches_are_those_in_line(
     assert sum(feed.side_branches for feed in seen) > 500
     assert max(feed.apart for feed in seen) < 1e-5
     assert sums == pytest.approx([1.0] * len(sums), abs=1e-4)
+
+
+def test_no_more_lines_than_attention_has_room_for() -> None:
+    """Its buffers are made once, for so many."""
+    rounds: Any = object.__new__(DraftBatchRunner)
+    rounds._budget, rounds._pool = 1 << 20, KVPool(64, 16)
+    rounds._drafter = SimpleNamespace(
+        span=lambda task: SimpleNamespace(candidates=4), model=SimpleNamespace(max_lines=9)
+    )
+    nothing: Any = None
+    row = DraftRow(nothing, nothing, [1], 2)
+    lent = [len(of.side_blocks) for of in rounds._lend_side_blocks([row] * 3)]
+    assert lent == [3, 3, 0]
 
 
 def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:

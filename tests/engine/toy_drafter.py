@@ -29,6 +29,7 @@ class ToyDrafterModel:
         self.device = torch.device("cpu")
         self.block_size, self.num_blocks, self.max_length = SIZE, BLOCKS, max_length
         self.cache = torch.zeros(LAYERS, 2, BLOCKS * SIZE + 1, WIDTH, dtype=torch.float64)
+        self.max_lines = BLOCKS
         self.embedding, self.places = weight(VOCAB, WIDTH) * 4, weight(max_length, WIDTH) * 2
         self.layers = [[weight(WIDTH, WIDTH) for _ in range(4)] for _ in range(LAYERS)]
         self.head = weight(WIDTH, VOCAB) * 4

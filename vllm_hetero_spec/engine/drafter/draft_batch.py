@@ -233,11 +233,13 @@ class DraftBatchRunner:
         return True
 
     def _lend_side_blocks(self, rows: list[DraftRow]) -> list[DraftRow]:
-        """Blocks for side branches, for as many requests as they and the round's tokens allow.
+        """Blocks for side branches, for as many requests as they, the round's tokens and the lines
+        that attention has room for allow.
 
         A token fed there takes those of its block along, which are read anew.
         """
         self._lent, tokens = BlockTable(), self._budget
+        lines = self._drafter.model.max_lines - len(rows)
         with_blocks = list(rows)
         for index, row in enumerate(rows):
             branches = self._drafter.span(row.task).candidates - 1
@@ -245,7 +247,11 @@ class DraftBatchRunner:
                 continue
             blocks = len(self._lent.blocks) + branches
             tokens -= branches * self._pool.block_size
-            if tokens < 0 or not self._pool.grow(self._lent, blocks * self._pool.block_size):
+            if (
+                tokens < 0
+                or blocks > lines
+                or not self._pool.grow(self._lent, blocks * self._pool.block_size)
+            ):
                 break
             with_blocks[index] = row._replace(side_blocks=self._lent.blocks[-branches:])
         return with_blocks

@@ -34,17 +34,26 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
+    def rehearse(self, work: Work) -> None:
+        """Run it where graphs are recorded.
+
+        Kernels may keep work space for each stream, and vLLM lets none be made once it is warm.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
+
     def capture(self, work: Work) -> Work:
         """Record on a stream of its own; replays run on the current one."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(_WARM_UPS):
+            self.rehearse(work)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                work()
-            self._stream.synchronize()
-            # Within it: a capture that fails leaves its stream the current one.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
+        with (  # the first one: a capture that fails leaves its stream the current one
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
+            work()
 
         def replay() -> None:
             graph.replay()

@@ -16,6 +16,9 @@ from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
+# Of FlashInfer's metadata builder: TensorRT-LLM's decoding kernel, if any.
+_KERNEL = "flashinfer_trtllm_api_decode_kernel"
+
 # What the attention layers read of a forward, by layer.
 Metadata: TypeAlias = "dict[str, AttentionMetadata]"
 
@@ -75,6 +78,7 @@ class DrafterModel:
     Attributes:
         num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
         block_size: Tokens per block.
+        max_lines: Most sequences of a forward.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -94,6 +98,12 @@ class DrafterModel:
         self.max_length: int = config.model_config.max_model_len
         self._groups, self._layers = loaded.groups, loaded.layers
         self._kv_caches = loaded.kv_caches
+        self.max_lines: int = config.scheduler_config.max_num_seqs
+        builders = [group.get_metadata_builder() for group in self._groups]
+        # FlashInfer, but with TensorRT-LLM's kernels, plans each forward in one and the same place,
+        # from where the device copies it.
+        plans = [getattr(builder, _KERNEL, _KERNEL) is None for builder in builders]
+        self._planned = torch.cuda.Event() if any(plans) else None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One forward, its metadata made on the host: see `logits`."""
@@ -136,12 +146,16 @@ class DrafterModel:
             slot_mapping=batch.slots,
             causal=True,
         )
+        if self._planned is not None:
+            self._planned.synchronize()
         metadata: Metadata = {}
         for group in self._groups:
             build = group.build_metadata
             if to_capture:
                 build = group.build_metadata_for_cudagraph_capture
             metadata.update(dict.fromkeys(group.layer_names, build(common)))
+        if self._planned is not None:
+            self._planned.record()
         return metadata
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

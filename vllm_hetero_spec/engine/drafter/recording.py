@@ -20,6 +20,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 # Set aside for all graphs with their tensors, logits apart; a few MiB each, and one forward's
 # activations. Twice that where drafts may be trees, since each shape is recorded twice then.
 _BYTES = 256 << 20
+_LOGITS = 4  # of the largest shape: as they come, kept, of the place before, and beside their best
 
 
 class Recording:
@@ -36,10 +37,14 @@ class Recording:
         self, drafter: Drafter, mode: DraftingMode, *, measured: bool, later: int = 0
     ) -> None:
         self._drafter, self._mode = drafter, mode
-        self._bytes = _BYTES * (2 if drafter.beside else 1)
+        most = max((requests for requests, _ in mode.shapes), default=0)
+        of = drafter.model.config.model_config
+        logits = most * of.get_vocab_size() * of.dtype.itemsize
+        self._bytes = _BYTES * (2 if drafter.beside else 1) + _LOGITS * logits
         self._done = False
         self._set_aside: torch.Tensor | None = None
         device = drafter.model.device
+        self._graphs = CudaGraphs() if mode.graphs and device.type == "cuda" else None
         if measured and device.type != "cpu":
             size = later + (self._bytes if mode.graphs else 0)
             self._set_aside = torch.empty(size, dtype=torch.uint8, device=device)
@@ -58,6 +63,8 @@ class Recording:
         compiled = model.config.compilation_config.mode != CompilationMode.NONE
         if model.device.type != "cpu" or compiled:
             self._drafter.read(min(budget, requests * model.max_length))
+        if self._graphs is not None:
+            self._graphs.rehearse(lambda: self._drafter.read(1))
 
     def record(self) -> int:
         """Record, or say why not. Later calls do nothing.
@@ -70,7 +77,7 @@ class Recording:
         self._done = True
         self._set_aside = None
         support = self._drafter.model.graph_support if self._mode.graphs else None
-        if not self._mode.graphs or support is None:
+        if self._graphs is None or support is None:
             why = self._mode.why or "its attention cannot be recorded"
             logger.info("The drafter runs eagerly: %s.", why)
             return 0
@@ -81,7 +88,7 @@ class Recording:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
             gc.collect()
             gc.freeze()  # every capture collects garbage, and looks at all that lives
-            self._drafter.record(CudaGraphs(), self._mode.shapes, support)
+            self._drafter.record(self._graphs, self._mode.shapes, support)
         except Exception as error:  # the target's own requests must not suffer from it
             logger.warning(
                 "The drafter runs eagerly, which is several times slower: its CUDA graphs could "

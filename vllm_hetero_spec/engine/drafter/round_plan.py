@@ -5,6 +5,7 @@ A round catches every request up in one forward and then takes single steps. All
 from the start, so positions and KV slots of all steps are too: they cross to the device at once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -17,6 +18,8 @@ from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 
 # The slot of a token whose KV is not to be written.
 NOWHERE = -1
+# Tables of blocks are as wide as vLLM's: for whole numbers of so many tokens.
+_WHOLE_TOKENS = 128
 # What a fork leaves with: the likeliest token is the chain's.
 _SECOND = 1
 
@@ -88,6 +91,12 @@ class RoundPlan:
             return []
         own = np.flatnonzero(self.forks[0] == request)
         return list(zip((self.count + own).tolist(), self.forks[1, own].tolist(), strict=True))
+
+
+def table_width(blocks: int, block_size: int) -> int:
+    """Columns of a table of so many blocks: of whole 128 tokens, as some kernels demand."""
+    step = _WHOLE_TOKENS // math.gcd(_WHOLE_TOKENS, block_size)
+    return -(-blocks // step) * step
 
 
 class Planner:
@@ -182,7 +191,8 @@ class Planner:
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
         """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""
-        width = max(len(sequence.table.blocks) for sequence in sequences)
+        most = max(len(sequence.table.blocks) for sequence in sequences)
+        width = table_width(most, self.block_size)
         table = np.zeros((max(size, len(sequences)), width), np.int32)
         for line, sequence in zip(table, sequences, strict=False):
             count = len(sequence.table.blocks)

@@ -7,7 +7,7 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.picked import Picked
-from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, table_width
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 
 
@@ -52,7 +52,8 @@ class StaticTensors:
             self.positions = filled(0, torch.int64, tokens)
             self.slots = filled(NOWHERE, torch.int64, tokens)
             self.lengths = filled(1, torch.int32, size)
-            self.table = filled(0, torch.int32, size, -(-model.max_length // model.block_size))
+            blocks = -(-model.max_length // model.block_size)
+            self.table = filled(0, torch.int32, size, table_width(blocks, model.block_size))
             self.plan_lengths = filled(1, torch.int32, steps, size)
             self.plan_places = filled(NOWHERE, torch.int64, steps, 2, size)
             self.step = filled(1, torch.int64, 1)

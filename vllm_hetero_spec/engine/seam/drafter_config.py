@@ -123,6 +123,10 @@ def drafter_vllm_config(
     )
     _let_platform_choose(kernels.ir_op_priority, target)
     scheduler.async_scheduling = False
+    # Attention has room for the lines of side branches as well.
+    lines = scheduler.max_num_seqs * max(1, options.merge_candidates)
+    most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    scheduler.max_num_seqs = min(lines, most)
     parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made ready before graphs are recorded, and how wide tables of blocks are."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import CompilationMode
+
+from vllm_hetero_spec.engine.drafter import recording
+from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.recording import Recording
+from vllm_hetero_spec.engine.drafter.round_plan import Planner, table_width
+from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
+
+
+class Graphs:
+    """In the place of CUDA graphs: says on which stream there is work."""
+
+    def __init__(self) -> None:
+        self.stream = "the usual"
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        self.stream = "graphs'"
+        work()
+        self.stream = "the usual"
+
+
+@pytest.mark.parametrize("shapes", [((1, 1), (4, 1)), ()])
+def test_the_stream_of_graphs_has_run_before_memory_is_measured(
+    shapes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels may keep work space for each stream, and vLLM lets none be made later."""
+    graphs, read = Graphs(), list[tuple[str, int]]()
+    monkeypatch.setattr(recording, "CudaGraphs", lambda: graphs)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+    )
+    model = SimpleNamespace(device=torch.device("cuda"), config=config, max_length=8)
+    drafter: Any = SimpleNamespace(
+        model=model, beside=0, read=lambda tokens: read.append((graphs.stream, tokens))
+    )
+    of = Recording(drafter, DraftingMode(shapes, False, ""), measured=False)
+    of.read_most(64, 4)
+    assert read == [("the usual", 32), *[("graphs'", 1)] * bool(shapes)]
+
+
+@pytest.mark.parametrize(("size", "width"), [(16, 8), (32, 4), (128, 1), (48, 8), (256, 1)])
+def test_tables_are_as_wide_as_whole_128_tokens(size: int, width: int) -> None:
+    for blocks in range(1, 20):
+        found = table_width(blocks, size)
+        assert found >= blocks > found - width
+        assert found * size % 128 == 0
+    planner = Planner(size)
+    table = planner.table(planner.nowhere([3 * size, size]))
+    assert table.shape == (2, table_width(3, size))
+
+
+@pytest.mark.parametrize("kernel", [None, "trtllm-gen"])
+def test_metadata_waits_where_the_last_one_may_still_be_copied(
+    kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of FlashInfer's own kernels: it plans each forward in one and the same place."""
+    seen: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            seen.append("wait")
+
+        def record(self) -> None:
+            seen.append("copied so far")
+
+    class Group:
+        layer_names = ("a layer",)
+
+        def get_metadata_builder(self) -> Any:
+            return SimpleNamespace(flashinfer_trtllm_api_decode_kernel=kernel)
+
+        def build_metadata(self, common: Any) -> str:
+            seen.append("plan")
+            return "metadata"
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    loaded = SimpleNamespace(
+        model=None, num_blocks=2, block_size=16, groups=[Group()], layers=[], kv_caches={}
+    )
+    monkeypatch.setattr("vllm_hetero_spec.engine.drafter.model.load_drafter", lambda *_: loaded)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    model = DrafterModel(config, torch.device("cpu"), lambda _: 0)
+    one = torch.ones(1, dtype=torch.int32)
+    batch: Any = SimpleNamespace(
+        ids=one, starts=one, starts_cpu=one, lengths=one, lengths_cpu=one, table=one[None],
+        slots=one, max_query=1, max_length=1,
+    )  # fmt: skip
+    assert model.metadata(batch) == model.metadata(batch) == {"a layer": "metadata"}
+    assert seen == (["plan"] * 2 if kernel else ["wait", "plan", "copied so far"] * 2)
