@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_hetero_spec.config import ConfigError
@@ -44,6 +45,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(AsyncScheduler)
     made.dynamic_sd_lookup, made.told = [4, 0, 2, 2], told
     made.log_stats, made.num_spec_tokens = True, 4
+    made.requests = {"a": SimpleNamespace(spec_decode_metrics=None)}
     return made
 
 
@@ -74,6 +76,20 @@ def test_padding_alone_is_no_draft(scheduler: Any) -> None:
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 1, 1)
     assert counted(stats, 4) is stats
     assert stats.num_drafts == 1
+
+
+def test_padding_alone_is_no_draft_of_its_request(scheduler: Any) -> None:
+    """As vLLM tells a request's own figures, right behind."""
+    own = scheduler.requests["a"].spec_decode_metrics = RequestSpecDecodeMetrics.new(4)
+    others = RequestSpecDecodeMetrics.new(4)
+    for padding, accepted in ((4, 0), (3, 1), (4, 0), (1, 0)):
+        scheduler.make_spec_decoding_stats(None, 4, accepted, {"a": padding}, "a")
+        for of in (own, others):
+            of.observe(num_draft_tokens=4 - padding, num_accepted=accepted, detailed=True)
+    assert (own.histogram, own.num_draft_tokens) == ([1, 1, 0, 0, 0], 4)
+    assert own.per_step_drafted == [1, 3]
+    assert sum(others.histogram) == 4
+    assert vars(own).keys() == vars(others).keys()
 
 
 HETERO = SimpleNamespace(num_speculative_tokens=4, tree_nodes=0)

@@ -310,6 +310,14 @@ def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
     assert planned(2, b=3) == ([0, 2], 4)  # of a request's own
 
 
+def test_what_a_request_asks_for_itself_is_no_tree() -> None:
+    """Where drafts may be trees, steps are scheduled with more rows than a chain has."""
+    control = LookaheadControl(Scripted(0), can_stop_early=False)
+    step = step_of({"a": [1]}, lookahead=4, tiers=[0, 2, 4, 16], asked={"a": 64})
+    assert control.plan(replace(step, longest=4), [0]).lookahead == [4]
+    assert control.asks == 4
+
+
 def test_a_plan_does_not_wait_for_ever() -> None:
     controller = Scripted(*[4] * 3)
     control = LookaheadControl(controller, can_stop_early=False)

@@ -192,6 +192,23 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(0, 4), (0, 0)]
 
 
+def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) -> None:
+    seam = RunnerV2(runner)
+    seam.begins(output_of(new("a")))
+    seam.begins(output_of(finished="a", preempted="a"))
+    seam.begins(output_of(new("a")))
+    assert seam._started == {"a": None}
+
+
+def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: Any) -> None:
+    seam = RunnerV2(runner)
+    batch.cu_num_logits_np = np.array([0, 5, 6])
+    seam.begins(output_of(new("a"), new("b")))
+    seam.hand_out(batch, [[5, 6], []])
+    seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
+    assert seam.batch(batch).lengths == [0, 0]
+
+
 class _Proposer:
     """Drafts one token for each request, at the second question."""
 
@@ -286,6 +303,21 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     assert views[0].target_seconds is not None
     assert (views[1].target_seconds is None) == (following == "c")
     assert speculator.seam._output is outputs[-1]
+
+
+def test_who_is_over_is_not_drafted_for_again(
+    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scheduled ahead, a request is in one more step when it is known to have ended."""
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    going_on: list[list[bool]] = []
+    proposer.after_step = lambda view, _: going_on.append(view().going_on) or [[], []]
+    both = torch.tensor([1, 1])
+    for output in (output_of(new("a"), new("b")), output_of(), output_of(finished="a")):
+        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
+        speculator.begins(output)
+        speculator.propose(batch, *(None,) * 4, both)
+    assert going_on == [[True, True], [False, True]]
 
 
 def test_pipeline_stages_are_given_drafts_at_once(

@@ -150,7 +150,7 @@ class LookaheadControl:
             if limit and (waits or (begun and on_their_way)):
                 limit, num_waiting = 0, num_waiting + 1
             if asked is not None:
-                self._own[request.req_id] = min(asked, limit)
+                self._own[request.req_id] = min(asked, limit, step.longest or limit)
                 limit = 0
             limits.append(limit)
         room = step.trees is not None and step.trees.sides > 0

@@ -20,12 +20,14 @@ from vllm_hetero_spec.engine.seam import tree_scratch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 _FIELD = "hetero_spec_ahead"
+_PADDING = "hetero_spec_padding"
 _MANY = 1 << 30  # requests: more than any engine has
 
 
@@ -69,10 +71,12 @@ def install() -> None:
     """Install this in a process that makes configurations, or schedules. Idempotent."""
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     patching.replace(VllmConfig, "__post_init__", "asynchronous", _wrap_post_init)
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
+    patching.replace(RequestSpecDecodeMetrics, "observe", "asynchronous", _wrap_observe)
 
 
 def update_from_output(
@@ -104,6 +108,8 @@ def make_spec_decoding_stats(
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     if num_draft_tokens and (num_invalid_spec_tokens or {}).get(request_id) == num_draft_tokens:
+        if (own := self.requests[request_id].spec_decode_metrics) is not None:
+            setattr(own, _PADDING, True)  # vLLM tells it next
         return spec_decoding_stats
     stats: SpecDecodingStats | None = super(AsyncScheduler, self).make_spec_decoding_stats(
         spec_decoding_stats,
@@ -113,6 +119,15 @@ def make_spec_decoding_stats(
         request_id=request_id,
     )
     return stats
+
+
+def _wrap_observe(original: patching.Function) -> patching.Function:
+    def observe(self: "RequestSpecDecodeMetrics", *args: Any, **kwargs: Any) -> None:
+        """`observe` of a request's own figures, in which padding is no draft either."""
+        if not self.__dict__.pop(_PADDING, False):
+            original(self, *args, **kwargs)
+
+    return observe
 
 
 def capture_all_tiers(cudagraph_utils: ModuleType) -> None:

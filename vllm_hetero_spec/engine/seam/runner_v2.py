@@ -7,7 +7,7 @@ which lie in host memory: one small copy of counts and one wait bring all that a
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -49,6 +49,7 @@ class RunnerV2:
     Attributes:
         tiers: See `StepView`.
         staged: Whether other pipeline stages are told of the drafts, as soon as vLLM has them.
+        ended: See `StepView`.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -62,6 +63,7 @@ class RunnerV2:
         self._verified: dict[str, int] = {}  # tokens of drafts that the present step verifies
         self.tiers = tiers_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
+        self.ended: Collection[str] = ()
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
         self._sides: SideSequencesV2 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
@@ -90,27 +92,28 @@ class RunnerV2:
 
     def begins(self, scheduler_output: "SchedulerOutput") -> bool:
         """A step begins, made of this; whether requests do with it."""
-        self._output = scheduler_output
-        for req_id in scheduler_output.preempted_req_ids or ():  # it may come back with places,
-            self._drafted.pop(req_id, None)  # which hold none
-        self._verified = {  # padding is none
-            req_id: min(len(places), len(self._drafted.get(req_id, ())))
-            for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
-        }
+        self._output, new = scheduler_output, scheduler_output.scheduled_new_reqs
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self._preempted.add(req_id)
+            self._drafted.pop(req_id, None)
         for req_id in scheduler_output.finished_req_ids:
             for known in (self._new, self._started, self._params, self._drafted):
                 known.pop(req_id, None)
             self._preempted.discard(req_id)
-        self._preempted |= scheduler_output.preempted_req_ids or set()
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id not in self._preempted:  # those come back as if they were new
-                self._started[new.req_id] = salt_of(new)
-            self._preempted.discard(new.req_id)
-            self._new[new.req_id] = new
-            self._params.pop(new.req_id, None)
+        for each in new:
+            if each.req_id not in self._preempted:  # those come back as if they were new
+                self._started[each.req_id] = salt_of(each)
+            self._preempted.discard(each.req_id)
+            self._new[each.req_id] = each
+            for of in (self._params, self._drafted):  # it may come with places, which hold none
+                of.pop(each.req_id, None)
+        self._verified = {  # padding is none
+            req_id: min(len(places), len(self._drafted.get(req_id, ())))
+            for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
         if self._sides is not None:
             self._sides.follow(scheduler_output)
-        return bool(scheduler_output.scheduled_new_reqs)
+        return bool(new)
 
     def plan_trees(self, batch: "BatchReqState") -> bool:
         """Plan what attention sees of the present step; whether that is more than its requests.
@@ -159,7 +162,7 @@ class RunnerV2:
         output = self._output
         assert output is not None, "no step has begun"
         sampled, texts = self._texts(batch, num_sampled)
-        now = time.perf_counter()
+        times = self._clock.viewed(time.perf_counter())
         prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np].tolist()
         drafted, rows = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
         self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
@@ -179,7 +182,6 @@ class RunnerV2:
                     media=media_of(new.mm_features),
                 )
             )
-        times = self._clock.viewed(now)
         started, self._started = self._started, {}
         return StepView(
             requests=requests,
@@ -191,8 +193,10 @@ class RunnerV2:
             target_seconds=times.target,
             step_seconds=times.step,
             tiers=self.tiers,
+            longest=self._longest if self.tiers else 0,
             trees=None if self._sides is None else self._sides.room(len(requests), rows),
             preempted=output.preempted_req_ids or (),
+            ended=self.ended,
         )
 
     @property
@@ -340,8 +344,7 @@ class RunnerV2:
         params = self._params.get(req_id)
         if params is None:
             # vLLM holds a seed for every request: its own, or one that it has made.
-            runner, asked = self._runner, self._new[req_id].sampling_params
-            seeds = runner.sampler.sampling_states.seeds.np
+            runner, seeds = self._runner, self._runner.sampler.sampling_states.seeds.np
             seed = int(seeds[runner.req_states.req_id_to_index[req_id]])
-            params = self._params[req_id] = params_of(asked, seed)
+            params = self._params[req_id] = params_of(self._new[req_id].sampling_params, seed)
         return params

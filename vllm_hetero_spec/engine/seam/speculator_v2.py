@@ -119,6 +119,7 @@ class HeteroSpeculator(BaseSpeculator):
             goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[0].req_ids
             if not goes_on:  # and the engine may have had nothing to do for long
                 self.seam.untimed()
+        self.seam.ended = scheduler_output.finished_req_ids
         self.finish()
         self._begun = self.seam.begins(scheduler_output)
 

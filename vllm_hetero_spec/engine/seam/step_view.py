@@ -122,9 +122,12 @@ class StepView:
         lookahead: Target tokens that may be drafted for each request.
         tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts
             may have any length up to `lookahead`. They count rows of trees.
+        longest: The longest chain among them; 0 where there are none.
         trees: What drafts may be beside chains; None where they may be chains alone.
         preempted: Requests that the step took the KV from: their drafts are void. vLLM may schedule
             places for one that comes back, which hold none.
+        ended: Requests of which vLLM has said since that they are over. Where steps are scheduled
+            ahead they may be in one more.
         max_model_len: The target's longest sequence in tokens.
         num_rows: Tokens that the target computed in this step.
         target_seconds: Wall time since the drafts before were handed out; None in the first step.
@@ -140,8 +143,10 @@ class StepView:
     target_seconds: float | None = None
     step_seconds: float | None = None
     tiers: Sequence[int] = ()
+    longest: int = 0
     trees: TreeRoom | None = None
     preempted: Collection[str] = ()
+    ended: Collection[str] = ()
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -161,6 +166,7 @@ class StepView:
         """
         return [
             bool(new := request.new_tokens)
+            and request.req_id not in self.ended
             and request.params.end_ids.isdisjoint(new)
             and request.useful_lookahead(1, self.max_model_len) > 0
             for request in self.requests
