@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(  # the engines' program is beside th
     [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # exact where both models are float32
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or float32 is multiplied as TF32
 
 from _gpu_parts import part_0, part_a, part_b, part_d
 from _gpu_ratios import part_c

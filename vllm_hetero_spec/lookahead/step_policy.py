@@ -6,8 +6,8 @@ their seconds. Both are asked before the token concerned is drawn, or of all tha
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+
+import numpy as np
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
@@ -136,20 +136,13 @@ class StepPolicy:
             most: Lines at most.
         """
         acceptance, costs = self._known.acceptance, self._known.costs
-        brings = [0.0, *accumulate(accumulate(acceptance.rates(self._random[0]), mul))]
-        beside = costs.target(self._batch, self._most)
-        best, found = 0.0, 0
-        for count, hit in enumerate(acceptance.hits.chances(most)):
-            # The first step is for the target's own token.
-            steps = beside / costs.drafter(drafting * (1 + count)) - 1.0
-            depth = min(max(steps / each, 0.0), longest, len(brings) - 1)
-            whole = int(depth)
-            tokens = brings[whole]
-            if depth > whole:
-                tokens += (depth - whole) * (brings[whole + 1] - brings[whole])
-            if hit * tokens > best:
-                best, found = hit * tokens, count
-        return found
+        step = np.array([costs.drafter(drafting * (1 + count)) for count in range(1 + most)])
+        # The first one is for the target's own token.
+        steps = costs.target(self._batch, self._most) / step - 1.0
+        depths = np.clip(steps / each, 0.0, longest)
+        accepted = [0.0, *np.cumprod(acceptance.rates(self._random[0])).cumsum()]
+        tokens = np.interp(depths, np.arange(len(accepted)), accepted)
+        return int((acceptance.hits.chances(most) * tokens).argmax())
 
     def row_price(self, rows: int) -> float:
         """Tokens that one row more has to bring."""
