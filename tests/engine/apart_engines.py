@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on a device apart from the host: tests of a process of its own (`test_device_apart.py`).
+
+vLLM's build for CPUs runs with what it has for GPUs wherever it tells the two apart: buffers of
+which the host has one and the device another, and copies between them.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_apart import DEVICE, Apart, Wait, device_apart
+from vllm.utils import torch_utils
+
+copied_there = torch_utils.async_tensor_h2d
+from vllm.v1.worker.cpu import shm  # noqa: E402  # puts stand-ins for CUDA in place, and for that
+
+torch_utils.async_tensor_h2d = copied_there
+from harness import engine, metrics_of, proposer_of, slem  # noqa: E402
+from test_recorded_engine import record  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.worker import cpu_model_runner  # noqa: E402
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
+
+from vllm_hetero_spec import read_stats  # noqa: E402
+
+V2 = os.environ.get("TRITON_INTERPRET") == "1"
+ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 64}  # prompts come in parts
+MIXED = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 4},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.0, "logprobs": 2, "seed": 3},
+    {"bad_words": ["self"], "min_tokens": 5},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+]
+GREEDY = [place for place, asked in enumerate(MIXED) if "temperature" not in asked]
+WAYS: dict[str, dict[str, Any]] = {
+    "hetero": {"method": "hetero"},
+    "block": {"method": "union", "verification": "block", "controller": "confidence"},
+    "races, trees": {"method": "tli", "verification": "race", "tree_nodes": 8},
+    "slem, trees": {"tree_nodes": 8},
+    "fuzzy": {"method": "tli", "verification": "fuzzy", "threshold": 0.1},
+    "slrs": {"method": "slrs", "merge_candidates": 3},
+    "timed": {"method": "push_forward", "controller": "goodput"},
+}
+# What waits for the device in every step, and says so: the confidences that a controller asks for
+# between steps, and SLRS-n, which looks at each token that it draws.
+WAITING = {"block": ("picked.py",), "slrs": ("span_drafting.py", "slrs", "drawing.py")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waits() -> Iterator[list[Wait]]:
+    def init_v1(runner: Any, config: Any, device: Any) -> None:
+        GPUModelRunner.__init__(runner, config, DEVICE)
+        runner.use_cuda_graph = False
+
+    with pytest.MonkeyPatch.context() as patch, device_apart() as waits:
+        patch.setattr(cpu_model_runner.CPUModelRunner, "__init__", init_v1)
+        for module in list(sys.modules.values()):
+            if vars(module).get("async_tensor_h2d") is shm.async_tensor_h2d and module is not shm:
+                patch.setattr(module, "async_tensor_h2d", copied_there)
+        if V2:
+            _of_v2(patch)
+        yield waits
+
+
+def _of_v2(patch: pytest.MonkeyPatch) -> None:
+    import lanes
+    from vllm.v1.worker.cpu import buffer_utils
+    from vllm.v1.worker.gpu import model_runner
+
+    init, argument = model_runner.GPUModelRunner.__init__, lanes._argument
+    runner = model_runner.GPUModelRunner
+    patch.setattr(runner, "__init__", lambda self, config, _: init(self, config, DEVICE))
+    patch.setattr(lanes, "_argument", lambda x: argument(x.here if isinstance(x, Apart) else x))
+    # The device reads the host's own memory there.
+    patch.setattr(buffer_utils.UvaBuffer, "uva", lambda buffer, n=None: Apart(buffer.cpu[:n]))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return ["def add(self, a, b):\n    return", "import os\n", "class Stack:\n    def", "x = "] * 2
+
+
+def answers(llm: Any, texts: list[str], every: list[dict[str, Any]] = MIXED) -> list[list[int]]:
+    common = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    params = [SamplingParams(**(common | asked)) for asked in every]
+    outputs = llm.generate(texts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(demo_pair: Path, texts: list[str]) -> list[list[int]]:
+    with engine(demo_pair / "target", **ROOM) as llm:
+        return answers(llm, texts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_waits_and_nothing_is_on_the_other_side(
+    way: str, demo_pair: Path, texts: list[str], alone: list[list[int]], waits: list[Wait]
+) -> None:
+    spec = slem(demo_pair / "drafter", 3, **WAYS[way])
+    with engine(demo_pair / "target", spec, **ROOM) as llm:
+        for recorded in (False, True) if way == "hetero" else (False,):
+            if recorded:
+                graphs = record(llm)
+            waits.clear()
+            ids = answers(llm, texts)
+            assert [ids[place] for place in GREEDY] == [alone[place] for place in GREEDY]
+            if "trees" in way:  # there is room for them now
+                answers(llm, texts[:3], MIXED[:1] * 3)
+            ours = {wait.line for wait in waits if wait.ours}
+            assert all(line.startswith(WAITING.get(way, ())) for line in ours), ours
+        assert proposer_of(llm).drafting.source.drafter.model.device == DEVICE
+        stats, drafts = read_stats(llm), metrics_of(llm)
+    assert "drafter_error" not in stats["skipped"]
+    assert drafts["num_accepted_tokens"] > 0 or way == "timed"
+    assert (stats["trees"] > 0) is ("trees" in way)
+    if way == "hetero":
+        assert graphs.replays > 20
+
+
+def test_what_a_device_refuses_is_refused() -> None:
+    """Else the tests above say nothing."""
+    there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+    for mixed in (lambda: there + here, lambda: there[here.long()], lambda: here.add_(there)):
+        with pytest.raises(RuntimeError, match="two devices"):
+            mixed()
+    with pytest.raises(RuntimeError, match="not supported"):
+        there.numpy()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_waits_is_noted(inference: bool, waits: list[Wait]) -> None:
+    with torch.inference_mode(inference):
+        there, here = torch.arange(3, device=DEVICE), torch.arange(3)
+        for wait in (
+            lambda: there.sum().item(),
+            lambda: bool(there[0]),
+            lambda: there.tolist(),
+            lambda: there.cpu(),
+            lambda: here.to(DEVICE),
+            lambda: there.copy_(here),
+            lambda: here.copy_(there),
+            lambda: there[there > 1],
+            lambda: there.nonzero(),
+            lambda: there[[0, 1]],
+        ):
+            waits.clear()
+            wait()
+            assert len(waits) == 1
+            assert waits[0].lines[0].startswith(__file__)
+        waits.clear()
+        there.copy_(here, non_blocking=True)
+        assert here.to(DEVICE, non_blocking=True).tolist() == [0, 1, 2]
+        assert len(waits) == 1  # the list
+        there.to(torch.float32).add_(1).softmax(-1)
+        assert len(waits) == 1

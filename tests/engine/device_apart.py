@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that is no host, without having one: what a GPU refuses, and what waits for it.
+
+Tensors of this device have their values in host memory, out of the host's reach. An operation on
+tensors of host and device is refused where it is written here or in vLLM's workers. Noted, with the
+lines that asked for them, are reads of values, masks as indices, and copies that are not made in
+the background. PyTorch gives a process one such device, for good: for processes of their own.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._C import DispatchKey
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+HOST = torch.device("cpu")
+aten = torch.ops.aten
+_READS = {
+    aten._local_scalar_dense.default,
+    aten._unique2.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
+}
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+_COPIES = {aten.copy_.default, aten._to_copy.default}
+# Who may not take tensors of both: models and their kernels do, as their weights are the host's.
+_STRICT = ("/vllm_hetero_spec/", "/v1/worker/", "/apart_engines.py")
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What PyTorch asks of a device."""
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        pass
+
+
+backend_registration._setup_privateuseone_for_python_backend("apart", backend_module=_Module())
+DEVICE = torch.device("apart", 0)
+
+
+class Wait(NamedTuple):
+    """What waited for the device.
+
+    Attributes:
+        operation: PyTorch's name.
+        lines: "file:line" that asked for it, the innermost first, PyTorch's left out.
+    """
+
+    operation: str
+    lines: Sequence[str]
+
+    @property
+    def line(self) -> str:
+        """The innermost one, without its folder."""
+        return self.lines[0].rpartition("/")[2]
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is written here."""
+        return "/vllm_hetero_spec/" in self.lines[0]
+
+
+class Apart(torch.Tensor):
+    """A tensor of the device.
+
+    Attributes:
+        here: Its values.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    here: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, here: torch.Tensor) -> "Apart":
+        made: Apart = torch.Tensor._make_wrapper_subclass(
+            cls,
+            here.shape,
+            strides=here.stride(),
+            storage_offset=here.storage_offset(),
+            dtype=here.dtype,
+            device=DEVICE,
+        )
+        made.here = here
+        return made
+
+    def data_ptr(self) -> int:
+        return self.here.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> Any:
+        """Of which nobody can say whether a view has all of it."""
+        return SimpleNamespace(data_ptr=self.here.untyped_storage().data_ptr, nbytes=lambda: 0)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Apart({self.here})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} outside of `device_apart`")
+
+
+def _lines() -> list[str]:
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < 8:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and name != __file__:
+            found.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
+
+
+def _is_apart(device: Any) -> bool:
+    return torch.device(device).type == DEVICE.type
+
+
+def _values(value: Any) -> Any:
+    return value.here if isinstance(value, Apart) else value
+
+
+class _Computing(TorchDispatchMode):
+    """Computes for the device."""
+
+    def __init__(self, waits: list[Wait]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        with self:
+            if func.namespace == "vllm":  # Python that calls other operations
+                return func._op_dk(DispatchKey.CPU, *args, **kwargs)
+            if func.namespace == "aten":  # some arrive whole in inference mode, such as `to`
+                found = func.decompose(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        there = {id(each.here): each for each in tensors if isinstance(each, Apart)}
+        here = {id(each): each for each in tensors if not isinstance(each, Apart)}
+        device = kwargs.pop("device", None)
+        to_device = bool(there) if device is None else _is_apart(device)
+        if device is not None:
+            kwargs["device"] = HOST
+        kwargs.pop("pin_memory", None)
+        if func is aten.copy_.default:
+            to_device = isinstance(args[0], Apart)
+        elif not tensors and any("/vllm/_custom_ops.py" in line for line in _lines()[:2]):
+            to_device = True  # kernels of a CPU know no other device; perhaps while they are taped
+        self._judge(func, args, kwargs, there, here, to_device)
+        args, kwargs = tree_map(_values, (args, kwargs))
+        with torch.inference_mode(mode=False):
+            found = func(*args, **kwargs)
+            known = here | there
+
+            def placed(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor) or id(value) in known:
+                    return known.get(id(value), value)
+                return Apart(value) if to_device else value
+
+            return tree_map(placed, found)
+
+    def _judge(
+        self, func: Any, args: Any, kwargs: Any, there: dict, here: dict, to_device: bool
+    ) -> None:
+        if func in _COPIES:
+            crosses = (bool(there) or to_device) and (bool(here) or not to_device)
+            background = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            waits = crosses and not background
+        else:
+            if there and any(each.dim() for each in here.values()):
+                lines = _lines()
+                if any(name in lines[0] for name in _STRICT):
+                    raise RuntimeError(f"{func} of tensors on two devices, at {lines[0]}")
+            masks = func in _INDEXING and any(
+                index is not None and index.dtype == torch.bool for index in args[1]
+            )
+            waits = bool(there) and (func in _READS or masks)
+        if waits:
+            self._waits.append(Wait(str(func), _lines()))
+
+
+# PyTorch makes tensors of lists beside all modes, with what a device has for that.
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_WAITS: list[list[Wait]] = []  # of the contexts that are entered
+
+
+@partial(_LIBRARY.impl, "empty_strided", dispatch_key="PrivateUse1")
+def _made(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Apart:
+    return Apart(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
+
+
+@partial(_LIBRARY.impl, "_copy_from", dispatch_key="PrivateUse1")
+def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _WAITS[-1].append(Wait("a list", _lines()))
+    _values(to).copy_(_values(source))
+    return to
+
+
+class Event:
+    """Of what has been queued, all of which is done."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: "Event") -> float:
+        return 1.0
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> "_Generator":
+        return super().__new__(cls)
+
+
+@contextmanager
+def device_apart() -> Iterator[list[Wait]]:
+    """In which the device is there; a list to which all is added that waits for it."""
+    waits: list[Wait] = []
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (torch, "Event", Event),
+            (torch.cuda, "Event", Event),
+            (torch, "Generator", _Generator),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        _WAITS.append(waits)
+        stack.callback(_WAITS.pop)
+        stack.enter_context(_Computing(waits))
+        yield waits

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a device of its own nothing of ours waits for it, or mixes its tensors with the host's.
+
+Tests of processes of their own: see `device_apart.py`, which stands in for a GPU, and
+`apart_engines.py`.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import HERE, v2_environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
+
+
+# Which ways of drafting: what is the same on both runners is seen on one.
+CHOSEN = {"V1": "", "V2": "not block and not slrs", "V2 of 0.33": "hetero or races"}
+
+
+@pytest.mark.parametrize("runner", CHOSEN)
+def test_engines_on_a_device_apart(runner: str, request: pytest.FixtureRequest) -> None:
+    """V2 is scheduled ahead, as on a GPU."""
+    environment = dict(os.environ)
+    if runner != "V1":
+        pytest.importorskip("triton")
+        folders = [request.getfixturevalue("runs_033")] if "0.33" in runner else []
+        environment = v2_environment(*folders) | {"V2_AHEAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", CHOSEN[runner]]
+    done = subprocess.run(
+        [*command, str(HERE / "apart_engines.py")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
