@@ -44,8 +44,9 @@ def test_scenarios_run_on_it(runs_033: Path) -> None:
 
     assert python("-c", "from vllm.version import __version__ as v; print(v)").startswith("0.33.")
     files = [str(HERE / name) for name in SCENARIOS]
-    # What goes through text hangs on no release, and a drafter's process runs on V2 of it.
-    left_out = "not forced and not through_text and not own_process"
+    # What goes through text hangs on no release; a drafter that is the target, and one in a process
+    # of its own, run on V2 of it.
+    left_out = "not forced and not through_text and not own_process and not identity-"
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", left_out, *files)
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None, said
