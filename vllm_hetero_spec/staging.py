@@ -198,4 +198,5 @@ _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }

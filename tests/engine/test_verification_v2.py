@@ -59,7 +59,8 @@ class States:
     ) -> None:
         heat = np.array(temperature, np.float32)
         self.temperature = SimpleNamespace(np=heat, gpu=torch.from_numpy(heat))
-        self.seeds = SimpleNamespace(gpu=torch.tensor(seeds))
+        known = np.array(seeds, np.int64)
+        self.seeds = SimpleNamespace(np=known, gpu=torch.from_numpy(known))
         self.top_k, self.top_p = top_k, top_p
 
     def apply_top_k_top_p(

@@ -112,6 +112,8 @@ def test_one_packet_brings_all_that_the_host_knows() -> None:
     assert drafts.row_of is not None
     assert drafts.row_of.tolist() == [0, -1] * 4
     assert (drafts.seeds.tolist(), drafts.places.tolist()) == ([5, 6, 7, 8], [4, 3, 2, 1])
-    there = torch.arange(4)
-    assert make(there, [0] * 4).seeds is there
-    assert make([0] * 4, there).places is there
+    there = make([5, 6, 7, 8], torch.tensor([4, 3, 2, 1]))
+    assert there.noise is None
+    assert torch.equal(there.accept_noise(), drafts.accept_noise())
+    assert torch.equal(there.correct_noise(), drafts.correct_noise())
+    assert make(None, [0] * 4).seeds is None

@@ -17,7 +17,15 @@ from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.chance import Chance, law
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import diverge, fuzzy_rule
-from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, RACE, choose, random_bits, uniform
+from vllm_hetero_spec.verify.noise import (
+    ACCEPT,
+    CORRECT,
+    RACE,
+    choose,
+    keys_of,
+    random_bits,
+    uniform,
+)
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 
@@ -30,8 +38,8 @@ ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4
 TOLD = np.array([*ROWS[:2], [0.2, 0.2, 0.1, 0.3]])
 
 
-def drawn_batch(copies: int, seed: int = 3) -> DraftBatch:
-    """Drafts drawn from ROWS, many times over."""
+def drawn_batch(copies: int, seed: int = 3, places: torch.Tensor | None = None) -> DraftBatch:
+    """Drafts drawn from ROWS, many times over; behind the beginning unless at other `places`."""
     generator = np.random.default_rng(seed)
     tokens = np.stack(
         [generator.choice(5, size=copies, p=[*row, 1 - row.sum()]) for row in ROWS], axis=1
@@ -42,7 +50,7 @@ def drawn_batch(copies: int, seed: int = 3) -> DraftBatch:
         tokens=torch.from_numpy(tokens.reshape(-1)),
         lengths=[3] * copies,
         seeds=range(copies),
-        places=[0] * copies,
+        places=[0] * copies if places is None else places,
         draft_probs=[rows],
         row_of=[0, -1, 1] * copies,
     )
@@ -204,13 +212,14 @@ def test_numbers_depend_on_seed_place_purpose_and_index_alone() -> None:
     seeds, places, index = (
         x.flatten() for x in torch.meshgrid(*[torch.arange(-1, 12)] * 3, indexing="ij")
     )
-    found = [uniform(seeds, places, purpose, index) for purpose in (RACE, ACCEPT, CORRECT)]
+    found = [uniform(keys_of(seeds, purpose), places, index) for purpose in (RACE, ACCEPT, CORRECT)]
     assert len(torch.cat(found).unique()) == 3 * len(seeds)
     for at in (0, 77, 500):
         part = slice(at, at + 1)
-        assert found[1][at] == uniform(seeds[part], places[part], ACCEPT, index[part])
-    table = random_bits(seeds[:9], places[:9], RACE, torch.arange(4)[None])
-    assert table[3, 2] == random_bits(seeds[3:4], places[3:4], RACE, torch.tensor([2]))
+        assert found[1][at] == uniform(keys_of(seeds[part], ACCEPT), places[part], index[part])
+    keys = keys_of(seeds, RACE)
+    table = random_bits(keys[:9], places[:9], torch.arange(4)[None])
+    assert table[3, 2] == random_bits(keys[3:4], places[3:4], torch.tensor([2]))
 
 
 def test_numbers_are_uniform_however_they_are_asked_for() -> None:
@@ -218,11 +227,11 @@ def test_numbers_are_uniform_however_they_are_asked_for() -> None:
     asked = [(many, nought, nought), (nought, many, nought), (nought, nought, many)]
     law = dict.fromkeys(range(16), 1 / 16)
     for seeds, places, index in [*asked, (many, many, nought), (many * 2**40, nought, nought)]:
-        numbers = uniform(seeds, places, ACCEPT, index)
+        numbers = uniform(keys_of(seeds, ACCEPT), places, index)
         assert follows(Counter((numbers * 16).long().tolist()), law)
         pairs = (numbers[1:] * 4).long() * 4 + (numbers[:-1] * 4).long()
         assert follows(Counter(pairs.tolist()), law)
-    pairs = [uniform(many, nought, purpose, nought) * 4 for purpose in (ACCEPT, CORRECT)]
+    pairs = [uniform(keys_of(many, purpose), nought, nought) * 4 for purpose in (ACCEPT, CORRECT)]
     assert follows(Counter((pairs[0].long() * 4 + pairs[1].long()).tolist()), law)
 
 
@@ -246,8 +255,7 @@ def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
     batched, readable = RULES[rule]
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
     first = batched(drawn_batch(COPIES), p, drawn(P[3], 1))
-    places = first.accepted + 1
-    second = batched(dataclasses.replace(drawn_batch(COPIES, 4), places=places), p, drawn(P[3], 2))
+    second = batched(drawn_batch(COPIES, 4, first.accepted + 1), p, drawn(P[3], 2))
     expected = exact_law(readable, ROWS)
     for accepted in range(4):
         lines = second.tokens[first.accepted == accepted].tolist()

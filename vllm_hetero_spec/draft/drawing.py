@@ -16,7 +16,7 @@ from vllm_hetero_spec.draft.slrs import MergeSpan
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
+from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 from vllm_hetero_spec.verify.race import race
 
 
@@ -93,19 +93,23 @@ class DrawBatch:
         self.arrivals: Arrivals | None = None
         self._beside = beside if draws[0].races else 0
         self._tokens, self._lengths, self._likeliest = tokens, method.lengths, method.likeliest
-        self.index, self._temperature, top_k, top_p, self._seeds, self._places, self._first = send(
+        seeds, places, first = np.array(
+            [(draw.seed, draw.place, draw.first) for draw in draws], np.int64
+        ).T
+        numbers = first[:, None] + np.arange(max(steps))
+        self.index, self._temperature, top_k, top_p, self._seeds, places, self._shares = send(
             np.array(rows, np.int64),
             np.array([draw.temperature for draw in draws], np.float32),
             np.array([draw.top_k for draw in draws], np.int64),
             np.array([draw.top_p for draw in draws], np.float32),
-            np.array([draw.seed for draw in draws], np.int64),
-            np.array([draw.place for draw in draws], np.int64),
-            np.array([draw.first for draw in draws], np.int64),
+            seeds,
+            places,
+            uniform(keys_of(seeds, DRAFT), places, numbers).T,
         )
         self._top_k = top_k if any(draw.top_k for draw in draws) else None
         self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
         # All requests race or none does.
-        self._raced = self._places.clone() if draws[0].races else None
+        self._raced = places.clone() if draws[0].races else None
         self._table = tokens.table(sum(steps))
         self._used = self._steps = 0
 
@@ -149,8 +153,7 @@ class DrawBatch:
         count = len(logits)
         table = self._table[self._used : self._used + count]
         self._used += count
-        seeds, number = self._seeds[:count], self._first[:count] + self._steps
-        shares = uniform(seeds, self._places[:count], DRAFT, number)
+        seeds, shares = self._seeds[:count], self._shares[self._steps, :count]
         self._steps += 1
         chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
         arrivals = []

@@ -31,7 +31,7 @@ from vllm_hetero_spec.draft.pair_merges import PairMerges
 from vllm_hetero_spec.draft.slrs_path import Feed, SlrsPath
 from vllm_hetero_spec.draft.slrs_tree import Candidate, Node, SlrsTree
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.verify.noise import DRAFT, choose, slices, uniform
+from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
 PARTNERS = 64
@@ -166,10 +166,11 @@ class Slrs:
     ) -> dict[int, tuple[int, ...]]:
         """Draws along each tree, the one that leaves it included."""
         rows = [row for tree in trees.values() for row in tree.rows]
-        keys = [(paths[i], number) for i, tree in trees.items() for number in range(len(tree.rows))]
-        numbers = [[path.seed, path.place, path.numbers + number] for path, number in keys]
-        there = torch.from_numpy(np.array(numbers, np.int64).T.copy()).to(rows[0].device)
-        shares = uniform(there[0], there[1], DRAFT, there[2])
+        each = [(paths[i], number) for i, tree in trees.items() for number in range(len(tree.rows))]
+        numbers = [[path.seed, path.place, path.numbers + number] for path, number in each]
+        seeds, places, index = np.array(numbers, np.int64).T
+        shares = torch.from_numpy(uniform(keys_of(seeds, DRAFT), places, index))
+        shares = shares.to(rows[0].device)
         drawn = torch.cat([choose(stack, shares[part]) for part, stack in _stacks(rows)])
         every = iter(drawn.tolist())
         taken = {}

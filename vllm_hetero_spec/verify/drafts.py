@@ -8,12 +8,13 @@ already drawn). One-hot rows are never stored. Drafts may differ in length, or h
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.staging import Send, on_host
-from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, uniform
+from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, keys_of, uniform
 
 # What fills a verdict's line after the last emitted token.
 FILLER = -1
@@ -35,8 +36,12 @@ class DraftBatch:
         request_of: int64 [N], the request of each token.
         place_of: int64 [N], each token's place in its request's draft.
         later: int64 [N - D], the tokens that follow another of their draft.
-        seeds: int64 [B], from which each request's random choices follow (`verify.noise`).
         places: int64 [B], index of each draft's first token in its request's output.
+        seeds: int64 [B], from which each request's random choices follow (`verify.noise`); None
+            where nothing is random.
+        noise: float64 [N + D], `accept_noise` and `correct_noise`; None where the host does not
+            know the places.
+        keys: int64 [N + D], see `verify.noise.keys_of`; None where there is `noise`.
         draft_probs: float32 [R, V] each, distributions that tokens were drawn from; a row may add
             up to less than 1, the rest standing for "nothing proposed". One table for each round
             of drafting, as it lies; none where all tokens are certain.
@@ -53,8 +58,10 @@ class DraftBatch:
     request_of: torch.Tensor
     place_of: torch.Tensor
     later: torch.Tensor
-    seeds: torch.Tensor
     places: torch.Tensor
+    seeds: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
     draft_probs: Sequence[torch.Tensor] = ()
     row_of: torch.Tensor | None = None
     req_ids: Sequence[str] = ()
@@ -64,7 +71,7 @@ class DraftBatch:
         cls,
         tokens: torch.Tensor,
         lengths: Sequence[int],
-        seeds: Sequence[int] | torch.Tensor,
+        seeds: Sequence[int] | np.ndarray | None,
         places: Sequence[int] | torch.Tensor,
         draft_probs: Sequence[torch.Tensor] = (),
         row_of: Sequence[int] = (),
@@ -76,8 +83,8 @@ class DraftBatch:
         Args:
             tokens: int64 [N].
             lengths: [B].
-            seeds: [B], or where `tokens` is already, as `places` [B].
-            places: [B].
+            seeds: [B]; None where nothing is random.
+            places: [B], or where `tokens` is already.
             draft_probs: With `row_of` [N], where tokens were drawn.
             row_of: [N].
             req_ids: [B].
@@ -97,7 +104,15 @@ class DraftBatch:
         }
         if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
-        there = _sent(send, arrays, seeds=seeds, places=places)
+        there = {}
+        if isinstance(places, torch.Tensor):
+            there["places"] = places
+        else:
+            arrays["places"] = np.array(places, np.int64)
+        if seeds is not None:
+            arrays["seeds"] = np.array(seeds, np.int64)
+            arrays |= _noise(arrays)
+        there |= dict(zip(arrays, send(*arrays.values()), strict=True))
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
     @property
@@ -112,13 +127,20 @@ class DraftBatch:
 
     def accept_noise(self) -> torch.Tensor:
         """float64 [N] uniform in [0, 1): whether each token is accepted."""
-        of = self.request_of
-        return uniform(self.seeds[of], self.places[of], ACCEPT, self.place_of)
+        return self._noise[: len(self.request_of)]
 
     def correct_noise(self) -> torch.Tensor:
         """float64 [D] uniform in [0, 1): which token corrects each draft."""
-        of = self.drafted
-        return uniform(self.seeds[of], self.places[of], CORRECT, torch.zeros_like(of))
+        return self._noise[len(self.request_of) :]
+
+    @cached_property
+    def _noise(self) -> torch.Tensor:
+        if self.noise is not None:
+            return self.noise
+        assert self.keys is not None, "a batch without seeds"
+        of = torch.cat([self.request_of, self.drafted])
+        index = torch.cat([self.place_of, torch.zeros_like(self.drafted)])
+        return uniform(self.keys, self.places[of], index)
 
     def padded(self, values: torch.Tensor, fill: float | int | bool) -> torch.Tensor:
         """[N] values as [B, K + 1], `fill` behind the end of each draft, at least once."""
@@ -176,21 +198,16 @@ class DraftBatch:
         return rest.clamp_min_(0.0)
 
 
-def _sent(
-    send: Send, arrays: dict[str, np.ndarray], **numbers: Sequence[int] | torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Arrays, and numbers that may be there already, as tensors of these names; one call of `send`.
-
-    Args:
-        send: Brings arrays to the device.
-        arrays: Of the host.
-        numbers: int64 where they are.
-    """
-    there = {name: given for name, given in numbers.items() if isinstance(given, torch.Tensor)}
-    arrays |= {
-        name: np.array(given, np.int64) for name, given in numbers.items() if name not in there
-    }
-    return there | dict(zip(arrays, send(*arrays.values()), strict=True))
+def _noise(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of what the host knows of a batch: the random numbers, or where it does not know the places,
+    what they follow from."""
+    of = np.concatenate([known["request_of"], known["drafted"]])
+    purposes = np.array([ACCEPT, CORRECT]).repeat([len(known["request_of"]), len(known["drafted"])])
+    keys = keys_of(known["seeds"][of], purposes)
+    if "places" not in known:
+        return {"keys": keys}
+    index = np.concatenate([known["place_of"], np.zeros_like(known["drafted"])])
+    return {"noise": uniform(keys, known["places"][of], index)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_hetero_spec.largest import largest
-from vllm_hetero_spec.verify.noise import RACE, random_bits, slices
+from vllm_hetero_spec.verify.noise import RACE, keys_of, random_bits, slices
 
 # Largest float32 below 1: nothing arrives later than what it stands for, about 16.6.
 _LATEST = 1.0 - 2.0**-24
@@ -60,8 +60,9 @@ def _speeds(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """1 / the arrival times of all tokens, some rows at a time."""
     ids = torch.arange(rows.shape[-1], device=rows.device)[None]
+    keys = keys_of(seeds, RACE)
     for part in slices(len(seeds), rows.shape[-1], rows.device):
-        yield part, rows[part] / _arrivals(random_bits(seeds[part], places[part], RACE, ids))
+        yield part, rows[part] / _arrivals(random_bits(keys[part], places[part], ids))
 
 
 def _arrivals(bits: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ Where several ranks verify together, all use those of the first: they have to ag
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
@@ -45,7 +46,7 @@ class PendingDraftProbs:
         req_ids: Sequence[str],
         lengths: Sequence[int],
         tokens: torch.Tensor,
-        seeds: Sequence[int] | torch.Tensor,
+        seeds: Sequence[int] | np.ndarray | None,
         places: Sequence[int] | torch.Tensor,
     ) -> DraftBatch:
         """The drafts of a step with their draft_probs, which are handed out once.

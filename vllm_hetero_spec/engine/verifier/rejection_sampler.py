@@ -86,7 +86,7 @@ class HeteroRejectionSampler(RejectionSampler):
             view.req_ids,
             metadata.num_draft_tokens,
             metadata.draft_token_ids.long(),
-            view.noise_seeds or nowhere,
+            None if sampling_metadata.all_greedy else view.noise_seeds or nowhere,
             view.num_output_tokens or nowhere,
         )
         with self._racing.behind(drafts) if self._racing is not None else nullcontext():
@@ -166,6 +166,7 @@ class HeteroRejectionSampler(RejectionSampler):
         if self._racing is None:
             walks = walks & cold  # a walk takes the likeliest tokens
         elif cold is not True:
+            assert drafts.seeds is not None
             seeds, places = drafts.seeds[of], drafts.places[of] + trees.depths.clamp_min(0)
             raced = torch.empty_like(best)
             for part in slices(*logits.shape):

@@ -113,12 +113,13 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         part = slice(self._verified, self._verified + len(idx_mapping_np))
         self._verified = part.stop
         starts = cu_num_logits[:-1].long()
-        seeds, places = states.seeds.gpu[idx_mapping], self._places(idx_mapping, pos[starts])
+        temperature = states.temperature.np[idx_mapping_np]
+        cold: torch.Tensor | bool = not temperature.any()
+        seeds = None if cold else states.seeds.np[idx_mapping_np]
+        places = self._places(idx_mapping, pos[starts])
         drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
         ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
         bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
-        temperature = states.temperature.np[idx_mapping_np]
-        cold: torch.Tensor | bool = not temperature.any()
         if not (cold or temperature.all()):
             cold = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
@@ -190,7 +191,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
     def _drafts(
         self,
         part: slice,
-        seeds: torch.Tensor,
+        seeds: np.ndarray | None,
         places: torch.Tensor,
         starts: torch.Tensor,
         draft_sampled: torch.Tensor,
@@ -201,7 +202,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
 
         Args:
             part: Of the batch.
-            seeds: int64 [B].
+            seeds: int64 [B], on the host; None where nothing is random.
             places: int64 [B].
             starts: int64 [B], each request's first row.
             draft_sampled: int, for each row of logits the token before it: each request's last
