@@ -155,8 +155,7 @@ class DrawBatch:
         self._used += count
         seeds, shares = self._seeds[:count], self._shares[self._steps, :count]
         self._steps += 1
-        chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
-        arrivals = []
+        drawn, arrivals = [], []
         for part in slices(len(logits), logits.shape[1], logits.device):
             q = self._rows(logits[part], part)
             self._tokens.add_draft_probs(q, table[part])
@@ -168,7 +167,8 @@ class DrawBatch:
                 else:
                     winners = race(*raced)
                 q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
-            chosen[part] = choose(q, shares[part])
+            drawn.append(choose(q, shares[part]))
+        chosen = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         if arrivals:
             self.arrivals = Arrivals(*map(torch.cat, zip(*arrivals, strict=True)))
             self.arrivals.fed[:, 0] = chosen

@@ -42,19 +42,19 @@ class TokenMap:
     first: torch.Tensor
     width: int
     renormalise: bool = True
-    _allowed: torch.Tensor = field(init=False, repr=False)
+    _nothing: torch.Tensor = field(init=False, repr=False)
     _column: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         allowed = self.first >= 0
-        object.__setattr__(self, "_allowed", allowed)
+        object.__setattr__(self, "_nothing", ~allowed)
         # What proposes nothing goes to a column of its own, which is cut off.
         object.__setattr__(self, "_column", torch.where(allowed, self.first, self.width))
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, V_D] without the tokens that propose nothing, in place."""
         if self.renormalise:
-            logits[:, : len(self.first)].masked_fill_(~self._allowed, float("-inf"))
+            logits[:, : len(self.first)].masked_fill_(self._nothing, float("-inf"))
         return logits
 
     def table(self, count: int) -> torch.Tensor:
