@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_apart import DEVICE, Apart, Wait, device_apart
+from device_apart import DEVICE, Apart, Queued, device_apart
 from vllm.utils import torch_utils
 
 copied_there = torch_utils.async_tensor_h2d
@@ -56,19 +56,19 @@ WAITING = {"block": ("picked.py",), "slrs": ("span_drafting.py", "slrs", "drawin
 
 
 @pytest.fixture(scope="module", autouse=True)
-def waits() -> Iterator[list[Wait]]:
+def queued() -> Iterator[Queued]:
     def init_v1(runner: Any, config: Any, device: Any) -> None:
         GPUModelRunner.__init__(runner, config, DEVICE)
         runner.use_cuda_graph = False
 
-    with pytest.MonkeyPatch.context() as patch, device_apart() as waits:
+    with pytest.MonkeyPatch.context() as patch, device_apart() as queued:
         patch.setattr(cpu_model_runner.CPUModelRunner, "__init__", init_v1)
         for module in list(sys.modules.values()):
             if vars(module).get("async_tensor_h2d") is shm.async_tensor_h2d and module is not shm:
                 patch.setattr(module, "async_tensor_h2d", copied_there)
         if V2:
             _of_v2(patch)
-        yield waits
+        yield queued
 
 
 def _of_v2(patch: pytest.MonkeyPatch) -> None:
@@ -104,19 +104,19 @@ def alone(demo_pair: Path, texts: list[str]) -> list[list[int]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_waits_and_nothing_is_on_the_other_side(
-    way: str, demo_pair: Path, texts: list[str], alone: list[list[int]], waits: list[Wait]
+    way: str, demo_pair: Path, texts: list[str], alone: list[list[int]], queued: Queued
 ) -> None:
     spec = slem(demo_pair / "drafter", 3, **WAYS[way])
     with engine(demo_pair / "target", spec, **ROOM) as llm:
         for recorded in (False, True) if way == "hetero" else (False,):
             if recorded:
                 graphs = record(llm)
-            waits.clear()
+            queued.waits.clear()
             ids = answers(llm, texts)
             assert [ids[place] for place in GREEDY] == [alone[place] for place in GREEDY]
             if "trees" in way:  # there is room for them now
                 answers(llm, texts[:3], MIXED[:1] * 3)
-            ours = {wait.line for wait in waits if wait.ours}
+            ours = {wait.line for wait in queued.waits if wait.ours}
             assert all(line.startswith(WAITING.get(way, ())) for line in ours), ours
         assert proposer_of(llm).drafting.source.drafter.model.device == DEVICE
         stats, drafts = read_stats(llm), metrics_of(llm)
@@ -125,6 +125,23 @@ def test_nothing_waits_and_nothing_is_on_the_other_side(
     assert (stats["trees"] > 0) is ("trees" in way)
     if way == "hetero":
         assert graphs.replays > 20
+
+
+@pytest.mark.parametrize(("heat", "most"), [(0.0, 80), (1.0, 220)])
+def test_few_operations_are_queued_in_a_step(
+    heat: float, most: int, demo_pair: Path, texts: list[str], queued: Queued
+) -> None:
+    """Of 8 requests with drafts of 4 tokens: each is a launch, in the host's time, on a GPU."""
+    spec = slem(demo_pair / "drafter", 4, method="push_forward")
+    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+        wanted = [{"temperature": heat, "max_tokens": 24}] * len(texts)
+        answers(llm, texts, wanted)  # for the first time
+        queued.ours.clear()
+        steps = read_stats(llm)["steps"]
+        answers(llm, texts, wanted)
+        steps = read_stats(llm)["steps"] - steps
+    print(f"{queued.ours.total() / steps:.0f} operations in a step at temperature {heat}")
+    assert queued.ours.total() <= most * steps, queued.ours.most_common(30)
 
 
 def test_what_a_device_refuses_is_refused() -> None:
@@ -138,7 +155,8 @@ def test_what_a_device_refuses_is_refused() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_waits_is_noted(inference: bool, waits: list[Wait]) -> None:
+def test_what_waits_is_noted(inference: bool, queued: Queued) -> None:
+    waits = queued.waits
     with torch.inference_mode(inference):
         there, here = torch.arange(3, device=DEVICE), torch.arange(3)
         for wait in (

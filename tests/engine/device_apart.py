@@ -8,6 +8,7 @@ the background. PyTorch gives a process one such device, for good: for processes
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -73,6 +74,18 @@ class Wait(NamedTuple):
         return "/vllm_hetero_spec/" in self.lines[0]
 
 
+class Queued(NamedTuple):
+    """What has been asked of the device.
+
+    Attributes:
+        waits: What waited for it.
+        ours: Operations that are written here, by line; views are none.
+    """
+
+    waits: list[Wait]
+    ours: Counter[str]
+
+
 class Apart(torch.Tensor):
     """A tensor of the device.
 
@@ -135,9 +148,9 @@ def _values(value: Any) -> Any:
 class _Computing(TorchDispatchMode):
     """Computes for the device."""
 
-    def __init__(self, waits: list[Wait]) -> None:
+    def __init__(self, queued: Queued) -> None:
         super().__init__()
-        self._waits = waits
+        self._queued = queued
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -190,12 +203,15 @@ class _Computing(TorchDispatchMode):
             )
             waits = bool(there) and (func in _READS or masks)
         if waits:
-            self._waits.append(Wait(str(func), _lines()))
+            self._queued.waits.append(Wait(str(func), _lines()))
+        if (there or to_device) and not func.is_view:
+            wait = Wait(str(func), _lines()[:1])
+            self._queued.ours[wait.line] += wait.ours
 
 
 # PyTorch makes tensors of lists beside all modes, with what a device has for that.
 _LIBRARY = torch.library.Library("aten", "IMPL")
-_WAITS: list[list[Wait]] = []  # of the contexts that are entered
+_QUEUED: list[Queued] = []  # of the contexts that are entered
 
 
 @partial(_LIBRARY.impl, "empty_strided", dispatch_key="PrivateUse1")
@@ -205,7 +221,7 @@ def _made(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Apart:
 
 @partial(_LIBRARY.impl, "_copy_from", dispatch_key="PrivateUse1")
 def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    _WAITS[-1].append(Wait("a list", _lines()))
+    _QUEUED[-1].waits.append(Wait("a list", _lines()))
     _values(to).copy_(_values(source))
     return to
 
@@ -235,9 +251,9 @@ class _Generator(torch.Generator):
 
 
 @contextmanager
-def device_apart() -> Iterator[list[Wait]]:
-    """In which the device is there; a list to which all is added that waits for it."""
-    waits: list[Wait] = []
+def device_apart() -> Iterator[Queued]:
+    """In which the device is there; what is queued is added to what this gives."""
+    queued = Queued([], Counter())
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (torch, "Event", Event),
@@ -245,7 +261,7 @@ def device_apart() -> Iterator[list[Wait]]:
             (torch, "Generator", _Generator),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        _WAITS.append(waits)
-        stack.callback(_WAITS.pop)
-        stack.enter_context(_Computing(waits))
-        yield waits
+        _QUEUED.append(queued)
+        stack.callback(_QUEUED.pop)
+        stack.enter_context(_Computing(queued))
+        yield queued

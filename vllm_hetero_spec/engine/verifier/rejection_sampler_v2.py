@@ -3,7 +3,8 @@
 
 vLLM's sampler applies all sampling parameters to the rows of drafts and bonus tokens alike. Bonus
 tokens are drawn as vLLM draws them where nobody has a draft, so that a seed means the same in any
-batch. Seeds, places and parameters are on the device: one packet says how long the drafts are.
+batch. Places and parameters are on the device: one packet says how long the drafts are, and brings
+what random numbers follow from.
 
 Memory: target_probs take the place of the logits that vLLM has copied, at most 1 GiB of them at a
 time; where it has made no copy, or logprobs want it, they are a table beside.
