@@ -111,7 +111,7 @@ class DraftBatch:
             arrays["places"] = np.array(places, np.int64)
         if seeds is not None:
             arrays["seeds"] = np.array(seeds, np.int64)
-            arrays |= _noise(arrays)
+            arrays |= _noise_of(arrays)
         there |= dict(zip(arrays, send(*arrays.values()), strict=True))
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
@@ -198,7 +198,7 @@ class DraftBatch:
         return rest.clamp_min_(0.0)
 
 
-def _noise(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _noise_of(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of what the host knows of a batch: the random numbers, or where it does not know the places,
     what they follow from."""
     of = np.concatenate([known["request_of"], known["drafted"]])
