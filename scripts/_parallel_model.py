@@ -11,11 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-def draft_length(acceptance: float, lookahead: int) -> float:
-    """Tokens of a step that verifies a draft, the target's own included."""
-    return sum(acceptance**place for place in range(lookahead + 1))
-
-
 def drafted_share(behind: float, anew: float, waited: float = 0.0) -> float:
     """The share of steps that verify a draft, where drafts are made ahead.
 

@@ -9,7 +9,6 @@ import pytest
 from _parallel_model import (
     Chain,
     ahead_speed,
-    draft_length,
     drafted_share,
     dsi_time,
     far_chain,
@@ -19,8 +18,6 @@ from _parallel_model import (
 
 
 def test_formulas_by_hand() -> None:
-    assert draft_length(0.5, 2) == 1.75
-    assert draft_length(1.0, 4) == 5
     assert serial_speed(3.0, 20.0, 40.0) == 0.05
     # Five of six steps verify a draft: each that does not is followed by one that does.
     assert drafted_share(0.8, 1.0) == pytest.approx(5 / 6)

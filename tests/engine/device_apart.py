@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -79,7 +78,7 @@ class Queued(NamedTuple):
 
     Attributes:
         waits: What waited for it.
-        ours: Operations that are written here, by line; views are none.
+        ours: Operations that are written here, by line; views, and memory without values, are none.
     """
 
     waits: list[Wait]
@@ -204,26 +203,28 @@ class _Computing(TorchDispatchMode):
             waits = bool(there) and (func in _READS or masks)
         if waits:
             self._queued.waits.append(Wait(str(func), _lines()))
-        if (there or to_device) and not func.is_view:
-            wait = Wait(str(func), _lines()[:1])
-            self._queued.ours[wait.line] += wait.ours
+        launches = (there or to_device) and not func.is_view and "empty" not in str(func)
+        if launches and (asked := Wait(str(func), _lines()[:1])).ours:
+            self._queued.ours[asked.line] += 1
 
 
-# PyTorch makes tensors of lists beside all modes, with what a device has for that.
-_LIBRARY = torch.library.Library("aten", "IMPL")
 _QUEUED: list[Queued] = []  # of the contexts that are entered
 
 
-@partial(_LIBRARY.impl, "empty_strided", dispatch_key="PrivateUse1")
 def _made(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Apart:
     return Apart(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
 
 
-@partial(_LIBRARY.impl, "_copy_from", dispatch_key="PrivateUse1")
 def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     _QUEUED[-1].waits.append(Wait("a list", _lines()))
     _values(to).copy_(_values(source))
     return to
+
+
+# PyTorch makes tensors of lists beside all modes, with what a device has for that.
+_BESIDE_MODES = torch.library.Library("aten", "IMPL")
+_BESIDE_MODES.impl("empty_strided", _made, "PrivateUse1")
+_BESIDE_MODES.impl("_copy_from", _copied, "PrivateUse1")
 
 
 class Event:
