@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SLEM = "slem"  # the one that fits every pair
 HETERO = "hetero"  # an alias: the first of `order` that the deployment can run
 
-# Where tokens straddle at least this often, proposing across boundaries is worth its forwards.
+# Where tokens straddle at least this often, what both vocabularies have leaves much out.
 STRADDLES = 0.03
 # Lines that come back changed: above this share a tokenizer counts as rewriting its text.
 FAILURES = 0.01
@@ -125,17 +125,16 @@ def _promise_of_slrs(pair: "PairStatistics") -> Promise | None:
         return 0, f"{few}: target tokens take many of them"
     spans = f"{pair.target_straddle:.1%} of target tokens span several drafter tokens"
     if pair.target_straddle >= STRADDLES:
-        return 0, spans
-    return (1 if pair.drafter_straddle >= STRADDLES else 2), f"only {spans}"
+        return 1, f"{spans}, at twice the forwards"
+    return 2, f"only {spans}"
 
 
 def _promise_of_push_forward(pair: "PairStatistics") -> Promise | None:
     if _rewritten(pair):
         return None
-    few = pair.drafter_vocabulary <= FEW_TOKENS
-    if not few and pair.target_straddle < STRADDLES <= pair.drafter_straddle:
-        share = f"{pair.drafter_straddle:.1%}"
-        return 0, f"{share} of drafter tokens span several target tokens"
+    if pair.drafter_vocabulary > FEW_TOKENS and pair.straddle >= STRADDLES:
+        share = f"{pair.straddle:.1%} of tokens have the other's boundaries inside"
+        return 0, f"{share}: drafter tokens propose what they begin with"
     begun = f"{pair.omega_k:.1%} of the target's"
     return 1, f"drafter tokens begin {begun}, at no cost in forwards"
 
@@ -147,8 +146,7 @@ def _promise_of_tli(pair: "PairStatistics") -> Promise | None:
         return (0, f"{changed}, but {shared}") if pair.omega_t >= ENOUGH_SHARED else None
     if pair.drafter_vocabulary <= FEW_TOKENS or not pair.omega_t:
         return None
-    straddles = max(pair.target_straddle, pair.drafter_straddle) >= STRADDLES
-    return (2 if straddles else 0), shared
+    return (2 if pair.straddle >= STRADDLES else 0), shared
 
 
 def _rewritten(pair: "PairStatistics") -> bool:

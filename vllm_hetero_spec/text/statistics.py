@@ -138,6 +138,11 @@ class PairStatistics:
         return _share(max(self.target_failures, self.drafter_failures), self.lines)
 
     @property
+    def straddle(self) -> float:
+        """Share of tokens with a boundary of the other's inside, of the one that has more."""
+        return max(self.target_straddle, self.drafter_straddle)
+
+    @property
     def tokens_ratio(self) -> float | None:
         """Drafter tokens per target token; None for a text without target tokens."""
         return self.drafter_tokens / self.target_tokens if self.target_tokens else None
