@@ -21,6 +21,7 @@ from vllm.v1.worker.cpu import shm  # noqa: E402  # puts stand-ins for CUDA in p
 
 torch_utils.async_tensor_h2d = copied_there
 from harness import engine, metrics_of, proposer_of, slem  # noqa: E402
+from tape_graphs import TapeGraphs  # noqa: E402
 from test_recorded_engine import record  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.worker import cpu_model_runner  # noqa: E402
@@ -125,6 +126,15 @@ def test_nothing_waits_and_nothing_is_on_the_other_side(
     assert (stats["trees"] > 0) is ("trees" in way)
     if way == "hetero":
         assert graphs.replays > 20
+
+
+def test_copies_between_host_and_device_are_not_recorded() -> None:
+    """The recordings of the test above have none."""
+    here, there = torch.ones(2), torch.zeros(2, device=DEVICE)
+    for work in (lambda: there.copy_(here), lambda: here.copy_(there), lambda: here.to(DEVICE)):
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            TapeGraphs().capture(work)
+    TapeGraphs().capture(lambda: there.copy_(there + 1))()
 
 
 @pytest.mark.parametrize(("heat", "most"), [(0.0, 80), (1.0, 220)])

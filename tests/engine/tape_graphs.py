@@ -3,8 +3,9 @@
 
 Python does not run in a replay, so a value that was baked in, a tensor that was bound to another
 name or made anew, and a branch that should have been taken again all show as differences. What a
-real capture refuses is refused: reading a value on the host, and shapes that depend on values. The
-tape holds no tensor but those it made itself.
+real capture refuses is refused: reading a value on the host, shapes that depend on values, and
+copies between host and device where these are two. The tape holds no tensor but those it made
+itself.
 """
 
 import weakref
@@ -44,6 +45,11 @@ class _Tape(TorchDispatchMode):
             raise RuntimeError("indexing by a boolean mask cannot be captured")
         noted = tree_map(self._note, (args, kwargs))
         result = func(*args, **kwargs)
+        if func in (aten.copy_.default, aten._to_copy.default):
+            target = args[0] if func is aten.copy_.default else result
+            source = args[1] if func is aten.copy_.default else args[0]
+            if target.device != source.device:
+                raise RuntimeError(f"{func} between host and device cannot be captured")
         outs = []
         for out in tree_flatten(result)[0]:
             if isinstance(out, torch.Tensor) and id(out) not in self._made:
