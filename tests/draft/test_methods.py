@@ -56,8 +56,9 @@ def test_what_comes_first_when_sampling(change: dict[str, float], first: str, fi
 
 def test_the_others_follow_and_the_universal_method_is_last() -> None:
     assert methods(order(ALIKE, temperature=1)) == ["tli", "push_forward", "slrs", "slem"]
-    straddling = dataclasses.replace(ALIKE, target_straddle=0.1)
-    assert methods(order(straddling, temperature=1)) == ["push_forward", "slrs", "tli", "slem"]
+    for share in ("target_straddle", "drafter_straddle"):
+        straddling = dataclasses.replace(ALIKE, **{share: 0.1})
+        assert methods(order(straddling, temperature=1)) == ["push_forward", "slrs", "tli", "slem"]
 
 
 def test_a_failure_in_a_hundred_lines_is_no_rewriting() -> None:

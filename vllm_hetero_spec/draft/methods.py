@@ -124,9 +124,7 @@ def _promise_of_slrs(pair: "PairStatistics") -> Promise | None:
         few = f"{pair.drafter_vocabulary:,} drafter tokens"
         return 0, f"{few}: target tokens take many of them"
     spans = f"{pair.target_straddle:.1%} of target tokens span several drafter tokens"
-    if pair.target_straddle >= STRADDLES:
-        return 1, f"{spans}, at twice the forwards"
-    return 2, f"only {spans}"
+    return (1 if pair.straddle >= STRADDLES else 2), f"{spans}, at up to twice the forwards"
 
 
 def _promise_of_push_forward(pair: "PairStatistics") -> Promise | None:
@@ -134,7 +132,7 @@ def _promise_of_push_forward(pair: "PairStatistics") -> Promise | None:
         return None
     if pair.drafter_vocabulary > FEW_TOKENS and pair.straddle >= STRADDLES:
         share = f"{pair.straddle:.1%} of tokens have the other's boundaries inside"
-        return 0, f"{share}: drafter tokens propose what they begin with"
+        return 0, f"{share}, and each drafter token proposes what begins it"
     begun = f"{pair.omega_k:.1%} of the target's"
     return 1, f"drafter tokens begin {begun}, at no cost in forwards"
 
