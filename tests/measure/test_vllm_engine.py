@@ -237,7 +237,9 @@ def test_the_law_of_vllms_own_method_on_a_cpu(
     )
     with VllmEngine(spec) as engine:
         sample = engine.run(load)
-    assert sample.accepted_tokens > count / 20
+    assert sample.drafts > count / 2
+    if repaired:  # at temperatures of unwritten memory any number may be accepted
+        assert sample.accepted_tokens > count / 20
     found = counted(trace.token_ids for trace in sample.traces)
     assert follows(found, law) is repaired, p_value(found, law)
 
