@@ -222,9 +222,8 @@ def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) 
 
 
 # PyTorch makes tensors of lists beside all modes, with what a device has for that.
-_BESIDE_MODES = torch.library.Library("aten", "IMPL")
-_BESIDE_MODES.impl("empty_strided", _made, "PrivateUse1")
-_BESIDE_MODES.impl("_copy_from", _copied, "PrivateUse1")
+torch.library.impl("aten::empty_strided", "PrivateUse1", _made)
+torch.library.impl("aten::_copy_from", "PrivateUse1", _copied)
 
 
 class Event:

@@ -22,7 +22,7 @@ SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
 
 @pytest.fixture(scope="module")
 def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
-    spec = slem(demo_pair / "drafter", method="hetero")
+    spec = slem(demo_pair / "drafter", method="slrs")
     with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
         yield llm
 

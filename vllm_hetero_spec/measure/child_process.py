@@ -28,6 +28,7 @@ from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 
 _TICK = 0.1  # seconds between looks at whether the child is still there
 _GRACE = 10.0  # seconds that an engine has to end by itself
+_REST = 1.2  # seconds after which nothing is busy with the load before: see `rest`
 _ENDED = ("Z", "X")  # states of threads in /proc
 
 
@@ -231,6 +232,15 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
             parent.send(run(load))
         except ConfigError as refusal:
             parent.send(refusal)
+
+
+def rest() -> None:
+    """Wait until all engines are at rest, this one and those beside it.
+
+    For a second after the last, vLLM's workers look for more work without a pause, on a core that
+    is wanted for what is measured next.
+    """
+    time.sleep(_REST)
 
 
 def _received(parent: Connection) -> Load | None:

@@ -17,7 +17,7 @@ from transformers.generation import BaseStreamer
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
-from vllm_hetero_spec.measure.child_process import serve
+from vllm_hetero_spec.measure.child_process import rest, serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
 
@@ -98,6 +98,7 @@ class Generator:
             warm_up = replace(load, prompts=[WARM_UP], max_tokens=16, ignore_eos=True, seed=None)
             self._generate_all(warm_up)
             self._warm.add(sampled)
+        rest()
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         traces, verified, seconds = self._generate_all(load)

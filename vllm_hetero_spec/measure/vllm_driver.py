@@ -17,7 +17,7 @@ from typing import Any
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
-from vllm_hetero_spec.measure.child_process import serve
+from vllm_hetero_spec.measure.child_process import rest, serve
 from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
@@ -99,6 +99,7 @@ class Driver:
         """
         self.warm_up(load)
         before = self._counters()
+        rest()
         traces, seconds = self._drive(load)
         grown = since(before, self._counters())
         return Sample(
