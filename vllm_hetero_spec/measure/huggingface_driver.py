@@ -7,7 +7,6 @@ Run by `HuggingFaceEngine` as `python -m vllm_hetero_spec.measure.huggingface_dr
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.measure.child_process import rest, serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
-from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 _DTYPES = {  # as vLLM names them
     "half": torch.float16,
@@ -95,8 +94,7 @@ class Generator:
         """Generate a load, after a warm-up where it is the first greedy or sampled one."""
         sampled = load.temperature > 0
         if sampled not in self._warm:
-            warm_up = replace(load, prompts=[WARM_UP], max_tokens=16, ignore_eos=True, seed=None)
-            self._generate_all(warm_up)
+            self._generate_all(load.warm_up)
             self._warm.add(sampled)
         rest()
         if self._device == "cuda":

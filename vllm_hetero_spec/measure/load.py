@@ -6,12 +6,11 @@ host seconds counted from the moment the load began.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-# Of the prompt that engines complete before they are measured.
-WARM_UP = "Speculative decoding checks several tokens of a cheaper model in one forward pass. "
+_WARM_UP_TOKENS = 16
 
 
 class MeasurementError(RuntimeError):
@@ -39,6 +38,12 @@ class Load:
     top_p: float = 1.0
     seed: int | None = None
     ignore_eos: bool = False
+
+    @property
+    def warm_up(self) -> "Load":
+        """What is generated before: memory for such prompts is there then, and kernels are made."""
+        tokens, prompts = min(self.max_tokens, _WARM_UP_TOKENS), self.prompts[: self.batch_size]
+        return replace(self, prompts=prompts, max_tokens=tokens, ignore_eos=True, seed=None)
 
 
 @dataclass(frozen=True)

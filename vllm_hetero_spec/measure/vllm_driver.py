@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.measure.child_process import rest, serve
-from vllm_hetero_spec.measure.load import WARM_UP, Load, Sample, Trace
+from vllm_hetero_spec.measure.load import Load, Sample, Trace
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
 _METRICS = "vllm:spec_decode_num_"
@@ -119,8 +119,7 @@ class Driver:
         """Generate a little of the load's kind, where it is the first."""
         kind = (load.batch_size, load.temperature > 0)
         if kind not in self._warm:
-            prompts = [WARM_UP] * load.batch_size
-            self._drive(replace(load, prompts=prompts, max_tokens=16, ignore_eos=True, seed=None))
+            self._drive(load.warm_up)
             self._warm.add(kind)
 
     def _drive(self, load: Load) -> tuple[list[Trace], float]:
