@@ -258,3 +258,18 @@ def test_counters_of_the_warm_up_are_left_out() -> None:
         "positions": [5, 1],
         "first seen": [1],
     }
+
+
+def test_nothing_is_asked_of_a_worker_right_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look for more work, on a core that the load's first step wants."""
+    done: list[object] = []
+    driver = object.__new__(vllm_driver.Driver)
+    driver._warm, driver._extended, driver._runner, driver._dtype = set(), False, "V1", "float32"
+    monkeypatch.setattr(driver, "_drive", lambda load: (done.append(load), ([], 1.0))[1])
+    monkeypatch.setattr(driver, "_counters", lambda: (done.append("asked"), {"worker": {}})[1])
+    monkeypatch.setattr(vllm_driver, "rest", lambda: done.append("rest"))
+    load = Load(["a", "b", "c"], max_tokens=40, batch_size=2, seed=1)
+    driver.run(load)
+    driver.run(load)
+    measured = ["asked", "rest", load, "asked"]
+    assert done == [Load(["a", "b"], 16, batch_size=2, ignore_eos=True), *measured, *measured]
