@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import library
 from torch._C import DispatchKey
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -222,8 +223,8 @@ def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) 
 
 
 # PyTorch makes tensors of lists beside all modes, with what a device has for that.
-torch.library.impl("aten::empty_strided", "PrivateUse1", _made)
-torch.library.impl("aten::_copy_from", "PrivateUse1", _copied)
+library.impl("aten::empty_strided", "PrivateUse1", _made)
+library.impl("aten::_copy_from", "PrivateUse1", _copied)
 
 
 class Event:
