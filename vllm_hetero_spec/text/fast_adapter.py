@@ -19,6 +19,7 @@ from vllm_hetero_spec.text.token_bytes import (
     unsafe_contractions,
 )
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, unchanged
+from vllm_hetero_spec.text.words import encoder
 
 # Characters from which a batch goes to the thread pool. The tails and drafts of a decoding step are
 # short: waking threads for them saves little and, where other work keeps the cores busy, waits.
@@ -98,15 +99,11 @@ def _build(
         )
     reason = lossy_reason(around.normalizer, raw.tokenizer, rule)
     keeps_all = rule.byte_level and not reason and around.normalizer is None
-    run, run_batch = raw.tokenizer.encode, raw.tokenizer.encode_batch_fast
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = run(text, add_special_tokens=False).ids
-        return ids
+    encode, run_batch = encoder(raw, around, table), raw.tokenizer.encode_batch_fast
 
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         if len(texts) == 1 or sum(map(len, texts)) < _THREADS_FROM:
-            return [run(text, add_special_tokens=False).ids for text in texts]
+            return [encode(text) for text in texts]
         return [encoding.ids for encoding in run_batch(list(texts), add_special_tokens=False)]
 
     return TextTokenizer(

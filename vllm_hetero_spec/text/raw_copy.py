@@ -6,7 +6,7 @@ own marks stays text. The model itself, which is nearly all of a tokenizer, is s
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class RawCopy:
-    """The copy, its model, and what it makes of text."""
+    """The copy, its model, what it makes of text, and the added tokens that it finds in it."""
 
     tokenizer: Tokenizer
     model: FastModel
     normalize: Callable[[str], str]
+    added: Sequence[str]
 
 
 def raw_copy(
@@ -151,7 +152,8 @@ def raw_copy(
     if written:
         splitter = Pipeline(None, None, None).build()
         _add_tokens(splitter, verbatim, inert)
-    return RawCopy(tokenizer, model, text_normalizer(stretch, splitter, written))
+    found = [token.content for i, token in added.items() if i not in inert]
+    return RawCopy(tokenizer, model, text_normalizer(stretch, splitter, written), found)
 
 
 def _add_tokens(

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts are encoded word by word where that gives what `tokenizers` gives, and only there."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from recipes import altered, corpus, train_byte_level
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from vllm_hetero_spec.text import fast_adapter, words
+from vllm_hetero_spec.text.loading import load_tokenizer
+from vllm_hetero_spec.text.raw_copy import Pipeline, RawCopy
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+GAPS = (r"\p{Lu}\p{Ll}+", r"[0-9]{2}")  # most of a text lies between what they match
+READ_OTHERWISE = (
+    r"\s++$", r"^a", r"(a)b", r"\p{N}{1,3}+", r"[a&&[b]]", r"[[:alpha:]]", r"\p{Han}+", r"\h+",
+    r"a\z", r"(?<n>a)", r"a{,3}", r"[\p{^L}]", r"\P{L}", r"a*", r"\p{L", "[", "a|",
+)  # fmt: skip
+ASCII = "".join(map(chr, range(128)))
+USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>"
+ADDED = ["<think>", " " * 17, "<|user|>", "</s>", "<unk>", "<0x0A>"]
+
+
+def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def train_across_spaces() -> Tokenizer:
+    """SentencePiece's alphabet without words: tokens go on behind spaces."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    learner.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
+    lines = [line for text in corpus()[:8] for line in text.splitlines() if line.isascii()]
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False)
+    learner.train_from_iterator(lines, trainer)
+    spec: dict[str, Any] = json.loads(learner.to_str())
+    vocabulary = spec["model"]["vocab"]
+    for piece in [f"<0x{byte:02X}>" for byte in range(256)]:
+        vocabulary[piece] = len(vocabulary)
+    spec["model"]["byte_fallback"] = True
+    spec["decoder"] = json.loads(
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        ).__getstate__()
+    )
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def raw_of(tokenizer: Tokenizer, patch: pytest.MonkeyPatch) -> tuple[RawCopy, Pipeline, Any]:
+    """What `words.encoder` is given for a tokenizer."""
+    given: list[Any] = []
+
+    def spy(*arguments: Any) -> words.Encode:
+        given.extend(arguments)
+        return words.encoder(*arguments)
+
+    with patch.context() as patched:
+        patched.setattr(fast_adapter, "encoder", spy)
+        load_tokenizer(tokenizer, "any")
+    return given[0], given[1], given[2]
+
+
+class Counted:
+    """An encoder of words, and how many texts it left to `tokenizers`."""
+
+    def __init__(self, raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> None:
+        self.left = 0
+        self.raw = raw.tokenizer
+        counting: Any = SimpleNamespace(encode=self._encode)
+        self.encode = words.encoder(dataclasses.replace(raw, tokenizer=counting), pipeline, table)
+        self.left = 0
+
+    def _encode(self, text: str, **options: bool) -> Any:
+        self.left += 1
+        return self.raw.encode(text, **options)
+
+    def right(self, text: str) -> bool:
+        ids: list[int] = self.raw.encode(text, add_special_tokens=False).ids
+        return self.encode(text) == ids
+
+
+def some_text(rng: random.Random, sources: str) -> str:
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "".join(rng.choices(ASCII, k=rng.randrange(40)))
+    if kind == 1:
+        return "".join(rng.choices(USUAL, k=rng.randrange(60)))
+    start = rng.randrange(len(sources) - 200)
+    text = sources[start : start + rng.randrange(200)]
+    at = rng.randint(0, len(text))
+    return text if kind == 2 else text[:at] + rng.choice(ADDED) + text[at:]
+
+
+def assert_as_in_tokenizers(counted: Counted, texts: int = 1500) -> None:
+    rng, sources = random.Random(0), "\n".join(text for text in corpus() if text.isascii())
+    for _ in range(texts):
+        text = some_text(rng, sources)
+        assert counted.right(text), repr(text)
+    for text in ("", "naïve 中文 café", " e\u0301", "x" * 2 * words.LONGEST_TEXT):
+        assert counted.right(text)
+
+
+RECIPES = {
+    "llama 3": (LLAMA_3,),
+    "gpt-4o": (GPT_4O,),
+    "deepseek 3": DEEPSEEK_3,
+    "gaps": GAPS,
+}
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-level-nfc", "sentencepiece", *RECIPES])
+def test_words_of_all_kinds(
+    name: str, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = backends.get(name)
+    if tokenizer is None:
+        tokenizer = altered(backends["byte-level"], pre_tokenizer=split_by(*RECIPES[name]))
+    counted = Counted(*raw_of(tokenizer, monkeypatch))
+    assert counted.right("def words(text):\n    return text.split() if text else []")
+    assert not counted.left
+    assert_as_in_tokenizers(counted)
+
+
+@pytest.mark.parametrize("individual", [True, False])
+def test_digits_and_bytes(
+    individual: bool, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sections that cut, one after the other, as StarCoder has them."""
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    both = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), own])
+    digits = altered(backends["byte-level"], pre_tokenizer=both)
+    counted = Counted(*raw_of(digits, monkeypatch))
+    assert counted.right("x1 = 12 + 345")
+    assert not counted.left
+    assert_as_in_tokenizers(counted)
+
+
+def test_splits_at_spaces_that_are_gone(
+    backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's layout: spaces are replaced, then looked for."""
+    mark = normalizers.Replace(" ", "▁")
+    split = pre_tokenizers.Split(" ", "merged_with_previous")
+    gemma = altered(backends["sentencepiece"], normalizer=mark, pre_tokenizer=split)
+    counted = Counted(*raw_of(gemma, monkeypatch))
+    assert counted.right("of many words")
+    assert not counted.left
+    assert_as_in_tokenizers(counted)
+
+
+def test_tokens_that_go_on_behind_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never cut; where all spaces are cut, ids are others."""
+    raw, pipeline, table = raw_of(train_across_spaces(), monkeypatch)
+    assert any(b" " in data.strip(b" ") for data in table)
+    assert_as_in_tokenizers(Counted(raw, pipeline, table))
+    blind = words.cut_before_spaces([b"a"])
+    monkeypatch.setattr(words, "cut_before_spaces", lambda table: blind)
+    # What is compared at the start finds it out.
+    assert words.encoder(raw, pipeline, table).__name__ == "encode"
+    monkeypatch.setattr(words, "CALIBRATION_TEXT", "")
+    with pytest.raises(AssertionError):
+        assert_as_in_tokenizers(Counted(raw, pipeline, table))
+
+
+@pytest.mark.parametrize("pattern", READ_OTHERWISE)
+def test_patterns_that_are_read_otherwise(pattern: str) -> None:
+    assert words.cut_by(pattern) is None
+
+
+def test_cuts_are_all_of_the_text() -> None:
+    cut = words.cut_by(r"\p{Lu}\p{Ll}+")
+    assert cut is not None
+    assert cut("aBc- DeF") == ["a", "Bc", "- ", "De", "F"]
+
+
+@pytest.mark.parametrize(
+    "name", ["unigram", "wordpiece", "byte-level-lowercase", "byte-level-words", "characters"]
+)
+def test_others_are_left_to_tokenizers(
+    name: str,
+    backends: dict[str, Any],
+    variant_backends: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw, pipeline, table = raw_of((backends | variant_backends)[name], monkeypatch)
+    assert words.cut_of(raw.model, pipeline, table) is None
+
+
+def test_few_words_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many words there are, and none of a prompt."""
+    monkeypatch.setattr(words, "MEMO_WORDS", 4)
+    raw, pipeline, table = raw_of(train_byte_level(700), monkeypatch)
+    counted = Counted(raw, pipeline, table)
+    assert all(counted.right(f" {a}b{c}") for a in "xyz" for c in "xyz" for _ in range(2))
+    assert not counted.left
+    assert counted.right("word " * words.LONGEST_TEXT)
+    assert counted.left == 1
+
+
+def test_words_of_real_tokenizers(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in sorted(shared.glob("tokenizers/*/tokenizer.json")):
+        counted = Counted(*raw_of(Tokenizer.from_file(str(file)), monkeypatch))
+        assert counted.right("import os")
+        assert not counted.left, file.parent.name
+        assert_as_in_tokenizers(counted, 600)
