@@ -73,10 +73,12 @@ class DraftTranslator:
     ) -> None:
         self._target, self._drafter = target, drafter
         self._special, self._failures = special, failures
-        self._pieces = [
-            None if token_id in special.drafter_control else piece
+        # The bytes of a drafter token that is text; None for any other id.
+        self._piece = {
+            token_id: piece
             for token_id, piece in enumerate(drafter.token_bytes)
-        ]
+            if token_id not in special.drafter_control
+        }.get
         self._same = target.fingerprint == drafter.fingerprint
         self._spaces_behind_control = (
             target.leading_space.applies(first=False),
@@ -191,12 +193,13 @@ class DraftTranslator:
         """See `Bridge.ids_covering`."""
         covering = []
         count, spare = 0, -known  # drafted ids so far, and their bytes beyond those of the proposal
+        table, controls = self._target.token_bytes, self._special.target_control
+        pieces = [*map(self._piece, draft)]
         for token_id in proposal:
-            control = token_id in self._special.target_control
-            size = 0 if control else len(self._target.token_bytes[token_id])
+            control = token_id in controls
+            size = 0 if control else len(table[token_id])
             while (control or spare < size) and count < len(draft):
-                piece = self._piece(draft[count])
-                if piece is None:
+                if (piece := pieces[count]) is None:
                     break
                 spare += len(piece)
                 count += 1
@@ -206,10 +209,6 @@ class DraftTranslator:
             spare -= size
             covering.append(count)
         return covering
-
-    def _piece(self, drafter_id: int) -> bytes | None:
-        """The bytes of a drafter token that is text; None for any other id."""
-        return self._pieces[drafter_id] if 0 <= drafter_id < len(self._pieces) else None
 
     def _stretches(
         self, index: int, context: TextContext, draft: Sequence[int], known_bytes: int
@@ -240,10 +239,9 @@ class DraftTranslator:
 
     def _parts(self, draft: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
-        data, pieces, size = b"", self._pieces, len(self._pieces)
+        data, piece_of = b"", self._piece
         for token_id in draft:
-            piece = pieces[token_id] if 0 <= token_id < size else None
-            if piece is not None:
+            if (piece := piece_of(token_id)) is not None:
                 data += piece
                 continue
             if token_id not in self._special.drafter_control:
