@@ -46,8 +46,10 @@ READ_OTHERWISE = (
     r"\s++$", r"^a", r"(a)b", r"\p{N}{1,3}+", r"[a&&[b]]", r"[[:alpha:]]", r"\p{Han}+", r"\h+",
     r"a\z", r"(?<n>a)", r"a{,3}", r"[\p{^L}]", r"\P{L}", r"a*", r"\p{L", "[", "a|",
 )  # fmt: skip
-ASCII = "".join(map(chr, range(128)))
-USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>"
+PLAIN = "".join(
+    [*map(chr, range(0x250)), *map(chr, range(0x400, 0x482)), "\u2013\u2019\u201c\u2026"]
+)
+USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>éßñДж½ª\xa0\x85\x1cſ’—"
 ADDED = ["<think>", " " * 17, "<|user|>", "</s>", "<unk>", "<0x0A>"]
 
 
@@ -115,7 +117,7 @@ class Counted:
 def some_text(rng: random.Random, sources: str) -> str:
     kind = rng.randrange(4)
     if kind == 0:
-        return "".join(rng.choices(ASCII, k=rng.randrange(40)))
+        return "".join(rng.choices(PLAIN, k=rng.randrange(40)))
     if kind == 1:
         return "".join(rng.choices(USUAL, k=rng.randrange(60)))
     start = rng.randrange(len(sources) - 200)
@@ -129,7 +131,7 @@ def assert_as_in_tokenizers(counted: Counted, texts: int = 1500) -> None:
     for _ in range(texts):
         text = some_text(rng, sources)
         assert counted.right(text), repr(text)
-    for text in ("", "naïve 中文 café", " e\u0301", "x" * 2 * words.LONGEST_TEXT):
+    for text in ("", "naïve 中文 café", " e\u0301", "\u212b", "x" * 2 * words.LONGEST_TEXT):
         assert counted.right(text)
 
 
@@ -150,6 +152,7 @@ def test_words_of_all_kinds(
         tokenizer = altered(backends["byte-level"], pre_tokenizer=split_by(*RECIPES[name]))
     counted = Counted(*raw_of(tokenizer, monkeypatch))
     assert counted.right("def words(text):\n    return text.split() if text else []")
+    assert counted.right("Größe, “naïve” — и слово…")
     assert not counted.left
     assert_as_in_tokenizers(counted)
 

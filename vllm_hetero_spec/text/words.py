@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short ASCII texts, word by word: the ids of words that have come before are looked up.
+"""Short plain texts, word by word: the ids of words that have come before are looked up.
 
 A tokenizer cuts a text into words and spells each on its own. `tokenizers` takes most of its time
 for the cutting, where in the tails and drafts of decoding the same few words come again. So they
-are cut here, by the tokenizer's own patterns: in ASCII Python's `re` reads those that are admitted
-as Oniguruma does. Without patterns a text is cut before spaces, where no token has the two
-characters side by side: nothing merges across. Whatever else there may be is left to `tokenizers`.
+are cut here, by the tokenizer's own patterns: of plain characters Python's `re` reads those that
+are admitted as Oniguruma does. Without patterns a text is cut before spaces, where no token has the
+two characters side by side: nothing merges across. All else is left to `tokenizers`.
 """
 
 import re
@@ -26,19 +26,23 @@ Cut = Callable[[str], list[str]]
 MEMO_WORDS = 1 << 15
 LONGEST_TEXT = 1024
 
-_KEEP_ASCII = {"NFC", "NFD", "NFKC", "NFKD"}
+# Latin and Cyrillic letters, dashes, quotes: of one kind for long, and left alone by composition.
+_PLAIN = ((0x0, 0x24F), (0x400, 0x481), (0x48A, 0x4FF), (0x2010, 0x2027))
+_NOT_PLAIN = re.compile("[^" + "".join([f"{chr(a)}-{chr(z)}" for a, z in _PLAIN]) + "]")
+_NEVER = "\U0010ffff"  # is in no text
+_WHITE = frozenset("\t\n\v\f\r \x85\xa0")
+
 # The pattern of the pre-tokenizer `ByteLevel`.
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACE = {"String": " "}
-_NO_ASCII = "\x80"
 
-_PROPERTY = r"\\p\{([LMNPSZ][a-z]?)\}"
-_ESCAPE = r"\\[^a-zA-Z0-9]|\\[sSdwrnt]"
-_CLASS = rf"\[\^?(?:{_PROPERTY}|{_ESCAPE}|[^\[\]\\&]|&(?!&))+\]"
+_NAMED = r"\\p\{([LMNPSZ][a-z]?)\}|\\([sSd])"
+_ESCAPE = r"\\[^a-zA-Z0-9]|\\[rnt]"
+_CLASS = rf"\[\^?(?:{_NAMED}|{_ESCAPE}|[^\[\]\\&]|&(?!&))+\]"
 # Patterns that mean the same in Oniguruma and here. Ends of lines, groups that capture, and whether
 # a repetition of {n} is possessive are read differently; others are simply not needed.
 _ALIKE = re.compile(
-    rf"(?:{_CLASS}|{_PROPERTY}|{_ESCAPE}|\(\?(?:i:|[:!=])|[)|.*+?]|\{{\d+(?:,\d*)?\}}(?![+?])"
+    rf"(?:{_CLASS}|{_NAMED}|{_ESCAPE}|\(\?(?:i:|[:!=])|[)|.*+?]|\{{\d+(?:,\d*)?\}}(?![+?])"
     r"|[^\\()\[\]{}^$|.*+?])+"
 )
 
@@ -66,7 +70,7 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
     has_added = re.compile("|".join(contents)).search if contents else None
 
     def encode_words(text: str) -> list[int]:
-        if len(text) > LONGEST_TEXT or not text.isascii() or (has_added and has_added(text)):
+        if len(text) > LONGEST_TEXT or _NOT_PLAIN.search(text) or (has_added and has_added(text)):
             return encode(text)
         ids: list[int] = []
         for word in cut(text):
@@ -78,7 +82,7 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
 
 
 def cut_of(model: FastModel, pipeline: Pipeline, table: Sequence[bytes]) -> Cut | None:
-    """What cuts ASCII text into words; None where that cannot be told."""
+    """What cuts plain text into words; None where that cannot be told."""
     if model.kind != "BPE" or model.model.dropout:
         return None
     patterns, space = [], _space(pipeline)
@@ -108,9 +112,12 @@ def _one_after_other(first: Cut | None, second: Cut | None) -> Cut | None:
 
 def cut_before_spaces(table: Sequence[bytes]) -> Cut:
     """What cuts behind characters that no token has before a space."""
-    text = "\0".join([data.decode("ascii", "ignore") for data in table])
-    joined = "".join(sorted(set(re.findall("([^ ])(?= )", text)))) or _NO_ASCII
-    return re.compile(f" *(?:[^ ]*[{re.escape(joined)}] +)*[^ ]*").findall
+    text = "\0".join([data.decode("latin-1") for data in table])
+    before = set(re.findall("([^ ])(?= )", text))
+    joined = re.escape("".join(sorted(filter(str.isascii, before)))) or _NEVER
+    if not all(map(str.isascii, before)):  # a last byte, of whichever character
+        joined += f"\x80-{_NEVER}"
+    return re.compile(f" *(?:[^ ]*[{joined}] +)*[^ ]*").findall
 
 
 def _parts(pipeline: Pipeline) -> list[dict[str, Any]]:
@@ -118,14 +125,14 @@ def _parts(pipeline: Pipeline) -> list[dict[str, Any]]:
 
 
 def _pattern(part: dict[str, Any]) -> str | None:
-    """By what a section of a pipeline cuts ASCII text, "" for nothing; None for more than that."""
+    """By what a section of a pipeline cuts plain text, "" for nothing; None for more than that."""
     kind = part["type"]
-    if kind in _KEEP_ASCII or _mark(part):
+    if kind == "NFC" or _mark(part):
         return ""
     if kind == "ByteLevel" and not part["add_prefix_space"]:
         return _BYTE_LEVEL if part.get("use_regex", True) else ""
     if kind == "Digits":
-        return "[0-9]" if part["individual_digits"] else "[0-9]+"
+        return r"\p{N}" if part["individual_digits"] else r"\p{N}+"
     if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
         (of, pattern), *_ = part["pattern"].items()
         return str(pattern) if of == "Regex" else re.escape(pattern)
@@ -146,7 +153,7 @@ def _space(pipeline: Pipeline) -> str:
 
 
 def _speller(model: FastModel, pipeline: Pipeline) -> Callable[[str], Sequence[int]]:
-    """What gives the ids of an ASCII word."""
+    """What gives the ids of a plain word."""
     spell, space, tokenize = model.speller(), _space(pipeline), model.model.tokenize
     if spell is not None:
         return lambda word: spell(word.encode())
@@ -154,26 +161,32 @@ def _speller(model: FastModel, pipeline: Pipeline) -> Callable[[str], Sequence[i
 
 
 def cut_by(pattern: str) -> Cut | None:
-    """What cuts ASCII text into the places that a pattern matches, and those between; None where it
+    """What cuts plain text into the places that a pattern matches, and those between; None where it
     may mean something else to Oniguruma."""
     if not _ALIKE.fullmatch(pattern):
         return None
-    ours = re.sub(f"({_CLASS})|{_PROPERTY}", _in_ascii, pattern)
+    ours = re.sub(f"({_CLASS})|{_NAMED}", _spelled_out, pattern)
     try:
-        words = re.compile(f"(?:{ours})|(?:(?!{ours})[\\s\\S])+", re.ASCII)
-        matches_nothing = re.match(ours, "", re.ASCII)
+        words = re.compile(f"(?:{ours})|(?:(?!{ours})[\\s\\S])+")
+        matches_nothing = re.match(ours, "")
     except re.error:
         return None
     return None if matches_nothing else words.findall
 
 
-def _in_ascii(found: re.Match[str]) -> str:
-    """A class of characters, or a property that stands alone, as a class of those in ASCII."""
+def _spelled_out(found: re.Match[str]) -> str:
+    """A class of characters, or a kind that stands alone, as a class of single ones."""
     if found[1]:
-        return re.sub(_PROPERTY, lambda one: _characters(one[1]), found[1])
-    return f"[{_characters(found[3])}]"
+        return re.sub(_NAMED, lambda one: _characters(one[1], one[2]), found[1])
+    return f"[{_characters(found[4], found[5])}]"
 
 
-def _characters(name: str) -> str:
-    having = [char for char in map(chr, range(128)) if category(char).startswith(name)]
-    return "".join(map(re.escape, having)) or _NO_ASCII
+@lru_cache
+def _characters(name: str | None, letter: str | None) -> str:
+    r"""The plain characters of a general category, or of Oniguruma's `\s`, `\S` or `\d`."""
+    plain = [chr(code) for first, last in _PLAIN for code in range(first, last + 1)]
+    if letter in ("s", "S"):
+        having = [char for char in plain if (char in _WHITE) == (letter == "s")]
+    else:
+        having = [char for char in plain if category(char).startswith(name or "Nd")]
+    return re.escape("".join(having)) or _NEVER

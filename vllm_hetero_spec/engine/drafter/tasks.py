@@ -65,6 +65,8 @@ class DraftRow(NamedTuple):
 
     def greedy(self) -> "DraftRow":
         """With the drafter's likeliest tokens in the place of drawn ones."""
+        if self.task.draw is None:
+            return self
         return self._replace(task=self.task._replace(draw=None))
 
 
