@@ -101,13 +101,18 @@ class LookUp:
             missing = "not_guessed" if remainder is None else "not_ready"
             return Found(task, missing=missing if task.lookahead else "")
         ids, (rank, line) = remainder.ids, seen[remainder.rank]
-        peaks, drawn = _whole(text.peaks, text.rows, seen[0][1])
-        if rank:
-            peaks, drawn = _whole(peaks, drawn, line)
-        first = len(peaks) - len(ids)
-        # What was chosen by what it is, is certain from then on.
-        certain = max(first, text.seen) if task.draw is not None else len(peaks)
-        rows = [b""] * (certain - first) + drawn[certain:]
+        through = (seen[0][1], line) if rank else (line,)
+        peaks = text.peaks
+        for of in through:
+            peaks = peaks[: of.place] + of.peaks
+        first, rows = len(peaks) - len(ids), [b""] * len(ids)
+        if task.draw is not None:
+            drawn = text.rows
+            for of in through:
+                drawn = _rows_of(drawn, of)
+            # What was chosen by what it is, is certain from then on.
+            certain = max(0, text.seen - first)
+            rows = rows[:certain] + drawn[first + certain :]
         return Found(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
 
     def done(self, found: Found, enough: int) -> bool:
@@ -194,17 +199,15 @@ class LookUp:
         return b"".join(map(self._bytes.__getitem__, ids))
 
 
-def _whole(peaks: list[float], rows: list[bytes], line: Drafted) -> tuple[list[float], list[bytes]]:
-    """Of all tokens of a line: the drafter's largest probability in the place of each, and what it
-    was drawn from, nothing where it is certain.
+def _rows_of(rows: list[bytes], line: Drafted) -> list[bytes]:
+    """Of all tokens of a line, what each was drawn from; nothing where it is certain.
 
     Args:
-        peaks: Of the tokens that it may begin with: those told, or the chain's.
-        rows: The same.
+        rows: Of the tokens that it may begin with: those told, or the chain's.
         line: What it has of its own.
     """
     certain = [b""] * (len(line.ids) - len(line.rows))
-    return peaks[: line.place] + line.peaks, [*rows[: line.place], *certain, *line.rows]
+    return [*rows[: line.place], *certain, *line.rows]
 
 
 def ids_for_each(task: DraftTask) -> float:

@@ -142,8 +142,12 @@ class DraftTable:
         if counts != [count, num_drawn] or checksum != _checksum(record):
             return None
         values = tokens.unpack_from(record, 4 * _HEAD)
-        rows = tuple(record[at : at + 4 * _ROW] for at in range(drawn, len(record), 4 * _ROW))
-        return Drafted(serial, place, [*values[:count]], [*values[count:]], rows)
+        ids, peaks = [*values[:count]], [*values[count:]]
+        if not num_drawn:
+            return Drafted(serial, place, ids, peaks)
+        starts = range(drawn, len(record), 4 * _ROW)
+        rows = tuple([record[start : start + 4 * _ROW] for start in starts])
+        return Drafted(serial, place, ids, peaks, rows)
 
     def _at(self, slot: int, rank: int) -> int:
         """Where the bytes of a record begin."""
