@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds by graphs in a real engine: on a CPU a tape stands in for CUDA's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from vllm import SamplingParams
 from vllm_hetero_spec import read_stats, staging
 from vllm_hetero_spec.engine.drafter import first_tokens
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.text.drafts import FirstToken
 
 pytestmark = pytest.mark.engine
 SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
@@ -96,6 +98,14 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
         return drafts
 
     monkeypatch.setattr(proposer, "after_step", empty_at_first)
+    choose = proposer.drafting.bridge.first_choice
+
+    def another(context: Context, candidates: Sequence[int], last: Sequence[int]) -> FirstToken:
+        """Every third text is told to go on otherwise, whatever the drafter knows."""
+        told = len(context.ids) % 3 == 0
+        return FirstToken(candidates[1]) if told else choose(context, candidates, last)
+
+    monkeypatch.setattr(proposer.drafting.bridge, "first_choice", another)
     monkeypatch.setattr(drafter, "waits", True)
     monkeypatch.setattr(first_tokens, "_OFTEN", 2.0)
     drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=4, repetition_penalty=1.3)
