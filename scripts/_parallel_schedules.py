@@ -124,7 +124,9 @@ def by_many(
             if over and right >= 0 and not flying and sent >= len(draft):
                 break  # all that there will be is verified
             found = chains.drafted(state, left + 1)
-            draft, over = [*found.proposal], chains.done(found)
+            over = chains.done(found)
+            # What is drafted behind the last token may still join it.
+            draft = [*found.proposal] if over else [*found.proposal[:-1]]
             while len(flying) < servers and sent < left:
                 end = min(sent + lookahead, left)
                 end = min(end, len(draft)) if over else end
