@@ -37,7 +37,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 @pytest.fixture(scope="session")
 def shared_or_none() -> Path | None:
     """The folder of optional real tokenizers, models and prompts, None where it is absent."""
-    path = Path(os.environ.get("HETERO_SPEC_SHARED", REPO.parent / "shared"))
+    path = Path(os.environ.get("HETERO_SPEC_SHARED") or REPO.parent / "shared")
     return path if path.is_dir() else None
 
 
