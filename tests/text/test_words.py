@@ -184,6 +184,20 @@ def test_splits_at_spaces_that_are_gone(
     assert_as_in_tokenizers(counted)
 
 
+def test_splits_at_spaces_that_are_still_there(
+    backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(" ", "merged_with_next"),
+            pre_tokenizers.Metaspace(prepend_scheme="never", split=False),
+        ]
+    )
+    apart = altered(backends["sentencepiece"], normalizer=None, pre_tokenizer=both)
+    raw, pipeline, table = raw_of(apart, monkeypatch)
+    assert words.cut_of(raw.model, pipeline, table) is None
+
+
 def test_tokens_that_go_on_behind_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never cut; where all spaces are cut, ids are others."""
     raw, pipeline, table = raw_of(train_across_spaces(), monkeypatch)
@@ -231,6 +245,23 @@ def test_few_words_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not counted.left
     assert counted.right("word " * words.LONGEST_TEXT)
     assert counted.left == 1
+
+
+def test_words_that_come_again_are_looked_up(
+    backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, pipeline, table = raw_of(backends["byte-level"], monkeypatch)
+    spell, spelled = words._speller(raw.model, pipeline), list[str]()
+
+    def noted(word: str) -> Sequence[int]:
+        spelled.append(word)
+        return spell(word)
+
+    monkeypatch.setattr(words, "CALIBRATION_TEXT", "")
+    monkeypatch.setattr(words, "_speller", lambda *_: noted)
+    counted = Counted(raw, pipeline, table)
+    assert all(counted.right(text) for text in ("one two", "one two", " two one two"))
+    assert spelled == ["one", " two", " one"]
 
 
 def test_words_of_real_tokenizers(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ _ALIKE = re.compile(
 def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
     """What gives the ids of a text, as the raw copy of a tokenizer does.
 
+    That is asked itself where it cuts otherwise than is known here, be it the sample text alone.
+
     Args:
         raw: The copy.
         pipeline: Its sections around the model.
@@ -86,9 +88,10 @@ def cut_of(model: FastModel, pipeline: Pipeline, table: Sequence[bytes]) -> Cut 
     if model.kind != "BPE" or model.model.dropout:
         return None
     patterns, space = [], _space(pipeline)
+    gone = any(map(_mark, components(pipeline.normalizer)))
     for part in _parts(pipeline):
-        if part.get("pattern") == _SPACE and space != " ":
-            continue  # no spaces are left, or they are about to go
+        if gone and part["type"] == "Split" and part["pattern"] == _SPACE:
+            continue  # it finds none
         pattern = _pattern(part)
         if pattern is None:
             return None
