@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from typing import Any
 
@@ -55,28 +56,34 @@ def part_a(options: Options, report: Report) -> bool:
     if options.on_gpu:
         wanted["on V1"] = setups.ours(own, runner="0")
         wanted["not ahead"] = setups.ours(own, async_scheduling=False)
-    result: Result = {"prompts": len(texts), "setups": {}, **_without_graphs(options)}
+    rows: dict[str, Result] = {name: {} for name in wanted}
+    result: Result = {"prompts": len(texts), "setups": rows, **_without_graphs(options)}
     outcomes: dict[str, Outcome] = {}
-    good = True
-    for name, setup in wanted.items():
+
+    def serve(name: str) -> tuple[str, Result]:
         row: Result = {}
-        result["setups"][name] = row
 
-        def serve(name: str = name, setup: Setup = setup, row: Result = row) -> Result:
-            outcomes[name] = _serve(options, setup, task, row)
-            return {}
+        def outcome() -> Result:
+            return {"outcome": _serve(options, wanted[name], task, row)}
 
-        row |= tried(serve)
-        if name not in outcomes or "alone" not in outcomes:
-            good = False
-        else:
-            alone = [trace.token_ids for trace in outcomes["alone"].traces]
-            row["same"] = outcomes[name].same_as(alone)
-            row["waits"] = outcomes[name].waits
-            good &= row["same"] == len(texts) and not outcomes[name].failures
-        if name in modes(options) and name in outcomes:
-            good &= _is(name, row["engine"])
-        report(result)
+        return name, row | tried(outcome)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for done in as_completed([pool.submit(serve, name) for name in wanted]):
+            name, row = done.result()
+            rows[name] = row
+            if "outcome" in row:
+                outcomes[name] = row.pop("outcome")
+            if "alone" in outcomes:
+                alone = [trace.token_ids for trace in outcomes["alone"].traces]
+                for name, outcome in outcomes.items():
+                    rows[name] |= {"same": outcome.same_as(alone), "waits": outcome.waits}
+            report(result)
+    good = outcomes.keys() == wanted.keys()
+    for name, outcome in outcomes.items():
+        good &= rows[name].get("same") == len(texts) and not outcome.failures
+        if name in modes(options):
+            good &= _is(name, rows[name]["engine"])
     if _SELF in outcomes:
         good &= 0 < outcomes[_SELF].accepted_tokens == outcomes[_SELF].draft_tokens
     if {"eager", "graphs"} <= outcomes.keys():

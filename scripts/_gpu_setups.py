@@ -2,6 +2,7 @@
 """What `measure_gpu.py` starts: engines by dtype, backend and memory, and how many at once."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class Options:
     backend: str
     on_gpu: bool
     verbose: bool
+
+    @property
+    def at_once(self) -> int:
+        """Engines that may be busy side by side where nothing is timed: one without a GPU."""
+        return max(1, (os.cpu_count() or 1) // 2) if self.on_gpu else 1
 
     def texts(self, count: int) -> list[str]:
         """The first prompts, cut."""
