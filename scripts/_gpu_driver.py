@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program of a `GpuEngine`: vLLM with its worker in this process, asked one thing at a time."""
 
+import cProfile
+import gzip
 import json
 import logging
 import os
@@ -23,7 +25,7 @@ from _gpu_engine import (
     StepTimes,
     Task,
 )
-from _gpu_profile import device_use
+from _gpu_profile import device_use, host_use
 
 import vllm_hetero_spec
 from vllm_hetero_spec.measure.child_process import serve
@@ -129,11 +131,21 @@ class Answers:
         with tempfile.TemporaryDirectory() as folder:
             with profiled(activities=activities) as profiler:
                 outcome = self._run(profile.task)
-            trace = Path(folder) / "trace.json"
+            name = f"batch-{profile.task.batch_size}"
+            trace = Path(profile.kept or folder, f"{name}.json.gz")
+            trace.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
-            events = json.loads(trace.read_text())["traceEvents"]
-        rounds = outcome.worker["steps"]
-        return {"rounds": rounds, "seconds": outcome.seconds, **device_use(events, rounds)}
+            with gzip.open(trace) as file:
+                events = json.load(file)["traceEvents"]
+            with cProfile.Profile() as host:
+                again = self._run(profile.task)
+            host.dump_stats(trace.with_name(f"{name}.pstats"))
+        return {
+            "rounds": outcome.rounds,
+            "seconds": outcome.seconds,
+            **device_use(events, outcome.rounds),
+            "host_ms": host_use(host, again.rounds),
+        }
 
     def _facts(self, _: Facts) -> dict[str, Any]:
         import torch

@@ -93,6 +93,12 @@ class Outcome(Sample):
         skipped = self.worker.get("skipped", {})
         return sum(skipped.get(reason, 0) for reason in _FAULTS)
 
+    @property
+    def rounds(self) -> int:
+        """Steps of the target; where nothing is drafted, those of the longest request."""
+        counted: int = self.worker.get("steps") or max(len(trace.times) for trace in self.traces)
+        return counted
+
     def same_as(self, others: Sequence[Sequence[int]]) -> int:
         """How many of the texts are those of others, which may be longer."""
         pairs = zip(self.traces, others, strict=True)
@@ -136,9 +142,16 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """Asks for a profile of a task, by torch.profiler."""
+    """Asks for profiles of a task: of the device by torch.profiler, of the host by cProfile.
+
+    Attributes:
+        task: The task.
+        kept: Where the trace is written (Chrome's format, gzipped) and the host's profile; nowhere
+            where empty.
+    """
 
     task: Task
+    kept: str = ""
 
 
 class Facts:

@@ -5,11 +5,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import _gpu_graphs
 import torch
-from _gpu_engine import Facts, Lesson, Outcome, Profile, Record, Setup, StepTimes, Task
+from _gpu_engine import (
+    Continuation,
+    Facts,
+    Lesson,
+    Outcome,
+    Profile,
+    Record,
+    Setup,
+    StepTimes,
+    Task,
+)
 from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, shells, tried
 
 from vllm_hetero_spec.cli.health import examine
@@ -117,20 +128,27 @@ def part_b(options: Options, report: Report) -> bool:
 
 
 def part_d(options: Options, report: Report) -> bool:
-    """What the device does in a round: its idle time, copies, waits."""
+    """What device and host do in a round, beside those of the target alone: idle time, waits."""
     *_, (mode, given) = modes(options).items()
     with shells(options) as (target, drafter):
         setups = Setups(options, exact=False, batch=8, target=target, drafter=drafter)
-        result: Result = {"mode": mode, "imposed_rate": RATE, "batches": {}}
-        with running(options, setups.ours({**_FIXED, **given})) as engine:
-            for batch in (1, 8):
-                texts = options.texts(batch)
-                known = engine.ask(Record(texts, 40 + LOOKAHEAD))
-                lesson = Lesson([text.token_ids for text in known], RATE)
-                task = Task(texts, 40, batch, ignore_eos=True, lesson=lesson)
-                result["batches"][batch] = engine.ask(Profile(task))
-                result["engine"] = engine.ask(Facts())
-                report(result)
+        engines = {"alone": setups.alone(), mode: setups.ours({**_FIXED, **given})}
+        result: Result = {"imposed_rate": RATE, "engines": {name: {} for name in engines}}
+        known: dict[int, list[Continuation]] = {}
+        for name, setup in engines.items():
+            with running(options, setup) as engine:
+                for batch in (1, 8):
+                    texts = options.texts(batch)
+                    lesson = None
+                    if name == "alone":
+                        known[batch] = engine.ask(Record(texts, 40 + LOOKAHEAD))
+                    else:
+                        lesson = Lesson([text.token_ids for text in known[batch]], RATE)
+                    task = Task(texts, 40, batch, ignore_eos=True, lesson=lesson)
+                    kept = str(Path(options.traces, name)) if options.traces else ""
+                    result["engines"][name][f"batch {batch}"] = engine.ask(Profile(task, kept))
+                    report(result)
+                result["engines"][name]["engine"] = engine.ask(Facts())
     return True
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU did during a profile, from the events of torch.profiler."""
+"""What a GPU and its host did during profiles, by torch.profiler and cProfile."""
 
+import cProfile
+import pstats
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST = ("cuda_runtime", "cuda_driver")
+_MOST = 25  # of the host's functions
 
 
 def device_use(events: Iterable[Mapping[str, Any]], rounds: int) -> dict[str, Any]:
@@ -55,3 +59,18 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered
+
+
+def host_use(profile: cProfile.Profile, rounds: int) -> dict[str, float]:
+    """Milliseconds of each round in the functions that took most, without those they called.
+
+    cProfile makes small functions look dearer than they are.
+    """
+    found: dict[str, float] = {}
+    for (file, line, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "time.sleep" in name:  # the load's driver, before it begins
+            continue
+        place = name if line == 0 else f"{Path(file).name}:{line} {name}"
+        found[place] = found.get(place, 0.0) + 1e3 * own / rounds
+    most = sorted(found, key=lambda place: -found[place])[:_MOST]
+    return {place: round(found[place], 3) for place in most}

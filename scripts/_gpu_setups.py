@@ -38,6 +38,7 @@ class Options:
         backend: Attention backend in 16 bits; vLLM's own choice where empty.
         on_gpu: Whether there is one.
         verbose: Let engines write to stderr.
+        traces: A folder for profiles; kept nowhere where empty.
     """
 
     target: Path
@@ -46,6 +47,7 @@ class Options:
     backend: str
     on_gpu: bool
     verbose: bool
+    traces: str = ""
 
     @property
     def at_once(self) -> int:
@@ -103,8 +105,11 @@ class Setups:
     ) -> Setup:
         """The target and a drafter, with options of ours, and of vLLM's engine."""
         model = drafter or self._drafter
+        # Transformers reads a Qwen2's folder by the rules of Qwen2's tokenizer, whatever it says.
+        tokenizer = {} if drafter else {"tokenizer": str(self._options.drafter)}
         return self._setup(
             {
+                **tokenizer,
                 "method": DEFAULT_METHOD,
                 "model": str(model),
                 "num_speculative_tokens": LOOKAHEAD,
