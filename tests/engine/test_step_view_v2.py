@@ -73,6 +73,10 @@ def runner() -> SimpleNamespace:
             scheduler_config=SimpleNamespace(async_scheduling=False),
         ),
         get_model=lambda: "the target",
+        uses_inputs_embeds=False,
+        pcp_manager=None,
+        adaptive_verification=None,
+        model_state=SimpleNamespace(prepare_inputs=lambda batch, states: {"states": states}),
     )
 
 
@@ -151,10 +155,48 @@ def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     told = seam.hand_out(batch, [[5, 6], []])
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[5, 6], []])
+    seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[2, :2].tolist() == [5, 6]
     assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # of nobody in the step
     assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds what stands there
-    assert seam.no_drafts(batch).shape == (2, DRAFTED)
+    assert seam.inputs.nothing(batch).shape == (2, DRAFTED)
+
+
+def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: Any) -> None:
+    """Two tokens of a prompt of c, then b's last token and places, then a's."""
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    seam = RunnerV2(runner)
+    seam.begins(output_of(new("a"), new("b")))
+    seam.begins(output_of(new("c"), a=[-1] * 3, b=[-1] * 2))
+    told = seam.hand_out(batch, [[5, 6], [7, 8, 9]], late=True)
+    assert told.draft_token_ids == [[5, 6], [7, 8, 9]]
+    prepared = SimpleNamespace(
+        req_ids=["c", "b", "a"],
+        num_reqs=3,
+        num_draft_tokens_per_req=np.array([0, 2, 3], np.int32),
+        query_start_loc_np=np.array([0, 2, 5, 9, 9], np.int32),
+        input_ids=torch.arange(40, 52, dtype=torch.int32),
+    )
+    seam.fill(prepared)
+    ids = [40, 41, 42, 7, 8, 45, 5, 6, 0, 49, 50, 51]
+    assert prepared.input_ids.tolist() == ids
+    assert (seam._verified, runner.req_states.draft_tokens.min()) == ({"a": 2, "b": 2}, 99)
+    prepared.num_draft_tokens_per_req = None
+    seam.fill(prepared)
+    assert prepared.input_ids.tolist() == ids
+
+
+@pytest.mark.parametrize("how", ["finished", "preempted", "started"])
+def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
+    runner: Any, batch: Any, how: str
+) -> None:
+    seam = RunnerV2(runner)
+    seam.begins(output_of(new("a"), new("b")))
+    started = [new("a")] if how == "started" else []
+    seam.begins(output_of(*started, **({} if started else {how: "a"})))
+    told = seam.hand_out(batch, [[5, 6], [7]], late=True)
+    assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[], [7]])
+    assert seam._drafted == {"b": [7]}
 
 
 def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
@@ -165,6 +207,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     seam.begins(made_up)
     assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
     seam.hand_out(batch, [[5, 6], []])
+    seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed
     made_up.scheduled_new_reqs = []
     seam.begins(made_up)
@@ -241,6 +284,13 @@ class _Proposer:
             draft.append(index)
 
 
+def forward_of(runner: Any) -> dict[str, str]:
+    """What vLLM prepares last for a forward, of a batch without drafts."""
+    batch = SimpleNamespace(num_draft_tokens_per_req=None)
+    found: dict[str, str] = runner.model_state.prepare_inputs(batch, "states")
+    return found
+
+
 def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
     """A warm speculator of a runner whose steps are scheduled before the one before has ended."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
@@ -295,6 +345,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     for output, names in zip(outputs, scheduled, strict=True):
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
         speculator.begins(output)
+        forward_of(runner)
         calls = list(proposer.calls)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
         assert proposer.calls == calls
@@ -303,6 +354,31 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     assert views[0].target_seconds is not None
     assert (views[1].target_seconds is None) == (following == "c")
     assert speculator.seam._output is outputs[-1]
+
+
+@pytest.mark.parametrize("reads", ["", "uses_inputs_embeds", "pcp_manager", "trees", "nothing"])
+def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
+    runner: Any, batch: Any, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where something else reads them first, or there is no forward."""
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    if reads == "trees":
+        speculator.seam._sides = SimpleNamespace(
+            uneven=False, follow=lambda output: None, room=lambda *_: None, handed_out=lambda *_: 0
+        )
+    elif reads not in ("", "nothing"):
+        setattr(runner, reads, True)
+    for number in range(3):
+        output = output_of(new("a"), new("b"))
+        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
+        output.total_num_scheduled_tokens *= reads != "nothing"
+        speculator.begins(output)
+        begun = ["begin", "finish"] * number
+        assert proposer.calls[1:] == (begun if reads else begun[:-1])
+        for _ in range(2):  # the second time as vLLM does for dummy runs
+            assert forward_of(runner) == {"states": "states"}
+            assert proposer.calls[1:] == begun
+        speculator.propose(batch, *(None,) * 4, SAMPLED)
 
 
 def test_who_is_over_is_not_drafted_for_again(

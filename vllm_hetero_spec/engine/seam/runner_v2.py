@@ -5,9 +5,8 @@ What a step sampled is on the device. vLLM's kernels have also written it to the
 which lie in host memory: one small copy of counts and one wait bring all that a view needs.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,12 +16,13 @@ from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
+from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
 from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
 from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
-from vllm_hetero_spec.staging import Receiver, Sender
+from vllm_hetero_spec.staging import Receiver
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class RunnerV2:
         tiers: See `StepView`.
         staged: Whether other pipeline stages are told of the drafts, as soon as vLLM has them.
         ended: See `StepView`.
+        inputs: Of the target, where drafts go.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -74,10 +75,7 @@ class RunnerV2:
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
         self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
-        self._send = Sender(runner.device).send
-        # In place of drafts that vLLM wants at once; never scheduled, and vLLM writes to it.
-        shape = runner.max_num_reqs, runner.num_speculative_steps
-        self._nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self.inputs = DraftInputs(runner)
 
     @property
     def device(self) -> torch.device:
@@ -107,13 +105,18 @@ class RunnerV2:
             self._new[each.req_id] = each
             for of in (self._params, self._drafted):  # it may come with places, which hold none
                 of.pop(each.req_id, None)
-        self._verified = {  # padding is none
-            req_id: min(len(places), len(self._drafted.get(req_id, ())))
-            for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
-        }
+        self._count_drafts()
         if self._sides is not None:
             self._sides.follow(scheduler_output)
         return bool(new)
+
+    def _count_drafts(self) -> None:
+        """Of what the present step verifies: padding is none."""
+        assert self._output is not None, "no step has begun"
+        self._verified = {
+            req_id: min(len(places), len(self._drafted.get(req_id, ())))
+            for req_id, places in self._output.scheduled_spec_decode_tokens.items()
+        }
 
     def plan_trees(self, batch: "BatchReqState") -> bool:
         """Plan what attention sees of the present step; whether that is more than its requests.
@@ -228,39 +231,44 @@ class RunnerV2:
         }
         Ahead(lookahead, padding).put_on(output)
 
-    def no_drafts(self, batch: "InputBatch") -> torch.Tensor:
-        """int64 [B, K], what vLLM is given before drafts are made."""
-        return self._nothing[: batch.num_reqs]
+    def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
+        """Whether a step that begins can wait for its drafts until all else of it is prepared."""
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        alone = bool(self.tiers) and not self.staged and self._sides is None
+        return computes and alone and self.inputs.may_follow
 
-    @torch.inference_mode()
-    def hand_out(self, batch: "InputBatch", drafts: Sequence[list[int]]) -> "DraftTokenIds":
-        """Put a step's drafts where the next step reads them; what the scheduler is to know.
+    def hand_out(
+        self, batch: "InputBatch", drafts: Sequence[list[int]], *, late: bool = False
+    ) -> "DraftTokenIds":
+        """Note a step's drafts; what the scheduler is to know.
 
         With pipeline stages that is all drafts there are: it asks when other requests have sampled.
 
         Args:
             batch: The step's.
             drafts: Target ids for each of its requests, at most as many as the longest draft.
+            late: The next step has begun: who came or went with it has no draft.
         """
         from vllm.v1.outputs import DraftTokenIds
 
-        self._drafted |= zip(batch.req_ids, map(list, drafts), strict=True)
+        others: set[str] = set()
+        if late:
+            assert self._output is not None, "no step has begun"
+            others |= self._output.finished_req_ids | (self._output.preempted_req_ids or set())
+            others |= {each.req_id for each in self._output.scheduled_new_reqs}
+        pairs = zip(batch.req_ids, map(list, drafts), strict=True)
+        self._drafted |= {req_id: draft for req_id, draft in pairs if req_id not in others}
         if self._sides is not None:
             handed_out = dict(zip(batch.req_ids, drafts, strict=True))
             self._sides.handed_out(handed_out, self._trees, self._lengths)
             self._trees = {}
-        if any(drafts) or self.tiers:  # padding is computed, and has to be tokens that exist
-            rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
-            for row, tokens in zip(rows, drafts, strict=True):
-                row[: len(tokens)] = tokens
-            self._runner.req_states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
         req_ids = list(self._drafted) if self.staged else batch.req_ids
-        return DraftTokenIds(req_ids, [list(self._drafted[req_id]) for req_id in req_ids])
+        return DraftTokenIds(req_ids, [list(self._drafted.get(req_id, ())) for req_id in req_ids])
 
-    def handed_out_rows(self, batch: "InputBatch") -> torch.Tensor:
-        """int64 [B, K], a step's drafts and what fills them up."""
-        rows: torch.Tensor = self._runner.req_states.draft_tokens[batch.idx_mapping]
-        return rows
+    def fill(self, batch: "InputBatch") -> None:
+        """Put what was handed out into the step that has begun, of which all else is prepared."""
+        self._count_drafts()
+        self.inputs.fill(batch, self._drafted)
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
@@ -330,15 +338,6 @@ class RunnerV2:
         """One forward of the target over made-up tokens, with the logits of all of them."""
         hidden, _ = self._runner._dummy_run(rows)
         self._runner.model.compute_logits(hidden[:rows])
-
-    @contextlib.contextmanager
-    def counted_memory(self) -> Iterator[None]:
-        """What is allocated meanwhile counts as the model's, which vLLM leaves room for."""
-        from vllm.utils.mem_utils import DeviceMemoryProfiler
-
-        with DeviceMemoryProfiler() as taken:
-            yield
-        self._runner.model_memory_usage += taken.consumed_memory
 
     def _params_of(self, req_id: str) -> RequestParams:
         params = self._params.get(req_id)

@@ -3,8 +3,9 @@
 
 vLLM wants a tensor of drafts as soon as it has sampled, and lists when it schedules. Ours are begun
 at the first question and finished at the second, of their true lengths. Where steps are scheduled
-ahead there is no second question: they are begun and finished where the next step begins, as a look
-at what was sampled waits for it, and an engine core that waits does not hand out the tokens before.
+ahead there is no second question: they are begun where the next step begins, as a look at what was
+sampled waits for it, and an engine core that waits does not hand out the tokens before; and they
+are finished when all else of that step is prepared.
 """
 
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
@@ -43,6 +45,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._sampled: tuple[InputBatch, torch.Tensor] | None = None
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
+        self._handed: list[list[int]] = []  # the same on every rank
         self._handed_out: DraftTokenIds | None = None
         self._begun = False  # whether requests have, in the present step
 
@@ -52,8 +55,10 @@ class HeteroSpeculator(BaseSpeculator):
         self.proposer.bind(self._seam)
         self._seam.replace_drafts_handler(self)
         self._seam.map_adapters_by_row()
-        with self._seam.counted_memory():
+        self._seam.inputs.before_forwards(self.fill)
+        with DeviceMemoryProfiler() as taken:
             self.proposer.load_model(runner.get_model())
+        runner.model_memory_usage += taken.consumed_memory  # which vLLM leaves room for
 
     @property
     def seam(self) -> RunnerV2:
@@ -88,14 +93,14 @@ class HeteroSpeculator(BaseSpeculator):
         """
         self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:
-            return self.seam.no_drafts(input_batch)
+            return self.seam.inputs.nothing(input_batch)
         self._sampled = input_batch, num_sampled
         if self.seam.staged or not self.seam.tiers:
             self._begin()
         if self.seam.staged and self._batch is not None:
             self.finish()
-            return self.seam.handed_out_rows(input_batch)
-        return self.seam.no_drafts(input_batch)
+            return self.seam.inputs.of(input_batch)
+        return self.seam.inputs.nothing(input_batch)
 
     def _begin(self) -> None:
         """Look at the last step, once it has sampled, and begin its drafts."""
@@ -120,16 +125,32 @@ class HeteroSpeculator(BaseSpeculator):
             if not goes_on:  # and the engine may have had nothing to do for long
                 self.seam.untimed()
         self.seam.ended = scheduler_output.finished_req_ids
-        self.finish()
+        self._begin()
+        if not self.seam.prepares_first(scheduler_output):
+            self.finish()
         self._begun = self.seam.begins(scheduler_output)
+
+    def fill(self, batch: "InputBatch") -> None:
+        """All of a step is prepared but for its drafts, if they are still being made."""
+        if self._hand_out(late=True) is not None:
+            self.seam.fill(batch)
 
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
         self._begin()
+        batch = self._hand_out()
+        # Padding is computed, and has to be tokens that exist.
+        if batch is not None and (any(self._handed) or self.seam.tiers):
+            self.seam.inputs.put(batch, self._handed)
+
+    def _hand_out(self, *, late: bool = False) -> "InputBatch | None":
+        """Finish the drafts that were begun, if any; of which batch they are."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self.proposer.finish()
-            self._handed_out = self.seam.hand_out(batch, self._agreed())
+            self._handed = self._agreed()
+            self._handed_out = self.seam.hand_out(batch, self._handed, late=late)
+        return batch
 
     def _agreed(self) -> list[list[int]]:
         """The drafts of the first rank, on all ranks: each puts them into its own runner."""
