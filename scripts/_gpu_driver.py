@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import _gpu_graphs
-import _shell
 from _gpu_engine import (
     Continuation,
     Facts,
@@ -44,15 +43,16 @@ class Answers:
     def __init__(self, setup: Setup) -> None:
         self._said: list[str] = []
         vllm_hetero_spec.register()  # also where the package is not installed, only on the path
-        _shell.register()
         logger = logging.getLogger("vllm.hetero_spec")  # vLLM has set up its own by now
         logger.setLevel(logging.INFO)
         logger.addHandler(_Kept(self._said))
         self._llm = start(setup)
         self._driver = Driver(self._llm)
+        self._proposer: Any = None
+        if not setup.watched:
+            return
         core = self._llm.llm_engine.engine_core.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        self._proposer: Any = None
         if hasattr(self._llm.llm_engine.vllm_config.speculative_config, "hetero"):
             from _gpu_watch import Watch
 
@@ -230,7 +230,7 @@ def build(setup: Setup) -> Callable[[Any], Any]:
         ConfigError: vLLM or the plugin refused the models or the configuration.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = setup.runner
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not setup.watched))
     return Answers(setup).answer
 
 

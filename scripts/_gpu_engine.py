@@ -18,9 +18,12 @@ class Setup(EngineSpec):
 
     Attributes:
         runner: vLLM's model runner, "1" for V2 and "0" for V1.
+        watched: Engine core and worker are in the driver's process, where they can be reached;
+            otherwise they are in their own, as users have them, and can only be given tasks.
     """
 
     runner: str = "0"
+    watched: bool = True
 
 
 @dataclass(frozen=True)

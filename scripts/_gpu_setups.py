@@ -138,18 +138,14 @@ class Setups:
         engine |= {
             "dtype": "float32" if self._bytes == 4 else "bfloat16",
             "load_format": _shell.FORMAT,
+            "worker_extension_cls": "_shell_worker.ShellWorker",
             "max_model_len": MAX_MODEL_LEN,
             "kv_cache_memory_bytes": self._kv_bytes(self._target),
         }
         if self._options.on_gpu:
-            sizes = [1 << power for power in range(7)]
             engine |= {
                 "gpu_memory_utilization": 0.05,  # only asked to be free: others are up as well
-                "compilation_config": {
-                    "mode": 0,
-                    "cudagraph_mode": "FULL_DECODE_ONLY",
-                    "cudagraph_capture_sizes": sizes,
-                },
+                "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
             }
         if self._backend:
             engine["attention_backend"] = self._backend

@@ -146,7 +146,7 @@ def test_a_tree_that_is_void_on_the_device_emits_one_token(
     """As where the device counts other tokens than the host has planned with."""
 
     def laid_out(self: SideSequences, is_tree: torch.Tensor) -> None:
-        original(self, is_tree & (torch.arange(len(is_tree)) % 2 == 0))
+        original(self, is_tree & (torch.arange(len(is_tree), device=is_tree.device) % 2 == 0))
 
     original = SideSequences.laid_out
     with overheard(compared.llm) as known:
