@@ -95,13 +95,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a load: so many requests of one kind at a time, for so many seconds."""
+    """A stretch of a load: so many requests of one kind at a time, for so many seconds.
+
+    Attributes:
+        prompt: Tokens that the drafter has to read of each request that is new in it.
+    """
 
     batch: int
     seconds: float
     text: Text
     machine: Machine
     random: bool = False
+    prompt: int = 0
 
 
 def run(
@@ -130,7 +135,7 @@ def run(
         drafts = DraftStream(phase.text, limit, seed + number)
         server = _Server(controller, clock, phase, drafts, limit, generator, can_stop_early)
         ends = clock.now + phase.seconds
-        pending = (pending + [0] * phase.batch)[: phase.batch]
+        pending = (pending + [phase.prompt] * phase.batch)[: phase.batch]
         while clock.now < ends:
             server.step(pending, outcome)
             if not outcome.switches or outcome.switches[-1][1] != controller.regime:

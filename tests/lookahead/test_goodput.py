@@ -123,6 +123,26 @@ def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
     assert outcome.rate > 0.92 * max(best, alone)  # on an edge it takes seconds to find out
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
+    """A prompt that is read and a few tokens that are lost take a GPU many steps of the target."""
+    on = Machine(
+        target=lambda rows: 0.005,
+        drafter=lambda batch: 0.0018,
+        overhead=lambda batch: 0.0025,
+        catch_up=17e-5 / batch,
+        noise=0.03,
+        tiers=(0, 3, 5),
+    )
+    phase = Phase(batch, 0.6, Text(0.95, 0.5, 0.8), on, prompt=80)
+    for seed in range(12):
+        costs = CostModel(target=[(1, 0.006), (64, 0.006)], drafter=[(1, 0.0016)], catch_up=1e-4)
+        clock = Clock()
+        controller = Goodput(Estimates.of(costs, 5), clock=clock)
+        ours = run(controller, clock, [phase], limit=5, seed=seed)
+        assert ours.speedup > 1.1, seed
+
+
 def test_a_machine_that_works_in_tiles() -> None:
     """The rows behind a dear one are cheap: whoever stops before it gives them away."""
     on = machine(lambda rows: 0.04 + 0.012 * math.ceil(rows / 8), 0.08)

@@ -127,6 +127,12 @@ class CostModel:
         """Seconds to feed a request's context tokens, beyond what any round feeds."""
         return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
+    def reading(self, batch: float, steps: float, seconds: float, fed: int) -> float:
+        """Seconds of a round that it takes longer for a long catch-up, where it has one."""
+        if fed - _USUAL_FEED * batch < _LONG_FEED or not self._drafter.known:
+            return 0.0
+        return max(0.0, seconds - steps * self._drafter.seconds(batch))
+
     def side(self, context: float) -> float:
         """Seconds that a side sequence over so much context takes beside its rows."""
         tokens, seconds = self._read_again

@@ -26,7 +26,8 @@ _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are ap
 _RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
 # While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
 _WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
-_WARM_UP_LOST = 2.0  # plain steps, at most, before a useless drafter is given up
+_WARM_UP_LOST = 2.0  # plain steps, at most, before a useless drafter is given up, or, where these
+_WARM_UP_SECONDS = 0.05  # are quick, so many seconds; not those in which texts are read at first
 # Forecasts are made anew after probes, for another load, and else
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
@@ -81,7 +82,8 @@ class Goodput(Controller):
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
-        self._warm_up_lost = 0.0  # plain steps
+        self._warm_up_lost = 0.0  # seconds
+        self._read = 0.0  # of them, in the present step: texts that the drafter had not read
         self._good = known._replace(acceptance=AcceptanceStats(self._positions))  # hoped for
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
@@ -170,6 +172,7 @@ class Goodput(Controller):
         if self._budget.probing:
             self._budget.charge(seconds * waited / steps + overhead)
         looks = wide and self._looks
+        self._read = self._costs.reading(batch, steps, seconds, fed)
         self._costs.observe_drafting(batch, steps, seconds, overhead, fed, wide=wide, looks=looks)
         self.known.steps.observe(longest, waited)
 
@@ -191,7 +194,10 @@ class Goodput(Controller):
         self._throughput.add(self._load, tokens, seconds)
         if not self.off and self._warming_up():
             plain = self._target_seconds_per_token()
-            self._warm_up_lost += (seconds / plain - tokens) / self._batch
+            self._warm_up_lost += seconds - self._read - tokens * plain
+            most = max(_WARM_UP_LOST * self._batch * plain, _WARM_UP_SECONDS)
+            self._warms_up = self._warm_up_lost <= most
+        self._read = 0.0
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
@@ -245,8 +251,7 @@ class Goodput(Controller):
         return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
 
     def _warming_up(self) -> bool:
-        drafts, lost = self._acceptance.drafts, self._warm_up_lost
-        return self._warms_up and drafts < _WARM_UP_DRAFTS and lost <= _WARM_UP_LOST
+        return self._warms_up and self._acceptance.drafts < _WARM_UP_DRAFTS
 
     def _warm_up_gain(self, limits: Sequence[int]) -> float:
         """The gain if drafts were good, while warming up; then 0."""
