@@ -166,10 +166,10 @@ class Drafter:
             row.sequence.kv_ids.extend(row.pending)
         if behind.last is not None and current.own.draws and not current.plan.forks.size:
             self._judge_before_drawing(current, behind)
-        with self._stopwatch:
-            if current.own:
+        if current.own or current.plan.forks.size:
+            with self._stopwatch:
                 current.own.pick(behind.logits, self._steps.picked, 0)
-            current.own.leave(self._steps.picked, 0, self._steps.forks)
+                current.own.leave(self._steps.picked, 0, self._steps.forks)
         self.forwards += 1
         if singles < len(rows):
             current.spans = self._along_spans(rows[singles:], behind.logits[singles:])
@@ -263,27 +263,27 @@ class Drafter:
         self._fetch(current)
 
     def _take_steps(self, current: Round, control: Control | None) -> None:
-        picked, current.taken = self._steps.picked, 1
-        confidences: dict[str, list[float]] = {}
-        for number in range(1, current.plan.steps):
-            if control is not None and control.can_stop_early:
-                count = current.plan.active[number - 1]
-                rows = [row for row in current.rows[:count] if row.steps >= number]
-                for row, peak in zip(rows, picked.read(number - 1, count), strict=False):
-                    confidences.setdefault(row.task.req_id, []).append(peak)
-                drafting = {row.task.req_id for row in rows}
-                so_far = {key: of for key, of in confidences.items() if key in drafting}
-                if not control.continue_drafting(so_far):
-                    break
+        current.taken = 1
+        if control is None or not control.can_stop_early:
             with self._stopwatch:
-                if current.own:
-                    current.own.feed(picked.ids(number - 1, current.plan.active[number]))
-                logits = self._steps.step(number)
-                if current.own:
-                    current.own.pick(logits, picked, number)
-                current.own.leave(picked, number, self._steps.forks)
-            current.taken += 1
-            self.forwards += 1
+                for number in range(1, current.plan.steps):
+                    self._take_step(current, number)
+            return
+        for number in range(1, current.plan.steps):
+            peaks = self._steps.picked.read(number - 1, current.plan.active[number - 1])
+            if not control.continue_drafting(current.looked_at(number, peaks)):
+                break
+            with self._stopwatch:
+                self._take_step(current, number)
+
+    def _take_step(self, current: Round, number: int) -> None:
+        picked, own = self._steps.picked, current.own
+        if own:
+            own.feed(picked.ids(number - 1, current.plan.active[number]))
+        own.pick(self._steps.step(number), picked, number)
+        own.leave(picked, number, self._steps.forks)
+        current.taken += 1
+        self.forwards += 1
 
     def _fetch(self, current: Round) -> None:
         current.fetched = self._receiver.fetch(self._steps.picked.kept[: current.taken])

@@ -99,7 +99,7 @@ class Recording:
             return 0
         finally:
             gc.unfreeze()
-        taken = free - torch.cuda.mem_get_info()[0]
+        taken = max(0, free - torch.cuda.mem_get_info()[0])  # others may have given some back
         logger.info(
             "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
             len(self._mode.shapes),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round of drafting that has begun."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_hetero_spec.draft.drawing import SampledMethod
@@ -23,6 +24,7 @@ class Round:
         plan: Where everything goes.
         own: What is not the drafter's best.
         taken: Steps that were queued, catching up included; 0 where nothing is drafted.
+        confidences: By request, of the tokens so far, where a controller looks at them.
         candidates: For the first tokens, on their way: see `FirstTokens`.
         others: What drafts begin with, where that had to be known before tokens were drawn.
         known: Of the requests whose draft begins in the place of the text's last token, the bytes
@@ -37,12 +39,26 @@ class Round:
     plan: RoundPlan
     own: OwnPicks
     taken: int = 0
+    confidences: dict[str, list[float]] = field(default_factory=dict)
     candidates: Candidates | None = None
     others: dict[int, Beginning] | None = None
     known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
     spans: list[DrafterTokens] = field(default_factory=list)
+
+    def looked_at(self, number: int, peaks: Sequence[float]) -> dict[str, list[float]]:
+        """The confidences so far of the requests that are drafted for in a step.
+
+        Args:
+            number: Of the step.
+            peaks: Those of the step before, of all that were in it.
+        """
+        before = self.rows[: self.plan.active[number - 1]]
+        rows = [row for row in before if row.steps >= number]
+        for row, peak in zip(rows, peaks, strict=False):
+            self.confidences.setdefault(row.task.req_id, []).append(peak)
+        return {row.task.req_id: self.confidences[row.task.req_id] for row in rows}
 
     def drafted(
         self, confidences: bool, ends: frozenset[int], sampling: SampledMethod | None
