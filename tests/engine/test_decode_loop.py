@@ -160,6 +160,24 @@ def test_graphs_draft_as_without(
     assert eager.drafter.overruled == 0
 
 
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
+    may_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `begin` where it may wait: the device has work while something else is done."""
+    monkeypatch.setattr(first_tokens, "_OFTEN", -1.0)
+    eager, recorded = World(looks_back=True), World(looks_back=True)
+    graphs = record(recorded, in_graph=True)
+    recorded.drafter.waits, recorded.drafter.may_wait = True, may_wait
+    second = lambda ids, _: FirstToken(ids[1])  # noqa: E731
+    rows = [world.row("a", [5, 6, 7], 3, second) for world in (eager, recorded)]
+    eager.drafter.begin([rows[0]])
+    recorded.drafter.begin([rows[1]])
+    assert graphs.replays == 2 * may_wait  # what catches up so short a text is no graph
+    alike(eager.drafter.finish(), recorded.drafter.finish())
+    assert (graphs.replays, recorded.drafter.overruled) == (2, 0)
+
+
 def behind(text: Sequence[int]) -> torch.Tensor:
     """The drafter's logits [V_D] behind a text."""
     world = World()

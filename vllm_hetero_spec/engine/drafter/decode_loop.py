@@ -3,9 +3,9 @@
 
 A round has two halves. `begin` queues everything without waiting for the device: all lengths are
 known on the host, and the next input is what the last step picked. `finish` waits once, for what
-was picked. Where a controller is asked between steps, or a first token is judged, on a CPU, there
-is nothing to wait for; on a device the first token is judged while the steps behind it run, which
-begin anew where the judge wants another, or before them where it often does, or tokens are drawn.
+was picked. On a CPU controllers and judges of first tokens are asked between steps; on a device
+they are judged while the steps behind them run, which begin anew where the judge wants another, or
+before those steps where it often does, or tokens are drawn.
 """
 
 from collections.abc import Collection, Sequence
@@ -45,8 +45,7 @@ class Drafter:
         sampling: What sampled drafts propose; None where all are greedy.
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
-        beside: Tokens of each row that are fetched beside the one that is picked, in rounds with
-            trees.
+        beside: Tokens of each row that are fetched beside the one that is picked, for trees.
         looks_back: Drafts may begin in the place of a text's last token.
 
     Attributes:
@@ -54,7 +53,7 @@ class Drafter:
         max_length: Most tokens of a sequence.
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
-        waits: Whether a look at what was drafted waits for a device.
+        waits: Whether a look at what was drafted waits for a device; `begin` may if `may_wait`.
         overruled: Rounds of which the steps began anew behind another first token.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
@@ -80,7 +79,7 @@ class Drafter:
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
         self.forwards = 0
         self.overruled = 0
-        self.waits = device.type != "cpu"
+        self.waits, self.may_wait = device.type != "cpu", False
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
         self._send_own = Sender(device, _OWN_PACKETS).send
@@ -255,9 +254,10 @@ class Drafter:
         elif any(row.choose for row in current.rows):
             with self._stopwatch:
                 current.candidates = self._first.fetch(behind, current.plan.active[0])
-            if not self.waits or current.own:  # what was drawn behind it could not be drawn anew
+            late = self._first.often_others  # and what is drawn could not be drawn anew
+            if not self.waits or current.own or (late and self.may_wait):
                 self._judge(current)
-            elif self._first.often_others:
+            elif late:
                 return
         self._take_steps(current, control)
         self._fetch(current)

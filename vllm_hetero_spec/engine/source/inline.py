@@ -93,6 +93,7 @@ class InlineSource:
             beside=_BESIDE if options.tree_nodes else 0,
             looks_back=pair.looks_back,
         )
+        self.drafter.may_wait = scheduler.async_scheduling  # both halves come one after the other
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
         # vLLM's sleep mode keeps what it has allocated, and would not give it back for graphs.
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
