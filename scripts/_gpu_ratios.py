@@ -2,23 +2,26 @@
 """Part C of `measure_gpu.py`: tokens per second beside the target alone, in interleaved rounds.
 
 The target alone stays up and runs in every round; the other engines come in groups of as many as
-fit into the memory beside it. A ratio is one of two runs of the same round.
+fit into the memory beside it. A ratio is one of two runs of the same round. All run as users have
+them, but for those whose acceptance is imposed: they are watched, and so is a target alone beside
+them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from _gpu_engine import Continuation, Facts, GpuEngine, Lesson, Outcome, Record, Setup, Task
 from _gpu_parts import RATE, Report, Result
-from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, shells, tried
+from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, served, shells, tried
 
 from vllm_hetero_spec.report.figures import speedup
 
 _BATCHES = (1, 8)
+_FIXED = {"controller": "fixed"}
 # In bfloat16 logits between 16 and 32 are steps of 1/8 apart. Rows of another batch are rounded
 # otherwise, so that the better of two tokens that are two steps apart may change.
 _GAP = 0.25
@@ -31,7 +34,7 @@ class Variant:
 
     Attributes:
         engine: Which engine.
-        lookahead: Fixed; None leaves it to the engine.
+        lookahead: Fixed, of a watched engine; None leaves it to the engine.
         taught: Whether acceptance is imposed.
     """
 
@@ -44,6 +47,10 @@ class Variant:
         """What is to be told of it."""
         imposed = {"imposed_rate": RATE} if self.taught else {}
         return {"engine": self.engine, "lookahead": self.lookahead, **imposed}
+
+
+# Engines to start, by name, and what they run.
+Group: TypeAlias = Mapping[str, tuple[Setup, Sequence[Variant]]]
 
 
 class Rounds:
@@ -130,9 +137,7 @@ class Engines:
     def __init__(self, options: Options, facts: Result) -> None:
         self._options, self._facts = options, facts
 
-    def up(
-        self, variants: Mapping[str, tuple[Setup, Sequence[Variant]]], stack: ExitStack
-    ) -> list[tuple[Variant, GpuEngine]]:
+    def up(self, variants: Group, stack: ExitStack) -> list[tuple[Variant, GpuEngine]]:
         """Start engines until the stack is left; their variants, none of those that fail."""
         found: list[tuple[Variant, GpuEngine]] = []
         for name, (setup, of) in variants.items():
@@ -140,7 +145,7 @@ class Engines:
 
             def begin(setup: Setup = setup, engines: list[GpuEngine] = engines) -> Result:
                 engines.append(stack.enter_context(running(self._options, setup)))
-                return dict(engines[0].ask(Facts()))
+                return dict(engines[0].ask(Facts())) if setup.watched else {}
 
             self._facts[name] = tried(begin)
             if "error" not in self._facts[name]:
@@ -156,25 +161,34 @@ def part_c(options: Options, report: Report) -> bool:
             "free; the other parts need less (--parts 0 A B D)"
         )
     rounds, most = (3, 128) if options.on_gpu else (1, 16)
-    with shells(options) as (target, drafter), ExitStack() as outer:
+    with shells(options) as (target, drafter):
         setups = Setups(options, exact=False, batch=max(_BATCHES), target=target, drafter=drafter)
         result: Result = {"shapes": [target.name, drafter.name], "engines": {}, "rows": []}
         engines = Engines(options, result["engines"])
-        first, *groups = _groups(setups, options)
-        (reference,) = engines.up(first, outer)
         texts = options.texts(max(_BATCHES))
-        table = Rounds(reference[1].ask(Record(texts, most + LOOKAHEAD)), texts, most)
-        for group in groups:
+
+        def run(reference: tuple[Variant, GpuEngine], group: Group) -> None:
             with ExitStack() as inner:
                 others = engines.up(group, inner)
 
-                def run(others: Sequence[tuple[Variant, GpuEngine]] = others) -> Result:
+                def rounded() -> Result:
                     table.run(rounds, reference, others)
                     return {}
 
-                result |= tried(run)
+                result.update(tried(rounded))
                 result["rows"] = list(table.rows())
                 report(result)
+
+        with ExitStack() as outer:
+            (alone,) = engines.up(
+                {"alone, watched": (setups.alone(), [Variant("alone, watched")])}, outer
+            )
+            table = Rounds(alone[1].ask(Record(texts, most + LOOKAHEAD)), texts, most)
+            run(alone, _taught(setups, options))
+        with ExitStack() as outer:
+            (alone,) = engines.up({"alone": (served(setups.alone()), [Variant("alone")])}, outer)
+            for group in _groups(setups, options):
+                run(alone, group)
         good = "error" not in result and all("error" not in e for e in result["engines"].values())
         allowed = 0.0 if setups.exact else _GAP
         for row in result["rows"]:
@@ -183,40 +197,31 @@ def part_c(options: Options, report: Report) -> bool:
         return good
 
 
-def _groups(
-    setups: Setups, options: Options
-) -> Iterator[Mapping[str, tuple[Setup, Sequence[Variant]]]]:
-    """Engines that are up together; the first, which is the reference, beside all others."""
-    *slower, fastest = modes(options).items()
-    alone = {"alone": setups.alone()}
-    others = {}
-    ours = f"ours, {fastest[0]}"
+def _taught(setups: Setups, options: Options) -> Group:
+    """Engines whose acceptance is imposed, or that are told not to draft."""
+    *_, (mode, given) = modes(options).items()
+    variants = [Variant("ours, watched", far, far > 0) for far in (0, 3, LOOKAHEAD)]
+    return {f"ours, {mode}, watched": (setups.ours({**_FIXED, **given}), variants)}
+
+
+def _groups(setups: Setups, options: Options) -> Iterator[Group]:
+    """Engines that are up together beside the target alone."""
+    *slower, (mode, given) = modes(options).items()
+
+    def ours(more: Mapping[str, Any], runner: str = "", **engine: Any) -> Setup:
+        return served(setups.ours({**given, **more}, runner=runner, **engine))
+
+    def group(**of: Setup) -> Group:
+        return {name: (setup, [Variant(name)]) for name, setup in of.items()}
+
+    name = f"ours, {mode}"
+    fixed = {far: {**_FIXED, "num_speculative_tokens": far} for far in (3, LOOKAHEAD)}
+    yield group(**{name: ours({}), "vLLM's TLI": served(setups.tli())})
+    yield group(**{f"{name}, lookahead {far}": ours(of) for far, of in fixed.items()})
     if options.on_gpu:
-        alone["alone, V1"] = setups.alone("0")
-        others[f"{ours}, not ahead"] = setups.ours(fastest[1], async_scheduling=False)
-        others[f"{ours}, V1"] = setups.ours(fastest[1], runner="0")
-    (name, setup), *rest = alone.items()
-    yield {name: (setup, [Variant(name)])}
-    lookaheads = (3, 5, None)
-    every = [Variant(ours, far, taught) for far in lookaheads for taught in (False, True)]
-    every.append(Variant(ours, 0))
-    yield {
-        ours: (setups.ours(fastest[1]), every),
-        **{other: (it, [Variant(other)]) for other, it in rest},
-    }
-    if others:
-        few = [(0, False), (LOOKAHEAD, True)]
-        yield {name: (it, [Variant(name, *of) for of in few]) for name, it in others.items()}
-    yield {
-        "vLLM's TLI": (setups.tli(), [Variant("vLLM's TLI", LOOKAHEAD)]),
-        **{
-            f"ours, {mode}": (
-                setups.ours(given),
-                [Variant(f"ours, {mode}", LOOKAHEAD, taught) for taught in (False, True)],
-            )
-            for mode, given in slower
-        },
-    }
+        yield group(**{"alone, V1": served(setups.alone("0")), f"{name}, V1": ours({}, "0")})
+        apart = {f"{name}, not ahead": ours({}, async_scheduling=False)}
+        yield group(**apart, **{f"ours, {slow}": ours(of) for slow, of in slower})
 
 
 def _rounded(value: float) -> float:

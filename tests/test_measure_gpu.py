@@ -14,7 +14,7 @@ import pytest
 import torch
 from _gpu_engine import Lesson, Profile, Record, Task
 from _gpu_profile import device_use
-from _gpu_ratios import _groups, part_c
+from _gpu_ratios import _groups, _taught, part_c
 from _gpu_setups import LOOKAHEAD, Options, Setups, running
 from _gpu_watch import is_right
 from tape_graphs import TapeGraphs
@@ -102,24 +102,33 @@ def test_acceptance_is_imposed_and_the_output_stays(
 
 
 def test_both_runners_are_compared_on_a_gpu(demo_pair: Path) -> None:
-    """Each alone; ours on V1, and on V2 ahead and one step after the other, drafting and not."""
+    """As users have them: ours on V1, and on V2 ahead and one step after the other."""
     options = Options(demo_pair / "target", demo_pair / "drafter", Path(), "", True, False)
-    compared = {
-        (setup.runner, bool(setup.speculative_config), setup.engine.get("async_scheduling")): {
-            variant.lookahead for variant in variants
-        }
-        for group in _groups(Setups(options, exact=False, batch=8), options)
-        for name, (setup, variants) in group.items()
+    setups = Setups(options, exact=False, batch=8)
+    served = [
+        setup
+        for group in _groups(setups, options)
+        for name, (setup, _) in group.items()
         if "TLI" not in name and "eager" not in name
+    ]
+    compared = {
+        (setup.runner, bool(setup.speculative_config), setup.engine.get("async_scheduling"))
+        for setup in served
     }
-    assert compared.keys() == {
-        ("1", False, None),
+    assert compared == {
         ("0", False, None),
         ("1", True, None),
         ("1", True, False),
         ("0", True, None),
     }
-    assert all(0 in far for (_, ours, _), far in compared.items() if ours)
+    assert not any(setup.watched or "compilation_config" in setup.engine for setup in served)
+    ((taught, variants),) = _taught(setups, options).values()
+    assert taught.watched
+    assert [(variant.lookahead, variant.taught) for variant in variants] == [
+        (0, False),
+        (3, True),
+        (LOOKAHEAD, True),
+    ]
 
 
 def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
