@@ -20,6 +20,17 @@ BASE: dict[str, Any] = {
     "max_num_seqs": 32,
     "disable_log_stats": False,
 }
+# On a GPU, where `scripts/test_gpu.sh` says so: in float32 too, with CUDA graphs, in a small part
+# of its memory, as others run beside; blocks are as on a CPU, for scenarios that count them.
+if "HETERO_SPEC_ON_GPU" in os.environ:
+    BASE |= {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
+        "attention_backend": "TRITON_ATTN",
+        "block_size": 128,
+        "gpu_memory_utilization": 0.03,
+    }
 
 
 HERE = Path(__file__).parent
