@@ -17,7 +17,7 @@ from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import first_tokens
+from vllm_hetero_spec.engine.drafter import draft_batch, first_tokens
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
@@ -176,6 +176,28 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
     assert graphs.replays == 2 * may_wait  # what catches up so short a text is no graph
     alike(eager.drafter.finish(), recorded.drafter.finish())
     assert (graphs.replays, recorded.drafter.overruled) == (2, 0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_done_between_the_halves_is_a_cost_where_steps_would_hide_it(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which the halves take no time, and what is between them ten seconds."""
+    world, told, clock = World(), [], SimpleNamespace(now=0.0)
+    task = world.row("a", [5, 6, 7], 0).task
+    task.state.close(world.pool)
+    task.state.align(world.pool, 0)
+    world.drafter.may_wait = ahead
+    special: Any = SimpleNamespace(banned=frozenset(), proposed={}, drafter_eos=frozenset())
+    rounds = DraftBatchRunner(IdentityBridge(special), world.drafter, world.pool, DraftStats(), 99)
+    control: Any = SimpleNamespace(
+        can_stop_early=False, drafted=lambda timing, drafts: told.append(timing.overhead)
+    )
+    monkeypatch.setattr(draft_batch, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    rounds.begin([task], iter(()), control)
+    clock.now = 10.0
+    rounds.finish()
+    assert told == pytest.approx([10.0 if ahead else 0.0], abs=1.0)
 
 
 def behind(text: Sequence[int]) -> torch.Tensor:
