@@ -170,12 +170,12 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
     graphs = record(recorded, in_graph=True)
     recorded.drafter.waits, recorded.drafter.may_wait = True, may_wait
     second = lambda ids, _: FirstToken(ids[1])  # noqa: E731
-    rows = [world.row("a", [5, 6, 7], 3, second) for world in (eager, recorded)]
+    rows = [world.row("a", [5, 6, 7, 8], 3, second) for world in (eager, recorded)]
     eager.drafter.begin([rows[0]])
     recorded.drafter.begin([rows[1]])
-    assert graphs.replays == 2 * may_wait  # what catches up so short a text is no graph
+    assert graphs.replays == (3 if may_wait else 1)
     alike(eager.drafter.finish(), recorded.drafter.finish())
-    assert (graphs.replays, recorded.drafter.overruled) == (2, 0)
+    assert (graphs.replays, recorded.drafter.overruled) == (3, 0)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -198,6 +198,26 @@ def test_what_is_done_between_the_halves_is_a_cost_where_steps_would_hide_it(
     clock.now = 10.0
     rounds.finish()
     assert told == pytest.approx([10.0 if ahead else 0.0], abs=1.0)
+
+
+def test_long_texts_are_read_by_graphs() -> None:
+    """In parts, of which no graph takes more; beside one that goes on, and without an eager one."""
+    eager, recorded = World(), World()
+    graphs = record(recorded, in_graph=True)
+    fed = recorded.drafter.model.fed
+    for lengths in ([21], [30, 13], [31, 30, 17]):
+        drafted = []
+        for world in (eager, recorded):
+            rows = [
+                world.row(f"{len(lengths)} {number}", list(range(1, 1 + length)), 3)
+                for number, length in enumerate(lengths)
+            ]
+            drafted.append(world.drafter.run(rows))
+            for row, length in zip(rows, lengths, strict=True):
+                assert row.sequence.kv_ids[:length] == list(range(1, 1 + length))
+        alike(*drafted)
+    assert recorded.drafter.model.fed == fed
+    assert graphs.replays == (2 + 3) + (3 + 3) + (3 + 3)  # parts, and what catches up and drafts
 
 
 def behind(text: Sequence[int]) -> torch.Tensor:
@@ -390,7 +410,7 @@ def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) ->
             record(world, in_graph=True)
         world.drafter.waits = True
         choose = (lambda ids, last: FirstToken(ids[0])) if judged else None
-        rows = [world.row(str(i), [3, 4, 5 + i], LOOKAHEAD, choose) for i in range(3)]
+        rows = [world.row(str(i), [2, 3, 4, 5 + i], LOOKAHEAD, choose) for i in range(3)]
         sent.clear()
         fetched.clear()
         with Crossings() as crossings:

@@ -10,7 +10,7 @@ import torch
 from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter import recording
-from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.round_plan import Planner, table_width
 from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
@@ -46,6 +46,37 @@ def test_the_stream_of_graphs_has_run_before_memory_is_measured(
     of = Recording(drafter, DraftingMode(shapes, False, ""), measured=False)
     of.read_most(64, 4)
     assert read == [("the usual", 32), *[("graphs'", 1)] * bool(shapes)]
+
+
+@pytest.mark.parametrize(("widest", "recorded"), [(128, 3), (8, 2), (1, 0)])
+def test_where_the_widest_graphs_fail_the_others_are_recorded(
+    widest: int, recorded: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without them rounds take several times as long; without the widest, prompts alone."""
+
+    def record(graphs: Any, shapes: Any, support: Any) -> None:
+        if max(width for _, width in shapes) > widest:
+            raise RuntimeError("out of luck")
+        done.append(len(shapes))
+
+    done: list[int] = []
+    monkeypatch.setattr(recording, "CudaGraphs", Graphs)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    of = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.bfloat16)
+    support = GraphSupport(in_graph=True, several_tokens=True)
+    model = SimpleNamespace(
+        device=torch.device("cuda"), config=SimpleNamespace(model_config=of), graph_support=support
+    )
+    drafter: Any = SimpleNamespace(model=model, beside=0, record=record)
+    shapes = (1, 1), (1, 8), (1, 128)
+    with caplog.at_level("INFO", "vllm.hetero_spec"):
+        Recording(drafter, DraftingMode(shapes, False, ""), measured=False).record()
+    assert done == [recorded] * bool(recorded)
+    said = caplog.text
+    assert ("reads long texts eagerly" in said) == (widest < 128)
+    assert ("runs eagerly" in said) == (not recorded)
+    assert (f"by CUDA graphs: {recorded} shapes" in said) == bool(recorded)
 
 
 @pytest.mark.parametrize(("size", "width"), [(16, 8), (32, 4), (128, 1), (48, 8), (256, 1)])

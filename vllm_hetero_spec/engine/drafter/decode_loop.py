@@ -20,6 +20,7 @@ from vllm_hetero_spec.engine.drafter.first_tokens import CANDIDATE_BYTES, Beginn
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.picked import Picked
+from vllm_hetero_spec.engine.drafter.reading import read_in_parts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
@@ -141,21 +142,20 @@ class Drafter:
     def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:
         """Feed every row's pending ids and draft its steps; `finish` has to follow.
 
-        The sum of all pending ids is one forward: the caller keeps it within its token budget.
+        All pending ids may be one forward: the caller keeps their sum within its token budget.
 
         Args:
             rows: The requests of the round, none with more than `most_steps`.
-            control: Asked after every step whether to go on, where it wants to be, at the cost of
-                a wait for the device.
+            control: Asked after every step whether to go on, if it wants to be, at a wait's cost.
         """
         spans = [False] * len(rows)
         if self.merges:
             spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
-        places = [(merges, -row.steps) for merges, row in zip(spans, rows, strict=True)]
-        order = sorted(range(len(rows)), key=places.__getitem__)
-        rows = [rows[i] for i in order]
-        singles = len(rows) - sum(spans)
+        order = sorted(range(len(rows)), key=lambda at: (spans[at], -rows[at].steps))
         self._steps.picked.wide = wide(rows) and self.beside > 0
+        rows = [rows[i] for i in order]
+        read_in_parts(rows, self._steps, self._planner, self._stopwatch)
+        singles = len(rows) - sum(spans)
         current = self._round = self._planned(rows, order, singles)
         with self._stopwatch:
             behind = self._steps.begin(current.plan)

@@ -7,7 +7,7 @@ serves all steps. What no graph fits (prompts, batches beyond the largest) runs 
 drafts may be trees, each is recorded twice: rounds of chains do not look beside their tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,9 @@ class RecordedSteps:
         self._in_graph = support.in_graph
         shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
         self._sizes = sorted({size for size, _ in shapes})
+        self._widths = {
+            size: sorted(width for of, width in shapes if of == size) for size in self._sizes
+        }
         self.replays, self.forks = 0, self._eager.forks
         self._plan: RoundPlan | None = None
         self._replays_round = False
@@ -87,10 +90,12 @@ class RecordedSteps:
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """See `Steps`."""
-        size = next((size for size in self._sizes if size >= count), 0)
-        widths = sorted({width for of, width, _ in self._recordings if of == size})
-        fitting = (width for width in widths if pending <= width <= context)
-        return Shape(size, next(fitting, 0))
+        fitting = (width for width in self.widths(count) if pending <= width <= context)
+        return Shape(self._size(count), next(fitting, 0))
+
+    def widths(self, count: int) -> Sequence[int]:
+        """See `Steps`."""
+        return self._widths.get(self._size(count), ())
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""
@@ -145,6 +150,9 @@ class RecordedSteps:
     def again(self) -> None:
         """See `Steps`."""
         self._on.step.fill_(1)
+
+    def _size(self, count: int) -> int:
+        return next((size for size in self._sizes if size >= count), 0)
 
     def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
         """The graph that catches up with `width` tokens each, or that of a step where it is 0."""

@@ -7,13 +7,15 @@ graphs will take is set aside while it measures, and given back just before they
 
 import gc
 import logging
+from collections.abc import Sequence
 
 import torch
 from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
-from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
+from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -88,7 +90,7 @@ class Recording:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
             gc.collect()
             gc.freeze()  # every capture collects garbage, and looks at all that lives
-            self._drafter.record(self._graphs, self._mode.shapes, support)
+            shapes = self._record(self._graphs, support)
         except Exception as error:  # the target's own requests must not suffer from it
             logger.warning(
                 "The drafter runs eagerly, which is several times slower: its CUDA graphs could "
@@ -102,8 +104,26 @@ class Recording:
         taken = max(0, free - torch.cuda.mem_get_info()[0])  # others may have given some back
         logger.info(
             "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
-            len(self._mode.shapes),
+            len(shapes),
             taken >> 20,
             "in the graphs" if support.in_graph else "on the host",
         )
         return taken
+
+    def _record(self, graphs: CudaGraphs, support: GraphSupport) -> Sequence[tuple[int, int]]:
+        """Record the shapes, or those alone that rounds cannot do without; which."""
+        shapes: Sequence[tuple[int, int]] = self._mode.shapes
+        try:
+            self._drafter.record(graphs, shapes, support)
+        except Exception as error:
+            shapes = [(requests, width) for requests, width in shapes if width < READ_WIDTH]
+            if len(shapes) == len(self._mode.shapes):
+                raise
+            logger.warning(
+                "The drafter reads long texts eagerly: the widest of its CUDA graphs could not be "
+                "recorded (%s: %s).",
+                type(error).__name__,
+                error,
+            )
+            self._drafter.record(graphs, shapes, support)
+        return shapes

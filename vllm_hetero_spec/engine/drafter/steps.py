@@ -55,6 +55,9 @@ class Steps(Protocol):
             context: Fewest tokens that one of them has in all.
         """
 
+    def widths(self, count: int) -> Sequence[int]:
+        """Tokens of each of so many requests that a graph feeds at once, rising; none without."""
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """Catch up."""
 
@@ -168,6 +171,10 @@ class EagerSteps:
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """See `Steps`: any shape will do."""
         return Shape()
+
+    def widths(self, count: int) -> Sequence[int]:
+        """See `Steps`."""
+        return ()
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""

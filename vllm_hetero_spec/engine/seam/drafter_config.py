@@ -22,9 +22,10 @@ from vllm_hetero_spec.config import ConfigError, HeteroOptions
 
 # CUDA graphs are captured for so many requests, of so many tokens each, up to so many in all: what
 # attention needs beside them grows with the tokens of the largest. One token is a step of drafting,
-# more are what a request has to read before it.
+# more are what a request has to read before it, longer texts in parts.
 _GRAPH_BATCH = 256
-_GRAPH_WIDTHS = (1, 4, 8)
+READ_WIDTH = 32  # from which on it is for texts that the drafter has not read yet
+_GRAPH_WIDTHS = (1, 4, 8, READ_WIDTH, 128)
 _GRAPH_TOKENS = 512
 
 # Load formats that ask for files of one kind, which the drafter's weights need not be in.
