@@ -13,13 +13,14 @@ from tape_graphs import TapeGraphs
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats, staging
-from vllm_hetero_spec.engine.drafter import first_tokens
+from vllm_hetero_spec.engine.drafter import first_tokens, reading
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.drafts import FirstToken
 
 pytestmark = pytest.mark.engine
-SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
+SIZES, WIDTHS = (1, 2, 4, 8), (1, 4, 8)
+WIDE = (1, 8, 32, 128)  # texts are read in parts
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,12 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
         yield llm
 
 
-def record(llm: Any) -> TapeGraphs:
+def record(llm: Any, widths: Sequence[int] = WIDTHS) -> TapeGraphs:
     """The attention's metadata is made on the host: the CPU's knows no other way."""
     graphs = TapeGraphs()
     drafter = proposer_of(llm).drafting.source.drafter
-    drafter.record(graphs, SHAPES, GraphSupport(in_graph=False, several_tokens=True))
+    shapes = [(size, width) for size in SIZES for width in widths]
+    drafter.record(graphs, shapes, GraphSupport(in_graph=False, several_tokens=True))
     return graphs
 
 
@@ -70,7 +72,7 @@ def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -
     assert runs[0] == runs[1]
     assert metrics_of(llm)["num_accepted_tokens"] > 0
     assert graphs is not None
-    assert graphs.captured == len(SHAPES) + 4
+    assert graphs.captured == len(SIZES) * (len(WIDTHS) + 1)
     assert read_stats(llm)["graph_forwards"] == graphs.replays > 50
 
 
@@ -78,9 +80,12 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     """Begun where the step has sampled, finished where the scheduler asks, outside of inference
     mode; the first token is judged behind the steps, which begin anew where it is another."""
     monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
-    proposer, graphs = proposer_of(llm), record(llm)
+    proposer, graphs = proposer_of(llm), record(llm, WIDE)
     drafter = proposer.drafting.source.drafter
-    order = []
+    order, divided = [], []
+    parts = reading.parts
+    monkeypatch.setattr(reading, "parts", lambda *of: divided.extend(found := parts(*of)) or found)
+    proposer.reset()
     for name in ("begin", "finish"):
         real = getattr(drafter, name)
 
@@ -119,3 +124,4 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     assert drafter.overruled > 0
     assert "drafter_error" not in read_stats(llm)["skipped"]
     assert graphs.replays > 0
+    assert divided
