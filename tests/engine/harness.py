@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import vllm_hetero_spec
+
 BASE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -23,6 +25,7 @@ BASE: dict[str, Any] = {
 # On a GPU, where `scripts/test_gpu.sh` says so: in float32 too, with CUDA graphs, in a small part
 # of its memory, as others run beside; blocks are as on a CPU, for scenarios that count them.
 if "HETERO_SPEC_ON_GPU" in os.environ:
+    vllm_hetero_spec.register()  # also where the package is on the path alone
     BASE |= {
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},

@@ -109,7 +109,7 @@ class Goodput(Controller):
         tiers: Sequence[int] = (),
     ) -> LookaheadPlan:
         """How far to draft; see `Controller`."""
-        now, self._tiers = self._clock(), tiers
+        now, self._tiers, self._read = self._clock(), tiers, 0.0
         limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
@@ -197,7 +197,6 @@ class Goodput(Controller):
             self._warm_up_lost += seconds - self._read - tokens * plain
             most = max(_WARM_UP_LOST * self._batch * plain, _WARM_UP_SECONDS)
             self._warms_up = self._warm_up_lost <= most
-        self._read = 0.0
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
