@@ -114,10 +114,7 @@ class RecordedSteps:
         on.plan_lengths[: plan.steps, :size].copy_(lengths)
         on.plan_places[: plan.steps, :, :size].copy_(places)
         if plan.uniform:
-            on.ids[:wide].copy_(tokens[0])
-            on.positions[:wide].copy_(tokens[1])
-            on.slots[:wide].copy_(tokens[2])
-            on.lengths[:size].copy_(lengths[0])
+            on.fed[:, :wide].copy_(tokens)
             self._replay(plan, size, feed.most, 0)
         else:
             sent = (tokens, starts, lengths[0, :count], table[:count], rows)
@@ -164,14 +161,20 @@ class RecordedSteps:
 
         def work() -> None:
             if self._in_graph:
-                if not width:
-                    on.advance(size)
+                self._move(size, width)
                 self._model.update(metadata)
             logits = self._rules.only_real(self._model.logits(batch))
             on.pick(logits, first=width > 0, back=batch.back)
 
         with self._model.context(metadata, batch):
             return _Recording(batch, graphs.capture(work), metadata)
+
+    def _move(self, size: int, width: int) -> None:
+        """To the next step, or to what catches up."""
+        if width:
+            self._on.catch_up(size, width)
+        else:
+            self._on.advance(size)
 
     def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
         recording = self._recordings[size, width, self.picked.wide]
@@ -180,8 +183,7 @@ class RecordedSteps:
             recording.replay()
             return
         # Metadata is made on the host, into tensors of the backend's that the graph reads.
-        if not width:
-            self._on.advance(size)
+        self._move(size, width)
         lengths = plan.lengths[number, :size]
         batch = recording.batch._replace(
             lengths_cpu=torch.from_numpy(lengths), max_length=int(lengths.max())

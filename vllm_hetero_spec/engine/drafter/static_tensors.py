@@ -24,6 +24,7 @@ class StaticTensors:
 
     Attributes:
         ids, positions, slots, lengths, table: See `ForwardBatch`; int32 ids.
+        fed: int64 [3, tokens], see `Feed.tokens`: what the round catches up with.
         plan_lengths, plan_places: See `RoundPlan`.
         step: int64 [1], the number of the next step.
         logits: [B, V_D], behind the last token of each request.
@@ -54,6 +55,7 @@ class StaticTensors:
             self.lengths = filled(1, torch.int32, size)
             blocks = -(-model.max_length // model.block_size)
             self.table = filled(0, torch.int32, size, table_width(blocks, model.block_size))
+            self.fed = filled(0, torch.int64, 3, tokens)
             self.plan_lengths = filled(1, torch.int32, steps, size)
             self.plan_places = filled(NOWHERE, torch.int64, steps, 2, size)
             self.step = filled(1, torch.int64, 1)
@@ -89,10 +91,18 @@ class StaticTensors:
 
     def clear(self) -> None:
         """No text, no place: what a graph is recorded over."""
-        self.positions.zero_()
+        for positions, slots in ((self.positions, self.slots), self.fed[1:]):
+            positions.zero_()
+            slots.fill_(NOWHERE)
         self.lengths.fill_(1)
-        self.slots.fill_(NOWHERE)
         self.step.fill_(1)
+
+    def catch_up(self, size: int, width: int) -> None:
+        """What the round catches up with, `width` tokens each, as its input."""
+        tokens = size * width
+        for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
+            of[:tokens].copy_(row[:tokens])
+        self.lengths[:size].copy_(self.plan_lengths[0, :size])
 
     def advance(self, size: int) -> None:
         """The step's line of the plan, and what the step before picked, as its input."""
