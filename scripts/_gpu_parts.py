@@ -21,7 +21,7 @@ from _gpu_engine import (
     StepTimes,
     Task,
 )
-from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, shells, tried
+from _gpu_setups import FIXED, LOOKAHEAD, Options, Setups, modes, running, shells, tried
 
 from vllm_hetero_spec.cli.health import examine
 from vllm_hetero_spec.machine import provenance
@@ -31,7 +31,6 @@ RATE = 0.71
 # Share of drafts; a captured batch is padded, may take other kernels, and they round otherwise.
 _MAY_DIFFER = 0.01
 _SELF = "target as drafter"
-_FIXED = {"controller": "fixed"}
 
 Result = dict[str, Any]
 Report = Callable[[Result], None]
@@ -43,7 +42,7 @@ def part_0(options: Options, report: Report) -> bool:
     result["checks"] = [asdict(finding) for finding in examine(run=False)]
     result["copy_gb_per_s"] = _bandwidth(options.on_gpu)
     report(result)
-    setup = Setups(options, exact=True, batch=1).ours({"enforce_eager": True, **_FIXED})
+    setup = Setups(options, exact=True, batch=1).ours({"enforce_eager": True, **FIXED})
     pair: Result = {}
     result["pair"] = pair
     outcome = _serve(options, setup, Task(options.texts(1), 16, ignore_eos=True), pair)
@@ -57,10 +56,10 @@ def part_a(options: Options, report: Report) -> bool:
     task = Task(texts, 64 if options.on_gpu else 24, 8, ignore_eos=True, watched=True)
     setups = Setups(options, exact=True, batch=8)
     *_, fastest = modes(options).values()
-    own = {**_FIXED, **fastest}
+    own = {**FIXED, **fastest}
     wanted: dict[str, Setup] = {
         "alone": setups.alone(),
-        **{mode: setups.ours({**_FIXED, **given}) for mode, given in modes(options).items()},
+        **{mode: setups.ours({**FIXED, **given}) for mode, given in modes(options).items()},
         _SELF: setups.ours({"translation": "identity", **own}, options.target),
         f"{_SELF}, through text": setups.ours({"translation": "text", **own}, options.target),
     }
@@ -112,7 +111,7 @@ def part_b(options: Options, report: Report) -> bool:
         result: Result = {"shape": drafter.name, "modes": {}, **_without_graphs(options)}
         setups = Setups(options, exact=False, batch=64, drafter=drafter)
         for mode, given in modes(options).items():
-            setup = setups.ours({**_FIXED, **given})
+            setup = setups.ours({**FIXED, **given})
 
             def measure(setup: Setup = setup) -> Result:
                 with running(options, setup) as engine:
@@ -132,7 +131,7 @@ def part_d(options: Options, report: Report) -> bool:
     *_, (mode, given) = modes(options).items()
     with shells(options) as (target, drafter):
         setups = Setups(options, exact=False, batch=8, target=target, drafter=drafter)
-        engines = {"alone": setups.alone(), mode: setups.ours({**_FIXED, **given})}
+        engines = {"alone": setups.alone(), mode: setups.ours({**FIXED, **given})}
         result: Result = {"imposed_rate": RATE, "engines": {name: {} for name in engines}}
         known: dict[int, list[Continuation]] = {}
         for name, setup in engines.items():

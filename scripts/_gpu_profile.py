@@ -68,7 +68,7 @@ def host_use(profile: cProfile.Profile, rounds: int) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for (file, line, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "time.sleep" in name:  # the load's driver, before it begins
+        if name == "rest" or "time.sleep" in name:  # the load's driver, before it begins
             continue
         place = name if line == 0 else f"{Path(file).name}:{line} {name}"
         found[place] = found.get(place, 0.0) + 1e3 * own / rounds

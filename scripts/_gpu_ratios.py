@@ -16,12 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from _gpu_engine import Continuation, Facts, GpuEngine, Lesson, Outcome, Record, Setup, Task
 from _gpu_parts import RATE, Report, Result
-from _gpu_setups import LOOKAHEAD, Options, Setups, modes, running, served, shells, tried
+from _gpu_setups import FIXED, LOOKAHEAD, Options, Setups, modes, running, served, shells, tried
 
 from vllm_hetero_spec.report.figures import speedup
 
 _BATCHES = (1, 8)
-_FIXED = {"controller": "fixed"}
 # In bfloat16 logits between 16 and 32 are steps of 1/8 apart. Rows of another batch are rounded
 # otherwise, so that the better of two tokens that are two steps apart may change.
 _GAP = 0.25
@@ -201,7 +200,7 @@ def _taught(setups: Setups, options: Options) -> Group:
     """Engines whose acceptance is imposed, or that are told not to draft."""
     *_, (mode, given) = modes(options).items()
     variants = [Variant("ours, watched", far, far > 0) for far in (0, 3, LOOKAHEAD)]
-    return {f"ours, {mode}, watched": (setups.ours({**_FIXED, **given}), variants)}
+    return {f"ours, {mode}, watched": (setups.ours({**FIXED, **given}), variants)}
 
 
 def _groups(setups: Setups, options: Options) -> Iterator[Group]:
@@ -215,7 +214,7 @@ def _groups(setups: Setups, options: Options) -> Iterator[Group]:
         return {name: (setup, [Variant(name)]) for name, setup in of.items()}
 
     name = f"ours, {mode}"
-    fixed = {far: {**_FIXED, "num_speculative_tokens": far} for far in (3, LOOKAHEAD)}
+    fixed = {far: {**FIXED, "num_speculative_tokens": far} for far in (3, LOOKAHEAD)}
     yield group(**{name: ours({}), "vLLM's TLI": served(setups.tli())})
     yield group(**{f"{name}, lookahead {far}": ours(of) for far, of in fixed.items()})
     if options.on_gpu:

@@ -22,6 +22,7 @@ from vllm_hetero_spec.measure.load import MeasurementError
 
 MAX_MODEL_LEN = 1024
 LOOKAHEAD = 5
+FIXED = {"controller": "fixed"}  # options of ours
 _BLOCK = 128  # tokens; the largest block of KV
 _PROMPT_CHARACTERS = 300
 _START, _RUN = 600.0, 240.0  # seconds; a first start compiles

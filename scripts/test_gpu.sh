@@ -3,7 +3,7 @@
 #
 # The engine tests that say something on a GPU, on Model Runner V2 with CUDA graphs: samples follow
 # the target's law, greedy output is the target's own, as a chain and as a tree, and wrong rules are
-# caught. Some minutes, with several engines beside each other. Wants an environment with vLLM's CUDA
+# caught. Several engines run beside each other. Wants an environment with vLLM's CUDA
 # build and pytest-xdist: `.venv` of `setup.sh` where it exists, or else the current one. Arguments
 # go to pytest.
 

@@ -99,6 +99,8 @@ def test_acceptance_is_imposed_and_the_output_stays(
         profile = engine.ask(Profile(Task(texts, 20, 2, ignore_eos=True)))
         assert profile["rounds"] == untaught.worker["steps"]
         assert profile["gpu"] is None
+        assert min(profile["host_ms"].values()) > 0
+        assert not any("sleep" in place or place.endswith(" rest") for place in profile["host_ms"])
 
 
 def test_both_runners_are_compared_on_a_gpu(demo_pair: Path) -> None:

@@ -3,9 +3,9 @@
 
 A round has two halves. `begin` queues everything without waiting for the device: all lengths are
 known on the host, and the next input is what the last step picked. `finish` waits once, for what
-was picked. On a CPU controllers and judges of first tokens are asked between steps; on a device
-they are judged while the steps behind them run, which begin anew where the judge wants another, or
-before those steps where it often does, or tokens are drawn.
+was picked. On a CPU controllers and judges of first tokens are asked between steps. On a device
+first tokens are judged while the steps behind them run, which begin anew where another is wanted;
+or before those steps, where that is often so, or tokens are drawn, which cannot be drawn anew.
 """
 
 from collections.abc import Collection, Sequence
@@ -254,10 +254,10 @@ class Drafter:
         elif any(row.choose for row in current.rows):
             with self._stopwatch:
                 current.candidates = self._first.fetch(behind, current.plan.active[0])
-            late = self._first.often_others  # and what is drawn could not be drawn anew
-            if not self.waits or current.own or (late and self.may_wait):
+            often = self._first.often_others
+            if not self.waits or current.own or (often and self.may_wait):
                 self._judge(current)
-            elif late:
+            elif often:
                 return
         self._take_steps(current, control)
         self._fetch(current)

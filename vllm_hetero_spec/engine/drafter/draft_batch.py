@@ -130,7 +130,7 @@ class DraftBatchRunner:
         began = time.perf_counter()
         drafts = self._drafts(current) if current.rows else []
         if current.control is not None:
-            # Where steps are scheduled ahead, what is done meanwhile would else be hidden by one.
+            # Scheduled ahead, a step of the target alone hides what is done between the halves.
             began = current.began if self._drafter.may_wait else began - current.seconds
             took = time.perf_counter() - began
             seconds, tree_seconds, *counts = (
