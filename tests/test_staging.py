@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
+from vllm_hetero_spec import staging
+from vllm_hetero_spec.staging import Mirror, Receiver, Sender, Stopwatch
 
 CPU = torch.device("cpu")
 ARRAYS = (
@@ -18,6 +19,19 @@ ARRAYS = (
     np.zeros((0, 4), np.int32),
     np.array([True, False, True]),
 )
+
+
+class Apart(staging._Buffer):
+    """What is on the device is no memory of the host's."""
+
+    def __init__(self, size: int, device: torch.device, other: "Apart | None" = None) -> None:
+        super().__init__(size, device, other)
+        self.on_host = False
+        if other is None:
+            self._there = torch.empty_like(self._host)
+
+    def send(self, size: int) -> None:
+        self._there[:size].copy_(self._host[:size])
 
 
 def test_a_packet_arrives_as_it_was_sent():
@@ -38,6 +52,28 @@ def test_a_packet_outlives_the_next_one_and_the_arrays():
     (second,) = sender.send(np.array([4, 5, 6]))
     assert first.tolist() == [1, 2, 3]
     assert second.tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_mirror_shows_stays_where_it_is(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device as on the host: all arrays are sent at once, and of the last a few rows."""
+    if apart:
+        monkeypatch.setattr(staging, "_Buffer", Apart)
+    layout = [((2, 3), np.int64), ((5,), np.int32), ((4, 2), np.int32)]
+    mirror = Mirror(CPU, layout)
+    places = [tensor.data_ptr() for tensor in mirror.there]
+    for number in range(1, 5):
+        for array in mirror.write():
+            array[...] = number
+        mirror.send(4 if number < 4 else 1)
+        assert [tensor.data_ptr() for tensor in mirror.there] == places
+        whole, line, rows = mirror.there
+        assert (whole == number).all()
+        assert (line == number).all()
+        assert (rows[:1] == number).all()
+    assert (rows[1:] == 3).all() or not apart
 
 
 def test_what_is_fetched_is_what_was_there():

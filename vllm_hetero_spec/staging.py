@@ -10,8 +10,9 @@ few other files that move anything, and what.
 On a CPU nothing has to be moved: a packet is memory that both sides see.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +52,7 @@ class Sender:
         Args:
             arrays: Of any dtype that torch has; they may be changed once this returns.
         """
-        starts, size = [], 0
-        for array in arrays:
-            starts.append(size)
-            size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+        *starts, size = _starts(array.nbytes for array in arrays)
         self._buffers.append(self._buffers.pop(0))
         if self._buffers[0].size < size:
             self._buffers[0] = _Buffer(max(_SMALLEST, 2 * size), self._device)
@@ -71,17 +69,76 @@ class Sender:
         return tensors
 
 
-class _Buffer:
-    """Bytes on the host and on the device; the same bytes where the device is the host."""
+class Mirror:
+    """Arrays that always lie in the same place on the device, as graphs need; sent in one copy.
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    Args:
+        device: Where they go.
+        layout: Shape and dtype of each, in the order in which they lie.
+
+    Attributes:
+        there: The tensors on the device; zeros at first.
+    """
+
+    def __init__(
+        self, device: torch.device, layout: Sequence[tuple[tuple[int, ...], type[np.number]]]
+    ) -> None:
+        self._layout = [(shape, np.dtype(dtype)) for shape, dtype in layout]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._layout]
+        self._starts = list(_starts(sizes))
+        size = self._starts.pop()
+        first = _Buffer(size, device)
+        first.there(np.dtype(np.uint8)).zero_()
+        turns = 1 if first.on_host else 2
+        self._buffers = [first] + [_Buffer(size, device, first) for _ in range(turns - 1)]
+        self.there = [
+            first.there(dtype)[start // dtype.itemsize :][: math.prod(shape)].view(shape)
+            for (shape, dtype), start in zip(self._layout, self._starts, strict=True)
+        ]
+
+    def write(self) -> list[np.ndarray]:
+        """The arrays of the next packet, on the host. What is not written has no meaning."""
+        self._buffers.append(self._buffers.pop(0))
+        host = self._buffers[0].writable()
+        return [
+            np.ndarray(shape, dtype, host, start)
+            for (shape, dtype), start in zip(self._layout, self._starts, strict=True)
+        ]
+
+    def send(self, rows: int) -> None:
+        """Bring what was written to the device: all arrays, and of the last one so many rows."""
+        (_, *row), dtype = self._layout[-1]
+        self._buffers[0].send(self._starts[-1] + rows * math.prod(row) * dtype.itemsize)
+
+
+def _starts(sizes: Iterable[int]) -> Iterator[int]:
+    """Where each of some arrays begins that lie one behind the other, and where the next would."""
+    start = 0
+    for size in sizes:
+        yield start
+        start += -(-size // _ALIGNED) * _ALIGNED
+    yield start
+
+
+class _Buffer:
+    """Bytes on the host and on the device; the same bytes where the device is the host.
+
+    Args:
+        size: How many.
+        device: Where they go.
+        other: Has the same bytes there.
+    """
+
+    def __init__(self, size: int, device: torch.device, other: "_Buffer | None" = None) -> None:
         self.size = size
-        self._on_host = device.type == "cpu"
-        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host and size > 0)
-        self._there = self._host
-        self._copied: torch.cuda.Event | None = None
-        if not self._on_host:
+        self.on_host = device.type == "cpu"
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=not self.on_host and size > 0)
+        self._there: torch.Tensor = self._host
+        if other is not None:
+            self._there = other._there
+        elif not self.on_host:
             self._there = torch.empty(size, dtype=torch.uint8, device=device)
+        self._copied: torch.cuda.Event | None = None
         self._typed: dict[np.dtype, torch.Tensor] = {}
 
     def writable(self) -> np.ndarray:
@@ -93,7 +150,7 @@ class _Buffer:
 
     def send(self, size: int) -> None:
         """Bring the first `size` bytes to the device."""
-        if not self._on_host:
+        if not self.on_host:
             self._there[:size].copy_(self._host[:size], non_blocking=True)
             if self._copied is None:
                 self._copied = torch.cuda.Event()
@@ -195,6 +252,7 @@ def _event() -> torch.cuda.Event:
 
 _TORCH = {
     np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,

@@ -397,9 +397,9 @@ class Crossings(TorchFunctionMode):
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) -> None:
     sent, fetched = [], []
-    send, fetch = staging.Sender.send, staging.Receiver.fetch
+    send, fetch = staging._Buffer.send, staging.Receiver.fetch
     monkeypatch.setattr(
-        staging.Sender, "send", lambda self, *of: sent.append(len(of)) or send(self, *of)
+        staging._Buffer, "send", lambda self, size: sent.append(size) or send(self, size)
     )
     monkeypatch.setattr(
         staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)

@@ -47,6 +47,18 @@ def copied_to_a_device(buffer: Any, size: int) -> None:
     buffer._there[:size].copy_(buffer._host[:size])
 
 
+class Apart(staging._Buffer):
+    """A buffer that was never of the host's memory."""
+
+    def __init__(self, size: int, device: torch.device, other: Any = None) -> None:
+        super().__init__(size, device, other)
+        self.on_host = False
+        if other is None:
+            self._there = torch.empty_like(self._host)
+
+    send = copied_to_a_device
+
+
 def drafted(llm: Any) -> dict[str, int]:
     stats = read_stats(llm)
     return {name: stats[name] for name in ("drafts", "draft_tokens", "drafter_tokens")}
@@ -80,6 +92,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     """Begun where the step has sampled, finished where the scheduler asks, outside of inference
     mode; the first token is judged behind the steps, which begin anew where it is another."""
     monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
+    monkeypatch.setattr(staging, "_Buffer", Apart)
     proposer, graphs = proposer_of(llm), record(llm, WIDE)
     drafter = proposer.drafting.source.drafter
     order, divided = [], []

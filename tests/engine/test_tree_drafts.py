@@ -88,9 +88,9 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
 @pytest.mark.parametrize("raced", [False, True])
 def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> None:
     sent, fetched = [], []
-    send, fetch = staging.Sender.send, staging.Receiver.fetch
+    send, fetch = staging._Buffer.send, staging.Receiver.fetch
     monkeypatch.setattr(
-        staging.Sender, "send", lambda self, *of: sent.append(len(of)) or send(self, *of)
+        staging._Buffer, "send", lambda self, size: sent.append(size) or send(self, size)
     )
     monkeypatch.setattr(
         staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)

@@ -22,7 +22,7 @@ from vllm_hetero_spec.engine.drafter.steps import (
     EagerSteps,
     Shape,
     ragged_batch,
-    sent_plan,
+    real_tokens,
 )
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
 from vllm_hetero_spec.staging import Send
@@ -99,25 +99,21 @@ class RecordedSteps:
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""
-        size, count = len(plan.table), plan.count
+        size, count, feed, on = len(plan.table), plan.count, plan.feed, self._on
         self._plan = plan
         self._replays_round = (size, 0, False) in self._recordings
         if not self._replays_round:
             found = self._eager.begin(plan)
             self.forks = self._eager.forks
             return found
-        feed, wide = plan.feed, plan.feed.tokens.shape[1]
-        sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, rows, places, self.forks = sent_all
-        on = self._on
-        on.table[:size, : table.shape[1]].copy_(table)
-        on.plan_lengths[: plan.steps, :size].copy_(lengths)
-        on.plan_places[: plan.steps, :, :size].copy_(places)
+        real_tokens(feed.tokens, self._rules)
+        on.put(plan)
+        self.forks = on.forks[:, : plan.forks.shape[1]]
         if plan.uniform:
-            on.fed[:, :wide].copy_(tokens)
             self._replay(plan, size, feed.most, 0)
         else:
-            sent = (tokens, starts, lengths[0, :count], table[:count], rows)
+            tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
+            sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._rules.only_real(self._model.forward(batch)), first=True, back=feed.back)
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
@@ -137,12 +133,8 @@ class RecordedSteps:
         if not self._replays_round:
             self._eager.moved()
             return
-        plan = self._plan
-        assert plan is not None
-        size = len(plan.table)
-        lengths, places = self._send(plan.lengths, plan.places)
-        self._on.plan_lengths[: plan.steps, :size].copy_(lengths)
-        self._on.plan_places[: plan.steps, :, :size].copy_(places)
+        assert self._plan is not None
+        self._on.put(self._plan)
 
     def again(self) -> None:
         """See `Steps`."""

@@ -3,12 +3,14 @@
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.picked import Picked
-from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, table_width
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+from vllm_hetero_spec.staging import Mirror
 
 
 class StaticTensors:
@@ -23,9 +25,9 @@ class StaticTensors:
         widths: Tokens of each request in a forward.
 
     Attributes:
-        ids, positions, slots, lengths, table: See `ForwardBatch`; int32 ids.
+        ids, positions, slots, lengths: See `ForwardBatch`; int32 ids.
         fed: int64 [3, tokens], see `Feed.tokens`: what the round catches up with.
-        plan_lengths, plan_places: See `RoundPlan`.
+        plan_lengths, plan_places, table, forks: See `RoundPlan`.
         step: int64 [1], the number of the next step.
         logits: [B, V_D], behind the last token of each request.
         last: The same in the place of that token, where rounds look back.
@@ -53,11 +55,19 @@ class StaticTensors:
             self.positions = filled(0, torch.int64, tokens)
             self.slots = filled(NOWHERE, torch.int64, tokens)
             self.lengths = filled(1, torch.int32, size)
-            blocks = -(-model.max_length // model.block_size)
-            self.table = filled(0, torch.int32, size, table_width(blocks, model.block_size))
-            self.fed = filled(0, torch.int64, 3, tokens)
-            self.plan_lengths = filled(1, torch.int32, steps, size)
-            self.plan_places = filled(NOWHERE, torch.int64, steps, 2, size)
+            blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
+            self._mirror = Mirror(
+                device,
+                [
+                    ((3, tokens), np.int64),
+                    ((3, size), np.int64),
+                    ((steps, 2, size), np.int64),
+                    ((steps, size), np.int32),
+                    ((size, blocks), np.int32),
+                ],
+            )
+            there = self._mirror.there
+            self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
             self.step = filled(1, torch.int64, 1)
             self.now = Picked(1, size, device, confidences=picked.confidences, beside=picked.beside)
             self._picked = picked
@@ -94,8 +104,22 @@ class StaticTensors:
         for positions, slots in ((self.positions, self.slots), self.fed[1:]):
             positions.zero_()
             slots.fill_(NOWHERE)
-        self.lengths.fill_(1)
+        self.plan_places.fill_(NOWHERE)
+        for lengths in (self.lengths, self.plan_lengths):
+            lengths.fill_(1)
         self.step.fill_(1)
+
+    def put(self, plan: RoundPlan) -> None:
+        """A round's plan, in one packet; what it catches up with only where that is `uniform`."""
+        fed, forks, places, lengths, table = self._mirror.write()
+        size, blocks = plan.table.shape
+        if plan.uniform:
+            fed[:, : plan.feed.tokens.shape[1]] = plan.feed.tokens
+        forks[:, : plan.forks.shape[1]] = plan.forks
+        places[: plan.steps, :, :size] = plan.places
+        lengths[: plan.steps, :size] = plan.lengths
+        table[:size, :blocks] = plan.table
+        self._mirror.send(size)
 
     def catch_up(self, size: int, width: int) -> None:
         """What the round catches up with, `width` tokens each, as its input."""

@@ -103,13 +103,6 @@ def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
     return tokens
 
 
-def sent_plan(plan: RoundPlan, rules: PickRules, send: Send) -> list[torch.Tensor]:
-    """On the device: tokens that catch up, their starts, lengths, table, rows, places, forks."""
-    feed = plan.feed
-    tokens = real_tokens(feed.tokens, rules)
-    return send(tokens, feed.starts, plan.lengths, plan.table, feed.rows, plan.places, plan.forks)
-
-
 def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
     """A forward over what was sent: tokens, starts, lengths, table, rows."""
     tokens, starts, device_lengths, table, rows = sent
@@ -179,8 +172,10 @@ class EagerSteps:
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """See `Steps`."""
         feed, count = plan.feed, plan.count
-        sent_all = sent_plan(plan, self._rules, self._send)
-        tokens, starts, lengths, table, rows, places, self.forks = sent_all
+        tokens, starts, rows, lengths, table, places, self.forks = self._send(
+            *(real_tokens(feed.tokens, self._rules), feed.starts, feed.rows),
+            *(plan.lengths, plan.table, plan.places, plan.forks),
+        )
         self._sent = _Sent(
             plan=plan,
             lengths=lengths,
