@@ -36,9 +36,9 @@ class DraftBatch:
         request_of: int64 [N], the request of each token.
         place_of: int64 [N], each token's place in its request's draft.
         later: int64 [N - D], the tokens that follow another of their draft.
-        places: int64 [B], index of each draft's first token in its request's output.
-        seeds: int64 [B], from which each request's random choices follow (`verify.noise`); None
-            where nothing is random.
+        places: int64 [B], index of each draft's first token in its request's output; None where
+            nothing is random, as `seeds`.
+        seeds: int64 [B], from which each request's random choices follow (`verify.noise`).
         noise: float64 [N + D], `accept_noise` and `correct_noise`; None where the host does not
             know the places.
         keys: int64 [N + D], see `verify.noise.keys_of`; None where there is `noise`.
@@ -58,7 +58,7 @@ class DraftBatch:
     request_of: torch.Tensor
     place_of: torch.Tensor
     later: torch.Tensor
-    places: torch.Tensor
+    places: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     noise: torch.Tensor | None = None
     keys: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class DraftBatch:
         tokens: torch.Tensor,
         lengths: Sequence[int],
         seeds: Sequence[int] | np.ndarray | None,
-        places: Sequence[int] | torch.Tensor,
+        places: Sequence[int] | torch.Tensor | None,
         draft_probs: Sequence[torch.Tensor] = (),
         row_of: Sequence[int] = (),
         req_ids: Sequence[str] = (),
@@ -83,7 +83,7 @@ class DraftBatch:
         Args:
             tokens: int64 [N].
             lengths: [B].
-            seeds: [B]; None where nothing is random.
+            seeds: [B]; None where nothing is random: then nobody asks for `places`.
             places: [B], or where `tokens` is already.
             draft_probs: With `row_of` [N], where tokens were drawn.
             row_of: [N].
@@ -105,12 +105,12 @@ class DraftBatch:
         if draft_probs:
             arrays["row_of"] = np.array(row_of, np.int64)
         there = {}
-        if isinstance(places, torch.Tensor):
-            there["places"] = places
-        else:
-            arrays["places"] = np.array(places, np.int64)
         if seeds is not None:
             arrays["seeds"] = np.array(seeds, np.int64)
+            if isinstance(places, torch.Tensor):
+                there["places"] = places
+            else:
+                arrays["places"] = np.array(places, np.int64)
             arrays |= _noise_of(arrays)
         there |= dict(zip(arrays, send(*arrays.values()), strict=True))
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
@@ -138,6 +138,7 @@ class DraftBatch:
         if self.noise is not None:
             return self.noise
         assert self.keys is not None, "a batch without seeds"
+        assert self.places is not None
         of = torch.cat([self.request_of, self.drafted])
         index = torch.cat([self.place_of, torch.zeros_like(self.drafted)])
         return uniform(self.keys, self.places[of], index)

@@ -78,6 +78,7 @@ def race_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tenso
     raced for: how far each draft is accepted is not known in time.
     """
     assert drafts.seeds is not None
+    assert drafts.places is not None
     seeds, places = drafts.seeds[drafts.request_of], drafts.places[drafts.request_of]
     return greedy_rule(drafts, race(target_probs, seeds, places + drafts.place_of), bonus)
 

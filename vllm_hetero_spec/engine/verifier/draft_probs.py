@@ -47,7 +47,7 @@ class PendingDraftProbs:
         lengths: Sequence[int],
         tokens: torch.Tensor,
         seeds: Sequence[int] | np.ndarray | None,
-        places: Sequence[int] | torch.Tensor,
+        places: Sequence[int] | torch.Tensor | None,
     ) -> DraftBatch:
         """The drafts of a step with their draft_probs, which are handed out once.
 

@@ -167,6 +167,7 @@ class HeteroRejectionSampler(RejectionSampler):
             walks = walks & cold  # a walk takes the likeliest tokens
         elif cold is not True:
             assert drafts.seeds is not None
+            assert drafts.places is not None
             seeds, places = drafts.seeds[of], drafts.places[of] + trees.depths.clamp_min(0)
             raced = torch.empty_like(best)
             for part in slices(*logits.shape):

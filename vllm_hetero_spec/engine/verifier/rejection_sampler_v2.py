@@ -67,9 +67,8 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self._send = send
         self._view = BatchView([])
         self._verified = 0  # requests of the batch so far
-        self._fed = torch.zeros(
-            0, dtype=torch.int64
-        )  # of trees: the token of each row that is left
+        # Of trees: the token of each row that is left.
+        self._fed = torch.zeros(0, dtype=torch.int64)
         # The rows of a part in the order of its tokens, where walks have left that of the rows.
         self._order: torch.Tensor | None = None
 
@@ -115,32 +114,38 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self._verified = part.stop
         starts = cu_num_logits[:-1].long()
         temperature = states.temperature.np[idx_mapping_np]
-        cold: torch.Tensor | bool = not temperature.any()
-        seeds = None if cold else states.seeds.np[idx_mapping_np]
-        places = self._places(idx_mapping, pos[starts])
+        greedy, random = not temperature.any(), bool(temperature.all())
+        seeds, places = None, None
+        if not greedy:
+            seeds = states.seeds.np[idx_mapping_np]
+            places = self._places(idx_mapping, pos[starts])
         drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
         ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
-        bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
-        if not (cold or temperature.all()):
+        # Before the rule puts probabilities over the logits.
+        best = None if random else largest(processed)
+        if greedy and best is not None:
+            bonus = best[ends]
+        else:
+            bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
+        cold: torch.Tensor | bool = greedy
+        if not (greedy or random):
             cold = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
         trees, walk = self._trees(part), None
-        if (
-            trees is not None and self._view.trees is not None
-        ):  # before the rule puts probabilities over the logits
-            best = largest(processed)
+        if trees is not None and self._view.trees is not None:
+            walks, chosen = self._view.trees.is_tree[part], best
             if self._races is not None:
-                best = self._races.winners(processed, expanded_idx_mapping, pos)
-            walks = self._view.trees.is_tree[part]
-            if self._races is None:
+                chosen = self._races.winners(processed, expanded_idx_mapping, pos)
+            else:
                 walks = walks & cold  # a walk takes the likeliest tokens
-            walk = walk_of(trees, best, walks, expanded_local_pos.long())
+            if chosen is not None:
+                walk = walk_of(trees, chosen, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
             bonus,
             cold,
-            lambda: largest(processed)[rows],
+            lambda: largest(processed)[rows] if best is None else best[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )
         sampled, accepted = self._padded(verdict.tokens), verdict.accepted
@@ -193,7 +198,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self,
         part: slice,
         seeds: np.ndarray | None,
-        places: torch.Tensor,
+        places: torch.Tensor | None,
         starts: torch.Tensor,
         draft_sampled: torch.Tensor,
     ) -> tuple[DraftBatch, torch.Tensor]:
@@ -203,7 +208,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
 
         Args:
             part: Of the batch.
-            seeds: int64 [B], on the host; None where nothing is random.
+            seeds: int64 [B], on the host; None where nothing is random, as `places`.
             places: int64 [B].
             starts: int64 [B], each request's first row.
             draft_sampled: int, for each row of logits the token before it: each request's last
