@@ -117,8 +117,22 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
     control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
     control.observe(step_of({"a": [7, 8, 1], "b": [1]}, {"a": 3}))
     control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and reads again
+    control.learn()
     assert controller.steps == [(2, 5)]
     assert controller.tokens == [4]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_a_step_teaches_is_learnt_when_drafts_have_begun(first: bool) -> None:
+    """Before the plan only where that hangs on it."""
+    controller = Scripted(4)
+    controller.learns_first = first
+    control, step = LookaheadControl(controller, can_stop_early=False), step_of({"a": [1]})
+    control.observe(step)
+    control.plan(step, [0])
+    assert controller.steps == [(1, 1)] * first
+    control.learn()
+    assert controller.steps == [(1, 1)]
 
 
 def test_other_batches_come_before_a_draft_is_verified() -> None:
@@ -133,6 +147,7 @@ def test_other_batches_come_before_a_draft_is_verified() -> None:
     control.plan(first, [0, 0])
     control.observe(first)
     control.trim(drafts_of({"a": 4, "c": 4}, 0.9))
+    controller.learns_first = True
     observed({"b": [1]}, None, live="ab")
     observed({"c": [1]}, {"c": 0}, live="abc")  # another request of that name
     assert controller.verified == []
@@ -428,6 +443,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
         control.trim(drafts_of({"a": 2, "b": 1}, 0.5))
     assert asked == [2, 2, 2]
     control.observe(step_of({"a": [7, 1], "b": [9, 1]}, {"a": 2, "b": 1}))
+    control.learn()
     assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
 
 
@@ -447,6 +463,7 @@ def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
         step = step_of(sampled, drafted, new=not number, seconds=(took, took + proposing))
         control.observe(step)
         lookahead = control.plan(step, [0] * 8).lookahead
+        control.learn()
         drafts = drafts_of(
             {name: n for name, n in zip("abcdefgh", lookahead, strict=True) if n}, 0.0
         )

@@ -8,6 +8,7 @@ the interface that an engine uses.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from simulated_drafts import DraftStream, SimulatedDrafts, Text
@@ -161,6 +162,13 @@ class _Server:
         self._generator, self._can_stop_early = generator, can_stop_early
         self._slowness = 0.0  # logarithm
         self._usual = 0.0  # seconds since the step began, at the machine's usual speed
+        self._notes: list[Callable[[], None]] = []  # learnt behind a plan, as in an engine
+
+    def _learn(self) -> None:
+        notes, self._notes = self._notes, []
+        for note in notes:
+            note()
+        self._controller.foresee()
 
     def step(self, pending: list[int], outcome: Outcome) -> None:
         """One step; `pending` is what the drafter has yet to read of each request."""
@@ -168,26 +176,30 @@ class _Server:
         random = self._phase.random
         tiers = self._phase.machine.tiers
         plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch, tiers)
+        self._learn()
         simulated = self._drafts.take(batch)
         drafts = self._draft(plan, simulated, pending)
         lengths = self._controller.trim(drafts)
         drafting = self._clock.now - began
         rows = self._phase.machine.rows(lengths, max(plan.lookahead))
         seconds = self._spend(self._phase.machine.target(rows))
-        self._controller.observe_step(batch, rows, seconds)
+        self._notes.append(partial(self._controller.observe_step, batch, rows, seconds))
         emitted = 0
         for i, (draft, length) in enumerate(zip(drafts, lengths, strict=True)):
             lost = self._generator.random(length) >= simulated.accepted[i, :length]
             accepted = int(lost.argmax()) if lost.any() else length
             if draft:
                 wanted = 0 if self._can_stop_early else plan.lookahead[i]
-                self._controller.observe_acceptance(length, accepted, draft, wanted, random)
+                found = length, accepted, draft, wanted, random
+                self._notes.append(partial(self._controller.observe_acceptance, *found))
             emitted += accepted + 1
             pending[i] += 1  # the drafter has written what it drafted
             tokens = 1 + float(np.cumprod(simulated.accepted[i, :length]).sum())
             outcome.tokens += tokens
             outcome.alone += tokens * self._phase.machine.target(batch) / batch
         took = self._clock.now - began
+        if self._controller.learns_first:
+            self._learn()
         self._controller.emitted(emitted, took)
         outcome.seconds += self._usual
         outcome.steps += 1
@@ -222,7 +234,8 @@ class _Server:
             if self._can_stop_early and active:
                 going = self._controller.continue_drafting(drafts)
                 active = [i for i in active if going[i]]
-        self._controller.observe_draft(
+        observe = partial(
+            self._controller.observe_draft,
             drafted / steps,
             steps,
             self._spend(forwards),
@@ -230,6 +243,7 @@ class _Server:
             fed=fed,
             longest=max(map(len, drafts)),
         )
+        self._notes.append(observe)
         return drafts
 
     def _spend(self, seconds: float) -> float:

@@ -310,3 +310,19 @@ def test_probes_of_a_long_context_are_dear_and_rare() -> None:
     assert ours.speedup > LOW
     assert 2 <= ours.probes < 30
     assert ours.probing < 0.02 * ours.seconds
+
+
+def test_forecasts_are_made_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when a plan is wanted, for a load like the one before."""
+    _, controller = serve(Phase(2, 2.0, GOOD, machine(TARGETS["gpu"], 0.08)))
+    assert not controller.learns_first
+    made, forecast = [], controller._choice.forecast
+    monkeypatch.setattr(controller._choice, "forecast", lambda *of: made.append(1) or forecast(*of))
+    for _ in range(40):
+        controller.foresee()
+        before = len(made)
+        assert max(controller.plan(2, [LONGEST] * 2).lookahead) > 0
+        assert len(made) == before
+    assert 1 < len(made) < 40
+    controller.plan(4, [LONGEST] * 4)
+    assert len(made) > before

@@ -8,19 +8,23 @@ First tokens go first: while any request of the batch waits for its own, one tha
 its first is not drafted for; and until a step later the drafter reads no long context of a request
 that has only begun.
 
+What a step teaches is noted, and learnt when its drafts have begun: a device drafts meanwhile.
+
 Where steps are scheduled ahead, a plan for longer drafts than the present step may have waits for
 one that may (`asks`), and shorter ones are padded until the scheduler has heard of them.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
-from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.tree_control import TreeControl
+from vllm_hetero_spec.engine.verifying import Verifying
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
@@ -51,27 +55,6 @@ class StepPlan(NamedTuple):
     paths: int = 0
 
 
-class _Verifying(NamedTuple):
-    """A draft on its way through the target: of all tokens proposed, those trimmed included.
-
-    `chain` is that of a tree: the leading tokens of the drafter's own chain that are verified.
-    """
-
-    confidences: Sequence[float]
-    wanted: int
-    random: bool
-    chain: Sequence[int] | None = None
-
-    def accepted(self, request: RequestView) -> tuple[int, int]:
-        """Tokens of the chain that were verified, and those of them that the target kept."""
-        if self.chain is None:
-            return request.num_drafted, request.num_accepted
-        chain = self.chain[: request.num_drafted]
-        pairs = enumerate(zip(chain, request.new_tokens, strict=False))
-        differs = (place for place, (drafted, emitted) in pairs if drafted != emitted)
-        return len(chain), next(differs, min(len(chain), len(request.new_tokens)))
-
-
 class LookaheadControl:
     """How far one engine drafts.
 
@@ -99,7 +82,8 @@ class LookaheadControl:
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
-        self._verifying: dict[str, _Verifying] = {}
+        self._verifying: dict[str, Verifying] = {}
+        self._notes: list[Callable[[], None]] = []  # what is still to be learnt
         self._plan = LookaheadPlan(())
         self._own: dict[str, int] = {}  # what requests of this step ask for themselves
         self._index_of: Mapping[str, int] = {}
@@ -109,7 +93,8 @@ class LookaheadControl:
         self._regime = ""
 
     def observe(self, step: StepView) -> None:
-        """A step of the target has ended: learn what it took, and what was accepted."""
+        """A step of the target has ended: note what it took, and what was accepted."""
+        controller = self.controller
         self._index_of = step.index_of
         self._random = [request.params.random for request in step.requests]
         for request in step.requests if self._verifying else ():
@@ -117,16 +102,27 @@ class LookaheadControl:
             if draft is not None and request.new_tokens:
                 # One that was cut to nothing teaches too: that such drafts are not worth making.
                 verified, accepted = draft.accepted(request)
-                known = draft.confidences, draft.wanted, draft.random
-                self.controller.observe_acceptance(verified, accepted, *known)
+                found = verified, accepted, draft.confidences, draft.wanted, draft.random
+                self._notes.append(partial(controller.observe_acceptance, *found))
         for req_id in self._verifying.keys() - step.live:  # others' come, in pipeline stages
             del self._verifying[req_id]
         again = self._trees.observe(step)
-        if step.decodes_only and step.target_seconds is not None:
+        timed = step.target_seconds if step.decodes_only else None
+        if timed is not None:
+            took = len(step.requests), step.num_rows, timed, again
+            self._notes.append(partial(controller.observe_step, *took))
+        if controller.learns_first:
+            self.learn()
+        if timed is not None:
             assert step.step_seconds is not None
-            batch = len(step.requests)
-            self.controller.observe_step(batch, step.num_rows, step.target_seconds, again)
-            self.controller.emitted(step.num_new_tokens, step.step_seconds)
+            controller.emitted(step.num_new_tokens, step.step_seconds)
+
+    def learn(self) -> None:
+        """Learn what has been noted, and foresee the next step."""
+        notes, self._notes = self._notes, []
+        for note in notes:
+            note()
+        self.controller.foresee()
 
     def plan(self, step: StepView, unread: Sequence[int]) -> StepPlan:
         """How far to draft for each request; one that is still reading its prompt is left alone.
@@ -251,7 +247,8 @@ class LookaheadControl:
 
     def _observe(self, timing: DraftTiming, longest: int) -> None:
         if timing.forwards:
-            self.controller.observe_draft(
+            learn = partial(
+                self.controller.observe_draft,
                 timing.picked / timing.forwards,
                 timing.forwards,
                 timing.seconds,
@@ -261,6 +258,7 @@ class LookaheadControl:
                 exposed=timing.exposed,
                 wide=timing.trees > 0,
             )
+            self._notes.append(learn)
 
     @property
     def side_tokens_accepted(self) -> int:
@@ -314,10 +312,10 @@ class LookaheadControl:
             for draft in drafts
         ]
 
-    def _noted(self, draft: Draft) -> _Verifying:
+    def _noted(self, draft: Draft) -> Verifying:
         index = self._index_of[draft.req_id]
         wanted = 0 if self._stopped else self._plan.lookahead[index]
-        return _Verifying(draft.confidences, wanted, self._random[index])
+        return Verifying(draft.confidences, wanted, self._random[index])
 
     def _in_order(self, confidences: Mapping[str, Sequence[float]]) -> list[Sequence[float]]:
         """One list for each request of the batch, as controllers have them."""

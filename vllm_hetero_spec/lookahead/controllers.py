@@ -31,6 +31,14 @@ class LookaheadPlan(NamedTuple):
     trees: Trees = Trees()
 
 
+def lookahead_of(chosen: Sequence[int], length: int, limits: Sequence[int]) -> tuple[int, ...]:
+    """So many tokens for the chosen requests, within their limits, and none for the others."""
+    lookahead = [0] * len(limits)
+    for i in chosen:
+        lookahead[i] = min(length, limits[i])
+    return tuple(lookahead)
+
+
 class Gauges(NamedTuple):
     """A controller's view of the present, for metrics. Seconds and rates are estimates.
 
@@ -56,18 +64,21 @@ class Controller(ABC):
 
     One step is `plan`, then drafting (with `continue_drafting` between drafter steps, where the
     drafter can stop early), `trim`, and the target's step. The observations may come in any order
-    before the next `plan`; what is never observed is never learnt, and nothing breaks. The base
-    class learns nothing; without a `policy` it never stops early and verifies everything.
+    before the next `plan`, or behind it unless it `learns_first`; what is never observed is never
+    learnt, and nothing breaks. The base class learns nothing; without a `policy` it never stops
+    early and verifies everything.
 
     Attributes:
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
+        learns_first: The next plan hangs on what the last step has shown.
         sides: To be told of trees; None where that is of no interest.
         policy: What tokens are worth in the present step; None where that is not asked.
     """
 
     regime = "drafting"
     off = False
+    learns_first = False
     sides: BesideChain | None = None
     policy: StepPolicy | None = None
 
@@ -188,6 +199,9 @@ class Controller(ABC):
 
     def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
         """The step as a whole, drafting included, gave so many tokens over all requests."""
+
+    def foresee(self) -> None:  # noqa: B027
+        """There is time: what the next plan needs may be worked out."""
 
     @abstractmethod
     def gauges(self) -> Gauges:

@@ -14,20 +14,17 @@ from collections.abc import Callable, Sequence
 from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.beside_chain import BesideChain
-from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan
+from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan, lookahead_of
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, filled_up, forecast
 from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
+from vllm_hetero_spec.lookahead.warm_up import WarmUp
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
 _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
 _RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
-# While warming up, drafting goes on whatever the first drafts were like, if good ones would pay.
-_WARM_UP_DRAFTS = 48  # enough to tell good from bad, by confidence as well
-_WARM_UP_LOST = 2.0  # plain steps, at most, before a useless drafter is given up, or, where these
-_WARM_UP_SECONDS = 0.05  # are quick, so many seconds; not those in which texts are read at first
 # Forecasts are made anew after probes, for another load, and else
 _SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
 _FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
@@ -81,13 +78,13 @@ class Goodput(Controller):
         self.sides = self._choice.sides
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
-        self._warms_up = not known.acceptance.drafts  # what earlier runs learnt is believed
-        self._warm_up_lost = 0.0  # seconds
-        self._read = 0.0  # of them, in the present step: texts that the drafter had not read
+        self._warm_up = WarmUp(known.acceptance)
+        self._read = 0.0  # seconds of the present step: texts that the drafter had not read
         self._good = known._replace(acceptance=AcceptanceStats(self._positions))  # hoped for
         self._learnt_at = clock()
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
+        self._limits: Sequence[int] = ()
         self._tiers: Sequence[int] = ()
         self._lookahead, self._tokens_per_second, self._looks = 0, 0.0, False
         self._since_plain = 0  # steps
@@ -96,9 +93,14 @@ class Goodput(Controller):
         self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
 
     @property
+    def learns_first(self) -> bool:  # type: ignore[override]
+        """See `Controller`: whether drafts pay is not known yet, or a probe asks."""
+        return self.off or self._warm_up.lasts
+
+    @property
     def at_rest(self) -> bool:
         """See `Controller`; not before it is known what drafts bring."""
-        return self.off and self._costs.knows_drafter and not self._warming_up()
+        return self.off and self._costs.knows_drafter and not self._warm_up.lasts
 
     def plan(
         self,
@@ -110,7 +112,7 @@ class Goodput(Controller):
     ) -> LookaheadPlan:
         """How far to draft; see `Controller`."""
         now, self._tiers, self._read = self._clock(), tiers, 0.0
-        limits = [min(limit, self._positions) for limit in limits]
+        limits = self._limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
         self._batch, self._load, self.policy, self._looks = batch, (batch, quarters), None, False
@@ -139,7 +141,7 @@ class Goodput(Controller):
         share = max(found.gain - 1.0, _LEAST_GAIN)
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
         chosen = chosen[: self._familiar()]
-        lookahead = _lookahead_of(chosen, self._lookahead, limits)
+        lookahead = lookahead_of(chosen, self._lookahead, limits)
         trees, rate = self._choice.plan(now, len(chosen)), self._tokens_per_second
         self._looks = trees.looks
         beside = found.beside if trees.paths and not trees.looks else ()
@@ -192,11 +194,19 @@ class Goodput(Controller):
     def emitted(self, tokens: int, seconds: float) -> None:
         """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
-        if not self.off and self._warming_up():
+        if not self.off and self._warm_up.lasts:
             plain = self._target_seconds_per_token()
-            self._warm_up_lost += seconds - self._read - tokens * plain
-            most = max(_WARM_UP_LOST * self._batch * plain, _WARM_UP_SECONDS)
-            self._warms_up = self._warm_up_lost <= most
+            lost = seconds - self._read - tokens * plain
+            self._warm_up.lose(lost, self._batch * plain)
+
+    def foresee(self) -> None:
+        """See `Controller`: the next forecast, if it is due for a load like the present one."""
+        found = self._forecast
+        if found is None or self._forecast_load != self._load or self.learns_first:
+            return
+        if any(self._limits) and self._forecast_age + 1 >= self._forecast_lasts(found):
+            self._foresee(self._clock(), self._limits, probed=False)
+            self._forecast_age = -1  # new in the next step
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
@@ -249,12 +259,9 @@ class Goodput(Controller):
             return 1.0
         return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
 
-    def _warming_up(self) -> bool:
-        return self._warms_up and self._acceptance.drafts < _WARM_UP_DRAFTS
-
     def _warm_up_gain(self, limits: Sequence[int]) -> float:
         """The gain if drafts were good, while warming up; then 0."""
-        if not self._warming_up():
+        if not self._warm_up.lasts:
             return 0.0
         prices = self._tokens_per_second, self._can_stop_early
         found = forecast(self._good, self._batch, limits, [False], *prices, tiers=self._tiers)
@@ -307,14 +314,14 @@ class Goodput(Controller):
         found = self._forecast
         length = min(self._choose(found), _LONGEST_PROBE) if found else _FIRST_PROBE
         sizes = {1, min(_PROBED, len(able))}
-        if not self._warming_up():
+        if not self._warm_up.lasts:
             sizes.add(min(self._familiar(), len(able)))
         losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
         for count in (min(sizes, key=lambda n: losses[n] / n), 1):
             if self._budget.affords(losses[count], free=not self._acceptance.drafts):
                 self._costs.loosen_drafter(_LOOSE * min(1.0, (now - self._learnt_at) / _MEMORY))
                 self._budget.begin()
-                lookahead = _lookahead_of(able[:count], length, limits)
+                lookahead = lookahead_of(able[:count], length, limits)
                 return LookaheadPlan(lookahead, True, self._choice.plan(now, count))
         self._budget.defer(now, losses[1])
         return None
@@ -330,7 +337,7 @@ class Goodput(Controller):
         if self._costs.knows_drafter:
             cost += self._costs.drafting(count, self.known.steps.expected(length))
         earned = 0.0
-        if not self._warming_up():
+        if not self._warm_up.lasts:
             survival = self._acceptance.survival([self._random[i] for i in chosen])
             earned = count * float(survival[:, :length].sum(1).mean())
         return max(cost - earned * self._target_seconds_per_token(), _LEAST_LOSS * cost)
@@ -338,11 +345,3 @@ class Goodput(Controller):
     def _target_seconds_per_token(self) -> float:
         """Seconds that the target alone takes for a token."""
         return self._costs.target(self._batch, self._batch) / self._batch
-
-
-def _lookahead_of(chosen: Sequence[int], length: int, limits: Sequence[int]) -> tuple[int, ...]:
-    """So many tokens for the chosen requests, within their limits, and none for the others."""
-    lookahead = [0] * len(limits)
-    for i in chosen:
-        lookahead[i] = min(length, limits[i])
-    return tuple(lookahead)
