@@ -98,6 +98,13 @@ class CostModel:
         """`row` at `batch` rows, one more and so on up to `most`, [1 + most - batch]."""
         return self._target.slopes(batch, most, _VERIFY)
 
+    def prepare(self, batch: int, most: int) -> None:
+        """Work out what will be asked of steps with up to so many rows; kept until it changes."""
+        self.target(batch, most)
+        self.rows(batch, most)
+        if self.knows_drafter:
+            self.drafter(batch)
+
     def plain_stddev(self, batch: int) -> float:
         """How uncertain a plain step is: standard deviation as a share of its seconds."""
         return self._target.stddev(batch, _PLAIN)

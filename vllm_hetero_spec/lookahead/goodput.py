@@ -200,13 +200,15 @@ class Goodput(Controller):
             self._warm_up.lose(lost, self._batch * plain)
 
     def foresee(self) -> None:
-        """See `Controller`: the next forecast, if it is due for a load like the present one."""
+        """See `Controller`: for a load like the present one, the next forecast if it is due."""
         found = self._forecast
-        if found is None or self._forecast_load != self._load or self.learns_first:
+        if found is None or self.learns_first or not any(self._limits):
             return
-        if any(self._limits) and self._forecast_age + 1 >= self._forecast_lasts(found):
+        due = self._forecast_age + 1 >= self._forecast_lasts(found)
+        if due and self._forecast_load == self._load:
             self._foresee(self._clock(), self._limits, probed=False)
             self._forecast_age = -1  # new in the next step
+        self._costs.prepare(self._batch, self._batch * (1 + self._lookahead))
 
     def gauges(self) -> Gauges:
         """The present, for metrics."""
