@@ -210,9 +210,9 @@ class DraftingRank:
         # A new text is read once; what others gain is a part of each of their drafts.
         self.control.prepared = time.perf_counter() - began if known else 0.0
         self.source.begin(tasks, self.requests.outside(step), self.control)
-        self.control.learn()
 
     def _finish(self, step: StepView) -> list[Draft]:
+        self.control.learn()  # a device drafts meanwhile
         drafts = self.source.finish()
         drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
         for draft in drafts:

@@ -8,7 +8,7 @@ First tokens go first: while any request of the batch waits for its own, one tha
 its first is not drafted for; and until a step later the drafter reads no long context of a request
 that has only begun.
 
-What a step teaches is noted, and learnt when its drafts have begun: a device drafts meanwhile.
+What a step teaches is noted, and learnt before its drafts are waited for: a device makes them then.
 
 Where steps are scheduled ahead, a plan for longer drafts than the present step may have waits for
 one that may (`asks`), and shorter ones are padded until the scheduler has heard of them.
