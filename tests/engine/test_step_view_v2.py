@@ -177,12 +177,12 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
         query_start_loc_np=np.array([0, 2, 5, 9, 9], np.int32),
         input_ids=torch.arange(40, 52, dtype=torch.int32),
     )
-    seam.fill(prepared)
+    seam.inputs.filling(prepared)(seam.late_drafts())
     ids = [40, 41, 42, 7, 8, 45, 5, 6, 0, 49, 50, 51]
     assert prepared.input_ids.tolist() == ids
     assert (seam._verified, runner.req_states.draft_tokens.min()) == ({"a": 2, "b": 2}, 99)
     prepared.num_draft_tokens_per_req = None
-    seam.fill(prepared)
+    seam.inputs.filling(prepared)(seam.late_drafts())
     assert prepared.input_ids.tolist() == ids
 
 

@@ -74,23 +74,27 @@ class DraftInputs:
             row[: len(tokens)] = tokens
         states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
 
-    def fill(self, batch: "InputBatch", drafts: Mapping[str, Sequence[int]]) -> None:
-        """Into the inputs of a step that is prepared.
+    def filling(self, batch: "InputBatch") -> Callable[[Mapping[str, Sequence[int]]], None]:
+        """What puts drafts into the inputs of a step that is prepared, when they are there.
+
+        It takes target ids by request, of those that have any.
 
         Args:
             batch: The step's.
-            drafts: Target ids by request, of those that have any.
         """
-        lengths = batch.num_draft_tokens_per_req
-        if lengths is None:
-            return
-        behind = np.cumsum(lengths)  # a request's draft is the end of its ids
+        counts = batch.num_draft_tokens_per_req
+        if counts is None:
+            return lambda drafts: None
+        behind = np.cumsum(counts)  # a request's draft is the end of its ids
         ends = batch.query_start_loc_np[1 : batch.num_reqs + 1]
-        places = np.arange(behind[-1]) + np.repeat(ends - behind, lengths)
-        ids = np.zeros(len(places), np.int32)
-        for req_id, end, length in zip(
-            batch.req_ids, behind.tolist(), lengths.tolist(), strict=True
-        ):
-            tokens = drafts.get(req_id, ())[:length]
-            ids[end - length : end - length + len(tokens)] = tokens
-        batch.input_ids.index_copy_(0, *self._send(places, ids))
+        (places,) = self._send(np.arange(behind[-1]) + np.repeat(ends - behind, counts))
+        lines = list(zip(batch.req_ids, behind.tolist(), counts.tolist(), strict=True))
+
+        def fill(drafts: Mapping[str, Sequence[int]]) -> None:
+            ids = np.zeros(len(places), np.int32)
+            for req_id, end, count in lines:
+                tokens = drafts.get(req_id, ())[:count]
+                ids[end - count : end - count + len(tokens)] = tokens
+            batch.input_ids.index_copy_(0, places, *self._send(ids))
+
+        return fill

@@ -265,10 +265,10 @@ class RunnerV2:
         req_ids = list(self._drafted) if self.staged else batch.req_ids
         return DraftTokenIds(req_ids, [list(self._drafted.get(req_id, ())) for req_id in req_ids])
 
-    def fill(self, batch: "InputBatch") -> None:
-        """Put what was handed out into the step that has begun, of which all else is prepared."""
+    def late_drafts(self) -> Mapping[str, Sequence[int]]:
+        """By request, what was handed out behind the beginning of the step that verifies it."""
         self._count_drafts()
-        self.inputs.fill(batch, self._drafted)
+        return self._drafted
 
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""

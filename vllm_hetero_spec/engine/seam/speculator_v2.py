@@ -132,8 +132,10 @@ class HeteroSpeculator(BaseSpeculator):
 
     def fill(self, batch: "InputBatch") -> None:
         """All of a step is prepared but for its drafts, if they are still being made."""
-        if self._hand_out(late=True) is not None:
-            self.seam.fill(batch)
+        if self._batch is not None:
+            fill = self.seam.inputs.filling(batch)
+            self._hand_out(late=True)
+            fill(self.seam.late_drafts())
 
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
