@@ -35,6 +35,8 @@ from vllm_hetero_spec.lookahead.goodput import Goodput
 class Scripted(Fixed):
     """Drafts by a script, and keeps what it is told."""
 
+    learns_first = False
+
     def __init__(self, *lookaheads: int, probe: bool = False) -> None:
         super().__init__(4)
         self.script, self.probe = list(lookaheads), probe

@@ -71,14 +71,12 @@ class Controller(ABC):
     Attributes:
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
-        learns_first: The next plan hangs on what the last step has shown.
         sides: To be told of trees; None where that is of no interest.
         policy: What tokens are worth in the present step; None where that is not asked.
     """
 
     regime = "drafting"
     off = False
-    learns_first = False
     sides: BesideChain | None = None
     policy: StepPolicy | None = None
 
@@ -86,6 +84,11 @@ class Controller(ABC):
     def at_rest(self) -> bool:
         """Whether the next few steps, of a batch like this, need not be looked at: off for now."""
         return self.off
+
+    @property
+    def learns_first(self) -> bool:
+        """Whether the next plan hangs on what the last step has shown."""
+        return False
 
     @abstractmethod
     def plan(

@@ -93,7 +93,7 @@ class Goodput(Controller):
         self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
 
     @property
-    def learns_first(self) -> bool:  # type: ignore[override]
+    def learns_first(self) -> bool:
         """See `Controller`: whether drafts pay is not known yet, or a probe asks."""
         return self.off or self._warm_up.lasts
 
