@@ -266,12 +266,14 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
         if parent == 0 and tree.tokens[node] != chain.tokens[1]
     )
     texts["a"] += [chain.tokens[0], tree.tokens[side], 7]
+    control.learn()
     controller.told.clear()
     step = step_of(texts, {"a": 3}, {"a": len(tree.tokens)})
     padding = len(tree.rows.tokens) - len(tree.tokens)
     request = step.requests[0]._replace(num_padding=padding)
     rows = 1 + len(tree.rows.tokens)
     control.observe(StepView([request], {}, {"a"}, LOOKAHEAD, 100, rows, 0.1, 0.1, trees=ROOM))
+    control.learn()
     again = (len(tree.rows.counts) - 1) * len(TEXTS["a"])
     assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]
     assert control.side_tokens_accepted == 1
