@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from apart_buffer import ApartBuffer
 
 from vllm_hetero_spec import staging
 from vllm_hetero_spec.staging import Mirror, Receiver, Sender, Stopwatch
@@ -19,19 +20,6 @@ ARRAYS = (
     np.zeros((0, 4), np.int32),
     np.array([True, False, True]),
 )
-
-
-class Apart(staging._Buffer):
-    """What is on the device is no memory of the host's."""
-
-    def __init__(self, size: int, device: torch.device, other: "Apart | None" = None) -> None:
-        super().__init__(size, device, other)
-        self.on_host = False
-        if other is None:
-            self._there = torch.empty_like(self._host)
-
-    def send(self, size: int) -> None:
-        self._there[:size].copy_(self._host[:size])
 
 
 def test_a_packet_arrives_as_it_was_sent():
@@ -60,7 +48,7 @@ def test_what_a_mirror_shows_stays_where_it_is(
 ) -> None:
     """On a device as on the host: all arrays are sent at once, and of the last a few rows."""
     if apart:
-        monkeypatch.setattr(staging, "_Buffer", Apart)
+        monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     layout = [((2, 3), np.int64), ((5,), np.int32), ((4, 2), np.int32)]
     mirror = Mirror(CPU, layout)
     places = [tensor.data_ptr() for tensor in mirror.there]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart_buffer import ApartBuffer
 from harness import engine, metrics_of, proposer_of, slem
 from scenarios import Outputs, generate, greedy
 from tape_graphs import TapeGraphs
@@ -47,25 +48,15 @@ def copied_to_a_device(buffer: Any, size: int) -> None:
     buffer._there[:size].copy_(buffer._host[:size])
 
 
-class Apart(staging._Buffer):
-    """A buffer that was never of the host's memory."""
-
-    def __init__(self, size: int, device: torch.device, other: Any = None) -> None:
-        super().__init__(size, device, other)
-        self.on_host = False
-        if other is None:
-            self._there = torch.empty_like(self._host)
-
-    send = copied_to_a_device
-
-
 def drafted(llm: Any) -> dict[str, int]:
     stats = read_stats(llm)
     return {name: stats[name] for name in ("drafts", "draft_tokens", "drafter_tokens")}
 
 
-def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -> None:
-    """Greedy and drawn, seeds and penalties beside each other."""
+def test_the_same_drafts_and_texts(
+    llm: Any, texts: list[str], alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, seeds and penalties beside each other; what graphs read has to be sent."""
     mixed = [
         SamplingParams(temperature=0, max_tokens=24),
         SamplingParams(temperature=0.8, seed=5, max_tokens=24, top_p=0.9),
@@ -74,7 +65,10 @@ def test_the_same_drafts_and_texts(llm: Any, texts: list[str], alone: Outputs) -
     params = [mixed[index % 3] for index in range(len(texts))]
     runs = []
     for recorded in (False, True):
-        graphs = record(llm) if recorded else None
+        graphs = None
+        if recorded:
+            monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
+            graphs = record(llm)
         proposer_of(llm).reset()  # nor does one find the other's KV
         before, outputs = drafted(llm), []
         assert generate(llm, texts, greedy()) == alone
@@ -92,7 +86,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     """Begun where the step has sampled, finished where the scheduler asks, outside of inference
     mode; the first token is judged behind the steps, which begin anew where it is another."""
     monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
-    monkeypatch.setattr(staging, "_Buffer", Apart)
+    monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     proposer, graphs = proposer_of(llm), record(llm, WIDE)
     drafter = proposer.drafting.source.drafter
     order, divided = [], []
