@@ -17,19 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
-import pytest
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
 IMPORTED = (HERE.parent / "any_process", REPO, HERE.parent, HERE.parent / "engine", HERE)
 SECONDS = 600  # bound on a program
-_START = 300  # bound on the start of a node, which a busy machine takes a minute for
+_START = 120  # bound on the start of a node, which a busy machine takes a minute for
+_TRIES = 3  # at that: a port that was free may be taken by when the node wants it
+Started = TypeVar("Started")
 _PLATFORM = """
 def platform():
     return "ray_on_cpu.RayOnCpu"
@@ -66,6 +69,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class NotStarted(Exception):
+    """A node of a cluster ended, or was not there in time; it says what it printed."""
+
+
+def _entered(
+    stack: contextlib.ExitStack, node: Callable[[], AbstractContextManager[Started]]
+) -> Started:
+    """What a node's start gives, until `stack` ends it; with other ports where it fails."""
+    for _ in range(_TRIES - 1):
+        try:
+            return stack.enter_context(node())
+        except NotStarted as failure:
+            warnings.warn(f"{failure}\nIt is tried again.", stacklevel=2)
+    return stack.enter_context(node())
 
 
 def processes(address: str, name: str) -> list[psutil.Process]:
@@ -146,7 +165,8 @@ class RayCluster:
             environment: What its processes have beside, or instead of, the cluster's.
         """
         other = replace(self, environment=self.environment | environment)
-        with other._started(f"--address={self.address}", *options):
+        with contextlib.ExitStack() as stack:
+            _entered(stack, lambda: other._started(f"--address={self.address}", *options))
             yield
 
     @contextlib.contextmanager
@@ -169,7 +189,7 @@ class RayCluster:
             deadline = time.monotonic() + _START
             while "Ray runtime started" not in log.read_text():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"`ray start` failed:\n{log.read_text()[-3000:]}")
+                    raise NotStarted(f"`ray start` failed:\n{log.read_text()[-3000:]}")
                 time.sleep(0.1)
             yield
         finally:
@@ -195,6 +215,12 @@ def _end(process: subprocess.Popen) -> None:
 @contextlib.contextmanager
 def started() -> Iterator[RayCluster]:
     """A cluster of one node with eight CPUs and two "GPUs"; it is gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        yield _entered(stack, _head)
+
+
+@contextlib.contextmanager
+def _head() -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     write_platform(folder / "platform")
     port = free_port()
@@ -208,6 +234,7 @@ def started() -> Iterator[RayCluster]:
         # Others may use this machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_metrics_report_interval_ms": "1000",
+        "RAY_raylet_start_wait_time_s": str(_START),
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
     cluster = RayCluster(f"127.0.0.1:{port}", folder, environment)
