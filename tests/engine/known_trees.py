@@ -95,7 +95,7 @@ class KnownTrees:
         rest = self.known.get(prompt, [])[request.num_output_tokens :]
         longest = step.lookahead
         if not self.past_the_end:
-            longest = request.useful_lookahead(longest, step.max_model_len)
+            longest = min(longest, step.room[step.index_of[request.req_id]])
         if not rest or not longest:
             return None
         room = step.trees

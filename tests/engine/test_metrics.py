@@ -39,8 +39,7 @@ def test_growth_is_what_came_since_the_last_time() -> None:
     stats, growing = DraftStats(), Growth()
     held = {name for name, metric in METRICS.items() if metric.kind == "gauge"}
     assert set(growing.take(stats)) == held - {"acceptance"}
-    for length in (4, 2, 4, 0):
-        stats.drafted(length)
+    stats.drafted([4, 2, 4, 0])
     stats.skip("catching_up")
     stats.forward_seconds += 0.5
     stats.kv_blocks, stats.kv_blocks_held = 9, 4
@@ -50,7 +49,7 @@ def test_growth_is_what_came_since_the_last_time() -> None:
     assert growing.take(stats) == first | moved
     assert growing.take(stats) == {}
     stats.gain = np.float64(1.5)
-    stats.drafted(2)
+    stats.drafted([2])
     stats.skip("catching_up")
     stats.skip("not_worth_it")
     stats.acceptance = {0: 0.5}
@@ -66,8 +65,8 @@ def test_growth_is_what_came_since_the_last_time() -> None:
 
 def test_trees_count_their_nodes_and_their_depth() -> None:
     stats = DraftStats()
-    stats.drafted(3, 8)
-    stats.drafted(2)
+    stats.drafted_tree(3, 8)
+    stats.drafted([2])
     assert (stats.drafts, stats.draft_tokens, stats.lengths) == (2, 10, {3: 1, 2: 1})
     assert (stats.trees, stats.tree_tokens) == (1, 8)
 
@@ -99,8 +98,7 @@ def test_counters_of_workers_are_summed() -> None:
     first, second = DraftStats(steps=2, verify_seconds=0.5), DraftStats(steps=1)
     for stats, lengths in ((first, (4, 2)), (second, (4,))):
         stats.skip("no_text", times=3)
-        for length in lengths:
-            stats.drafted(length)
+        stats.drafted(lengths)
     workers = [stats.as_dict() for stats in (first, second, DraftStats())]
     llm = SimpleNamespace(collective_rpc=lambda method: {RPC: workers}[method])
     found = vllm_hetero_spec.read_stats(llm)
@@ -133,7 +131,7 @@ def test_vllms_own_serializer_carries_the_growth() -> None:
     stats, growing = DraftStats(), Growth()
     stats.catch_up_tokens += np.int64(3)  # what vLLM's serializer refuses
     stats.verify_seconds += np.float32(0.25)
-    stats.drafted(4)
+    stats.drafted([4])
     stats.skip("no_text")
     grown = growing.take(stats)
 

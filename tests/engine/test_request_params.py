@@ -9,7 +9,7 @@ import torch
 
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
-from vllm_hetero_spec.engine.seam.step_view import RequestView
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.staging import Sender
 
 
@@ -36,7 +36,8 @@ def params_with(bad_words: list[list[int]] | None = None, **params: Any) -> Requ
 def test_lookahead_ends_with_the_request(length, max_tokens, output, expected) -> None:
     params, text = params_with(max_tokens=max_tokens), np.zeros(length, np.int64)
     request = RequestView("0", params, text, num_prompt_tokens=length - output, new_tokens=[])
-    assert request.useful_lookahead(4, max_model_len=100) == expected
+    step = StepView([request], {}, {"0"}, lookahead=4, max_model_len=100, num_rows=1)
+    assert min(4, *step.room) == expected
 
 
 @pytest.mark.parametrize(

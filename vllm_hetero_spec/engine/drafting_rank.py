@@ -214,12 +214,17 @@ class DraftingRank:
     def _finish(self, step: StepView) -> list[Draft]:
         self.control.learn()  # a device drafts meanwhile
         drafts = self.source.finish()
-        drafts = [self._acceptable(step, draft) for draft in self.control.trim(drafts)]
+        drafts = self.control.trim(drafts)
+        for place, draft in enumerate(drafts):
+            request = step.requests[step.index_of[draft.req_id]]
+            # Shortening by what the tokens are is lossless for certain drafts alone.
+            if request.params.restricted and draft.draft_probs is None:
+                output = request.token_ids[request.num_prompt_tokens :]
+                drafts[place] = draft.first(request.params.acceptable(draft.tokens, output))
+        self._stats.drafted([len(draft.tokens) for draft in drafts if draft.rows is None])
         for draft in drafts:
-            if draft.rows is None:
-                self._stats.drafted(len(draft.tokens))
-            else:
-                self._stats.drafted(draft.depth, len(draft.tokens))
+            if draft.rows is not None:
+                self._stats.drafted_tree(draft.depth, len(draft.tokens))
         if drafts:
             self._failures = 0
         return drafts
@@ -257,18 +262,18 @@ class DraftingRank:
             self._rest -= 1
             self._stats.skip("backing_off", times=sum(step.going_on))
             return []
-        wanted = {index for index, reads in enumerate(plan.reads) if reads}
+        wanted = [index for index, reads in enumerate(plan.reads) if reads]
         self._stats.skip("catching_up", times=plan.num_waiting)
         self._stats.skip("not_worth_it", times=sum(step.going_on) - len(wanted) - plan.num_waiting)
         if not wanted:
             return []
-        tasks, draws, index_of = [], self.source.draws, step.index_of
+        tasks, draws = [], self.source.draws
         # A drawn token carries a row of the target's vocabulary.
         longest = max(1, self._most_rows // (len(wanted) * max(1, plan.paths)))
-        for request, state in self.requests.read(step, wanted):
+        for index, state in self.requests.read(step, wanted):
+            request = step.requests[index]
             params, paths = request.params, 0
-            planned = plan.lookahead[index_of[request.req_id]]
-            useful = request.useful_lookahead(planned, step.max_model_len)
+            useful = min(plan.lookahead[index], step.room[index])
             draw = state.draw_of(request, races=self._races) if draws and useful else None
             if draw is not None:
                 useful = min(useful, longest)
@@ -283,15 +288,3 @@ class DraftingRank:
                     paths = plan.paths
             tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
         return tasks
-
-    @staticmethod
-    def _acceptable(step: StepView, draft: Draft) -> Draft:
-        """A draft up to the first token that its request forbids.
-
-        Shortening by what the tokens are is lossless for certain drafts alone.
-        """
-        request = step.requests[step.index_of[draft.req_id]]
-        if draft.draft_probs is not None or not request.params.restricted:
-            return draft
-        output = request.token_ids[request.num_prompt_tokens :]
-        return draft.first(request.params.acceptable(draft.tokens, output))

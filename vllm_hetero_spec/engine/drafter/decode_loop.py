@@ -152,7 +152,7 @@ class Drafter:
         if self.merges:
             spans = [row.steps > 0 and self.span(row.task).tokens > 1 for row in rows]
         order = sorted(range(len(rows)), key=lambda at: (spans[at], -rows[at].steps))
-        self._steps.picked.wide = wide(rows) and self.beside > 0
+        self._steps.picked.wide = self.beside > 0 and wide(rows)
         rows = [rows[i] for i in order]
         read_in_parts(rows, self._steps, self._planner, self._stopwatch)
         singles = len(rows) - sum(spans)

@@ -173,16 +173,15 @@ class DraftBatchRunner:
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
-        rows, budget = [], self._budget
+        rows, budget, drafter = [], self._budget, self._drafter
         judged = not self._bridge.identity
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
-            state, start = task.state, task.state.num_kv_valid
-            length = len(state.context.ids)
-            room, pending = self._drafter.max_length - length, length - start
+            state, start, known = task.state, task.state.num_kv_valid, task.state.context.ids
+            room, pending = drafter.max_length - len(known), len(known) - start
             if room < bool(task.lookahead):
                 self._skip(task, "drafter_length")
                 continue
-            steps = self._steps(task, min(room, self._drafter.most_steps))
+            steps = self._steps(task, min(room, drafter.most_steps))
             if pending > budget:
                 self._skip(task, "catching_up")
                 pending, steps = budget, 0
@@ -196,9 +195,9 @@ class DraftBatchRunner:
             budget -= pending
             assert state.sequence is not None
             choose = None
-            if judged and steps and (task.draw is None or self._drafter.looks_back):
+            if judged and steps and (task.draw is None or drafter.looks_back):
                 choose = partial(self._bridge.first_choice, state.context)
-            ids = state.context.ids[start : start + pending]
+            ids = known[start : start + pending]
             rows.append(DraftRow(task, state.sequence, ids, steps, choose))
         self._stats.catch_up_tokens += self._budget - budget
         return rows
@@ -211,14 +210,15 @@ class DraftBatchRunner:
         because that would be another wait for the device, and a drafter token is a target token or
         more, that step is not worth its time.
         """
-        if not task.lookahead:
+        lookahead = task.lookahead
+        if not lookahead:
             return 0
         if task.draw is not None:  # a drawn target token takes a step, or half of its span
             span = max(2, self._drafter.span(task).tokens)
-            return min(room, task.lookahead * span // 2)
+            return min(room, lookahead * span // 2)
         ratio = task.state.context.ratio
         one_more = ratio > 1 or not self._drafter.waits
-        return min(room, max(1, math.ceil(task.lookahead * ratio) + one_more))
+        return min(room, max(1, math.ceil(lookahead * ratio) + one_more))
 
     def _most_steps(self, task: DraftTask) -> int:
         """Drafter steps that a greedy draft may take in all."""
@@ -326,8 +326,10 @@ class DraftBatchRunner:
         return confidences_of(made.peaks, covering)
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
-        beside = sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])
-        self._stats.drafter_tokens += len(tokens.tokens) + beside
+        count = len(tokens.tokens)
+        if tokens.forks:
+            count += sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])
+        self._stats.drafter_tokens += count
         if not tokens.finite:
             self._skip(task, "nan_logits")
             task.state.retire("nan_logits", self._pool)

@@ -86,18 +86,18 @@ class FirstTokens:
             drawn: Drafts that were to be drawn may begin in the place of the text's last token.
         """
         fetched = candidates.fetched.wait()
-        ids = fetched[:, : candidates.num_next].tolist()
-        in_place, bits = np.split(fetched[:, candidates.num_next :], 2, axis=1)
-        values = bits.view(np.float32)
+        start = candidates.num_next
+        values = (fetched.shape[1] + start) // 2  # where they begin, behind the ids in the place
         found = {}
-        for index, (row, own, before) in enumerate(zip(rows, ids, in_place.tolist(), strict=False)):
-            draws = row.task.draw is not None
+        for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
+            task, own = row.task, ids[:start]
+            draws = task.draw is not None
             if row.choose is None or (draws and not drawn):
                 continue
-            looked_back = len(row.sequence.kv_ids) > 1 and not row.task.paths
-            first = row.choose(own, before if looked_back else ())
+            looked_back = not task.paths and len(row.sequence.kv_ids) > 1
+            first = row.choose(own, ids[start:] if looked_back else ())
             if first.known:
-                among = values[index, first.among].tolist()
+                among = fetched[index, values:].view(np.float32)[first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
                 found[index] = Beginning(first.id, first.known, share)
             elif first.id != own[0] and not draws:

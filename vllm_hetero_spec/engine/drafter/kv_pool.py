@@ -205,7 +205,10 @@ class KVPool:
         """
         keep = num_tokens // self.block_size
         del table.names[keep:]
-        if not any(map(self._is_read, table.blocks[keep:])):
+        for block in table.blocks[keep:]:
+            if self._refs[block] > 1 or block in self._name_of:  # others than its holder may read
+                break
+        else:
             return num_tokens
         for block in table.blocks[keep:]:
             self._release(block)
@@ -218,10 +221,6 @@ class KVPool:
             self._release(block)
         table.blocks.clear()
         table.names.clear()
-
-    def _is_read(self, block: int) -> bool:
-        """Whether others than its one holder may read it."""
-        return self._refs[block] > 1 or block in self._name_of
 
     def _release(self, block: int) -> None:
         self._refs[block] -= 1

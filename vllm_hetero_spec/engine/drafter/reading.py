@@ -67,6 +67,8 @@ def read_in_parts(
         planner: Plans them.
         stopwatch: Times them.
     """
+    if not steps.widths(len(rows)):
+        return
     pending = [len(row.pending) for row in rows]
     contexts = [len(row.sequence.kv_ids) + len(row.pending) for row in rows]
     for width, texts in parts(pending, contexts, steps.widths):

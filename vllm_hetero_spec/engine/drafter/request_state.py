@@ -2,7 +2,7 @@
 """What the drafter knows of each request: its text in drafter ids, and the KV written for it."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,11 +98,10 @@ class RequestState:
 
     def news(self, request: RequestView) -> Sequence[int] | None:
         """Target ids to take in; None where vLLM has taken some back (resumed, or edited)."""
-        known = self.num_target
-        if not known:
-            return request.since(0)
-        behind = known > request.num_tokens or request.token_ids[known - 1] != self.last_target
-        return None if behind else request.since(known)
+        known, ids = self.num_target, request.token_ids
+        if known and (known > len(ids) or ids[known - 1] != self.last_target):
+            return None
+        return request.since(known)
 
     def close(self, pool: Pool) -> None:
         """Give the KV back."""
@@ -231,13 +230,11 @@ class Requests:
                 text = len(request.prompt_text) + request.num_output_tokens
                 unread.append(text if text <= self._longest else self._longest // 2)
             else:
-                news = request.num_tokens - state.num_target
+                news = len(request.token_ids) - state.num_target
                 unread.append(news + state.num_uncached)
         return unread
 
-    def read(
-        self, step: StepView, wanted: Collection[int]
-    ) -> list[tuple[RequestView, RequestState]]:
+    def read(self, step: StepView, wanted: Iterable[int]) -> list[tuple[int, RequestState]]:
         """Take in what the batch's requests have gained since the last call.
 
         Args:
@@ -245,12 +242,11 @@ class Requests:
             wanted: Batch indices of the requests to read.
 
         Returns:
-            Every request that can be drafted for, and its state, KV aligned.
+            The index of every one that can be drafted for, and its state, KV aligned.
         """
         known, news = [], []
-        for index, request in enumerate(step.requests):
-            if index not in wanted:
-                continue
+        for index in wanted:
+            request = step.requests[index]
             state = self._states.get(request.req_id)
             new = state.news(request) if state is not None and not state.retired else ()
             if state is None or new is None:
@@ -263,19 +259,18 @@ class Requests:
                 continue
             state.last_target = new[-1] if new else state.last_target
             news.append(new)
-            known.append((request, state))
+            known.append((index, state))
         ready = []
         kept = self._extend([state for _, state in known], news)
-        for pair, unchanged in zip(known, kept, strict=True):
-            request, state = pair
+        for (index, state), unchanged in zip(known, kept, strict=True):
             if state.context.broken:
                 state.retire("untranslatable", self._pool)
             if state.context.broken or not state.context.ids:
-                if request.new_tokens:
+                if step.requests[index].new_tokens:
                     self._stats.skip("untranslatable")
                 continue
             state.align(self._pool, unchanged)
-            ready.append(pair)
+            ready.append((index, state))
         return ready
 
     def _extend(self, states: Sequence[RequestState], news: Sequence[Sequence[int]]) -> list[int]:

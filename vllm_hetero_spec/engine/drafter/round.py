@@ -83,8 +83,7 @@ class Round:
             del ids[count:]
             # The last drafted token has been picked but never fed: it has no KV.
             row.sequence.kv_ids += ids[:-1]
-            known = self.known.get(index, 0)
-            tokens = DrafterTokens(ids, count == wanted, peaks[:count], known=known)
+            tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
                 forks = [
                     Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)
@@ -94,6 +93,8 @@ class Round:
                 ]
                 tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
             drafted.append(tokens)
+        for index, known in self.known.items():
+            drafted[index] = drafted[index]._replace(known=known)
         if (draws := self.own.draws) is not None and sampling is not None:
             stand_ins = None if self.stand_ins is None else self.stand_ins.wait()
             probs = draws.draft_probs  # one tensor for all

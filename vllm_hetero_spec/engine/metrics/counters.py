@@ -3,6 +3,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -163,19 +164,27 @@ class DraftStats:
             )
         self.chains[because] += 1
 
-    def drafted(self, depth: int, nodes: int = 0) -> None:
-        """Count one draft; nothing where it is empty.
+    def drafted(self, lengths: Iterable[int]) -> None:
+        """Count drafts that are chains of so many target tokens, but for empty ones."""
+        lengths = list(filter(None, lengths))
+        self.drafts += len(lengths)
+        self.draft_tokens += sum(lengths)
+        self.lengths.update(lengths)
+
+    def drafted_tree(self, depth: int, nodes: int) -> None:
+        """Count a draft that is a tree, unless it is empty.
 
         Args:
             depth: Target tokens of its longest path.
-            nodes: All that it has, if it is a tree.
+            nodes: All that it has.
         """
-        if depth:
-            self.drafts += 1
-            self.draft_tokens += nodes or depth
-            self.lengths[depth] += 1
-            self.trees += nodes > 0
-            self.tree_tokens += nodes
+        if not nodes:
+            return
+        self.drafts += 1
+        self.draft_tokens += nodes
+        self.lengths[depth] += 1
+        self.trees += 1
+        self.tree_tokens += nodes
 
     def show(self, gauges: Gauges) -> None:
         """Take over what the controller thinks at present."""

@@ -10,5 +10,7 @@ if TYPE_CHECKING:
 
 def media_of(features: "Sequence[MultiModalFeatureSpec]") -> Sequence[slice]:
     """Parts of a prompt, one for each feature of the request."""
+    if not features:
+        return ()
     places = [feature.mm_position for feature in features]
     return [slice(place.offset, place.offset + place.length) for place in places]

@@ -61,18 +61,6 @@ class RequestView(NamedTuple):
         """Tokens of its draft that the target kept in this step: how deep it went into a tree."""
         return max(0, len(self.new_tokens) - 1)
 
-    def useful_lookahead(self, lookahead: int, max_model_len: int) -> int:
-        """Target tokens worth proposing: none beyond the model's length or the request's own end.
-
-        Args:
-            lookahead: What is asked for.
-            max_model_len: The target's longest sequence.
-        """
-        room = max_model_len - self.num_tokens - 1
-        if self.params.max_tokens is not None:
-            room = min(room, self.params.max_tokens - self.num_output_tokens - 1)
-        return max(0, min(lookahead, room))
-
     @property
     def prompt_text(self) -> np.ndarray:
         """int [n], its prompt without media."""
@@ -159,17 +147,29 @@ class StepView:
         return sum([len(request.new_tokens) for request in self.requests])
 
     @cached_property
+    def room(self) -> list[int]:
+        """Target tokens worth proposing for each request, at least 0: none beyond the model's
+        length or its own end, and one less, which the target adds itself."""
+        rooms = []
+        for request in self.requests:
+            end, longest = self.max_model_len, request.params.max_tokens
+            if longest is not None:
+                end = min(end, request.num_prompt_tokens + longest)
+            rooms.append(max(0, end - len(request.token_ids) - 1))
+        return rooms
+
+    @cached_property
     def going_on(self) -> list[bool]:
         """Whether each request sampled in this step, and has more than one token to come.
 
         That vLLM ends others it tells later: what is drafted for them keeps the next ones waiting.
         """
         return [
-            bool(new := request.new_tokens)
-            and request.req_id not in self.ended
+            room > 0
+            and bool(new := request.new_tokens)
             and request.params.end_ids.isdisjoint(new)
-            and request.useful_lookahead(1, self.max_model_len) > 0
-            for request in self.requests
+            and request.req_id not in self.ended
+            for request, room in zip(self.requests, self.room, strict=True)
         ]
 
     @property
