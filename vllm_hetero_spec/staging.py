@@ -89,8 +89,8 @@ class Mirror:
         size = self._starts.pop()
         first = _Buffer(size, device)
         first.there(np.dtype(np.uint8)).zero_()
-        turns = 1 if first.on_host else 2
-        self._buffers = [first] + [_Buffer(size, device, first) for _ in range(turns - 1)]
+        buffers = [first] if first.on_host else [first, _Buffer(size, device, first)]
+        self._turns = [(buffer, self._arrays(buffer.writable())) for buffer in buffers]
         self.there = [
             first.there(dtype)[start // dtype.itemsize :][: math.prod(shape)].view(shape)
             for (shape, dtype), start in zip(self._layout, self._starts, strict=True)
@@ -98,17 +98,21 @@ class Mirror:
 
     def write(self) -> list[np.ndarray]:
         """The arrays of the next packet, on the host. What is not written has no meaning."""
-        self._buffers.append(self._buffers.pop(0))
-        host = self._buffers[0].writable()
-        return [
-            np.ndarray(shape, dtype, host, start)
-            for (shape, dtype), start in zip(self._layout, self._starts, strict=True)
-        ]
+        self._turns.append(self._turns.pop(0))
+        buffer, arrays = self._turns[0]
+        buffer.writable()
+        return arrays
 
     def send(self, rows: int) -> None:
         """Bring what was written to the device: all arrays, and of the last one so many rows."""
         (_, *row), dtype = self._layout[-1]
-        self._buffers[0].send(self._starts[-1] + rows * math.prod(row) * dtype.itemsize)
+        self._turns[0][0].send(self._starts[-1] + rows * math.prod(row) * dtype.itemsize)
+
+    def _arrays(self, host: np.ndarray) -> list[np.ndarray]:
+        return [
+            np.ndarray(shape, dtype, host, start)
+            for (shape, dtype), start in zip(self._layout, self._starts, strict=True)
+        ]
 
 
 def _starts(sizes: Iterable[int]) -> Iterator[int]:

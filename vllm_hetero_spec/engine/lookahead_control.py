@@ -133,7 +133,7 @@ class LookaheadControl:
         """
         begins = [request.begins for request in step.requests]
         first_tokens = any(begins)
-        on_their_way = any(
+        on_their_way = first_tokens and any(
             begun and not request.new_tokens
             for request, begun in zip(step.requests, begins, strict=True)
         )

@@ -139,12 +139,12 @@ class Planner:
         table = self.table([*sequences, *chain.from_iterable(forks)], size)
         size = len(table)
         cached = [len(sequence.kv_ids) for sequence in sequences]
-        feed = self.ragged(table, cached, pending)
         after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
         if width:
-            feed = self._uniform(feed, sequences, np.array(after), size, width)
-        elif back:
-            feed = self._one_before(feed, sequences)
+            feed = self._uniform(table, sequences, pending, after, width)
+        else:
+            feed = self.ragged(table, cached, pending)
+            feed = self._one_before(feed, sequences) if back else feed
         lines = [*range(count), *(line for line, _ in pairs)]
         idle = [0] * (size - len(lines))
         begin = np.array([after[line] - 1 for line in lines] + idle)
@@ -235,21 +235,25 @@ class Planner:
         starts = starts + np.array([0, *np.cumsum(alone)], np.int32)
         return Feed(tokens, starts, max(ragged.most, 2))
 
-    @staticmethod
     def _uniform(
-        ragged: Feed, sequences: Sequence[DraftSequence], after: np.ndarray, size: int, width: int
+        self,
+        table: np.ndarray,
+        sequences: Sequence[DraftSequence],
+        pending: Sequence[Sequence[int]],
+        after: Sequence[int],
+        width: int,
     ) -> Feed:
-        """As many tokens for every place, padded to the left with what is known."""
+        """As many tokens for every line of the table, padded to the left with what is known."""
+        size, count = len(table), len(sequences)
         tokens = np.zeros((3, size, width), np.int64)
         ids, positions, slots = tokens
-        slots[:] = NOWHERE
-        count, queries = len(sequences), np.diff(ragged.starts)
-        positions[:count] = after[:, None] + np.arange(-width, 0)
-        new = np.zeros((size, width), bool)
-        new[:count] = np.arange(width) >= width - queries[:, None]
-        ids[new], slots[new] = ragged.tokens[0], ragged.tokens[2]
-        for line, (sequence, query) in enumerate(zip(sequences, queries.tolist(), strict=True)):
-            if query < width:
-                ids[line, : width - query] = sequence.kv_ids[query - width :]
+        every = zip(sequences, pending, after, strict=True)
+        ids[:count] = [[*sequence.kv_ids[end - width :], *new] for sequence, new, end in every]
+        positions[:count] = np.array(after)[:, None] + np.arange(-width, 0)
+        known = width - np.array([len(new) for new in pending])
+        lines = np.arange(count)[:, None]
+        slots[:count] = self._slots(table, lines, positions[:count])
+        slots[:count][np.arange(width) < known[:, None]] = NOWHERE
+        slots[count:] = NOWHERE
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
         return Feed(tokens.reshape(3, -1), starts, width)

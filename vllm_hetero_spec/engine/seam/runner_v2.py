@@ -171,7 +171,7 @@ class RunnerV2:
         self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
         requests = []
         for index, (req_id, text) in enumerate(zip(batch.req_ids, texts, strict=True)):
-            new = self._new[req_id]
+            new, verified = self._new[req_id], self._verified.get(req_id, 0)
             requests.append(
                 RequestView(
                     req_id=req_id,
@@ -179,8 +179,8 @@ class RunnerV2:
                     token_ids=text,
                     num_prompt_tokens=prompts[index],
                     new_tokens=text[len(text) - sampled[index] :].tolist(),
-                    num_drafted=self._verified.get(req_id, 0),
-                    num_padding=len(drafted.get(req_id, ())) - self._verified.get(req_id, 0),
+                    num_drafted=verified,
+                    num_padding=len(drafted.get(req_id, ())) - verified,
                     has_text=new.prompt_embeds is None,
                     media=media_of(new.mm_features),
                 )

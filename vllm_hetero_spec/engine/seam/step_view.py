@@ -82,7 +82,7 @@ class RequestView(NamedTuple):
     @property
     def begins(self) -> bool:
         """Whether it waits for its first token, or has sampled it in this step."""
-        return self.num_output_tokens <= len(self.new_tokens)
+        return len(self.token_ids) - self.num_prompt_tokens <= len(self.new_tokens)
 
 
 class TreeRoom(NamedTuple):
