@@ -4,10 +4,12 @@
 import dataclasses
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unicodedata import combining, decomposition, is_normalized
 
 import pytest
 from recipes import altered, corpus, train_byte_level
@@ -46,9 +48,8 @@ READ_OTHERWISE = (
     r"\s++$", r"^a", r"(a)b", r"\p{N}{1,3}+", r"[a&&[b]]", r"[[:alpha:]]", r"\p{Han}+", r"\h+",
     r"a\z", r"(?<n>a)", r"a{,3}", r"[\p{^L}]", r"\P{L}", r"a*", r"\p{L", "[", "a|",
 )  # fmt: skip
-PLAIN = "".join(
-    [*map(chr, range(0x250)), *map(chr, range(0x400, 0x482)), "\u2013\u2019\u201c\u2026"]
-)
+PLAIN = [chr(code) for first, last in words.PLAIN for code in range(first, last + 1)]
+SCRIPTS = [[chr(code) for code in range(first, last + 1)] for first, last in words.PLAIN]
 USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>éßñДж½ª\xa0\x85\x1cſ’—"
 ADDED = ["<think>", " " * 17, "<|user|>", "</s>", "<unk>", "<0x0A>"]
 
@@ -115,11 +116,15 @@ class Counted:
 
 
 def some_text(rng: random.Random, sources: str) -> str:
-    kind = rng.randrange(4)
+    kind = rng.randrange(5)
     if kind == 0:
-        return "".join(rng.choices(PLAIN, k=rng.randrange(40)))
+        chars = rng.choices(PLAIN, k=10) + rng.choices(PLAIN[:0x250], k=10)
+        return "".join(rng.choices(chars, k=rng.randrange(40)))
     if kind == 1:
         return "".join(rng.choices(USUAL, k=rng.randrange(60)))
+    if kind == 4:
+        several = sum(rng.choices(SCRIPTS, k=3), list(USUAL))
+        return "".join(rng.choices(several, k=rng.randrange(60)))
     start = rng.randrange(len(sources) - 200)
     text = sources[start : start + rng.randrange(200)]
     at = rng.randint(0, len(text))
@@ -131,7 +136,8 @@ def assert_as_in_tokenizers(counted: Counted, texts: int = 1500) -> None:
     for _ in range(texts):
         text = some_text(rng, sources)
         assert counted.right(text), repr(text)
-    for text in ("", "naïve 中文 café", " e\u0301", "\u212b", "x" * 2 * words.LONGEST_TEXT):
+    composed = (" e\u0301", "\u212b", "か\u3099", "न\u093c", "하\u11a8", "ا\u0653")
+    for text in ("", "naïve 中文 café", *composed, "x" * 2 * words.LONGEST_TEXT):
         assert counted.right(text)
 
 
@@ -152,9 +158,31 @@ def test_words_of_all_kinds(
         tokenizer = altered(backends["byte-level"], pre_tokenizer=split_by(*RECIPES[name]))
     counted = Counted(*raw_of(tokenizer, monkeypatch))
     assert counted.right("def words(text):\n    return text.split() if text else []")
-    assert counted.right("Größe, “naïve” — и слово…")
+    assert counted.right(
+        "Größe, “naïve” — и слово… Ελλάδα، שלום, مرحبا हिन्दी\u3000中文（，ひカ）한글"
+    )
     assert not counted.left
     assert_as_in_tokenizers(counted)
+
+
+@pytest.mark.parametrize("pattern", [words._BYTE_LEVEL, LLAMA_3, GPT_4O, *DEEPSEEK_3, *GAPS])
+def test_every_plain_character_is_of_the_kind_it_has_in_tokenizers(pattern: str) -> None:
+    cut, split = words.cut_by(pattern), pre_tokenizers.Split(Regex(pattern), "isolated")
+    assert cut is not None
+    for char in PLAIN:
+        text = f"a{char}1 {char}.{char}A"
+        assert cut(text) == [part for part, _ in split.pre_tokenize_str(text)], hex(ord(char))
+
+
+def test_composition_leaves_plain_characters_alone() -> None:
+    """Whatever their order: none is decomposed, is a mark that moves, or joins one before it."""
+    seconds = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # of Hangul
+    for code in range(sys.maxunicode + 1):
+        spelled = decomposition(chr(code))
+        if spelled and not spelled.startswith("<"):
+            seconds |= {chr(int(part, 16)) for part in spelled.split()[1:]}
+    assert all(is_normalized("NFC", char) and char not in seconds for char in PLAIN)
+    assert {combining(char) for char in PLAIN} == {0, 9}  # only virama: they keep their order
 
 
 @pytest.mark.parametrize("individual", [True, False])
@@ -262,6 +290,11 @@ def test_words_that_come_again_are_looked_up(
     counted = Counted(raw, pipeline, table)
     assert all(counted.right(text) for text in ("one two", "one two", " two one two"))
     assert spelled == ["one", " two", " one"]
+    spelled.clear()
+    long = "x" * (words.LONGEST_WORD + 1)
+    assert counted.right(long)
+    assert counted.right(long)
+    assert spelled == [long, long]  # it would take a place, and hardly come again
 
 
 def test_words_of_real_tokenizers(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ two characters side by side: nothing merges across. All else is left to `tokeniz
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 from unicodedata import category
 
@@ -22,15 +23,27 @@ from vllm_hetero_spec.text.token_bytes import components
 Encode = Callable[[str], list[int]]
 Cut = Callable[[str], list[str]]
 
-# Words whose ids are remembered, and the length of a text from which it is a prompt: read once.
+# Words whose ids are remembered, and how long they may be: a text without spaces may be one.
 MEMO_WORDS = 1 << 15
-LONGEST_TEXT = 1024
+LONGEST_WORD = 32
+LONGEST_TEXT = 1024  # characters of a text from which it is a prompt: read once
 
-# Latin and Cyrillic letters, dashes, quotes: of one kind for long, and left alone by composition.
-_PLAIN = ((0x0, 0x24F), (0x400, 0x481), (0x48A, 0x4FF), (0x2010, 0x2027))
-_NOT_PLAIN = re.compile("[^" + "".join([f"{chr(a)}-{chr(z)}" for a, z in _PLAIN]) + "]")
+# Characters of many scripts, each of one kind for long, and left alone by composition.
+PLAIN = (
+    (0x0, 0x24F),  # Latin
+    (0x386, 0x386), (0x388, 0x38A), (0x38C, 0x38C), (0x38E, 0x3A1), (0x3A3, 0x3CE),  # Greek
+    (0x400, 0x481), (0x48A, 0x4FF),  # Cyrillic
+    (0x5D0, 0x5EA),  # Hebrew, and Arabic, without marks
+    (0x60C, 0x60C), (0x61B, 0x61B), (0x61F, 0x61F), (0x621, 0x64A), (0x660, 0x66D),
+    (0x901, 0x939), (0x93D, 0x94D), (0x964, 0x96F),  # Devanagari
+    (0x2010, 0x2027),  # dashes, quotes
+    (0x3000, 0x3029), (0x3041, 0x3096), (0x309B, 0x30FF), (0x4E00, 0x9FA5),  # Japanese, Chinese
+    (0xAC00, 0xD7A3),  # Korean
+    (0xFF01, 0xFF5E),  # wide letters and signs
+)  # fmt: skip
+_NOT_PLAIN = re.compile("[^" + "".join([f"{chr(a)}-{chr(z)}" for a, z in PLAIN]) + "]")
 _NEVER = "\U0010ffff"  # is in no text
-_WHITE = frozenset("\t\n\v\f\r \x85\xa0")
+_WHITE = frozenset("\t\n\v\f\r \x85\xa0\u3000")
 
 # The pattern of the pre-tokenizer `ByteLevel`.
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -66,7 +79,7 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
     cut, spell = cut_of(raw.model, pipeline, table), _speller(raw.model, pipeline)
     if cut is None:
         return encode
-    spelled = lru_cache(MEMO_WORDS)(spell)
+    known = lru_cache(MEMO_WORDS)(spell)
     # Added tokens are found before words are.
     contents = [re.escape(content) for content in raw.added]
     has_added = re.compile("|".join(contents)).search if contents else None
@@ -76,7 +89,7 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
             return encode(text)
         ids: list[int] = []
         for word in cut(text):
-            ids += spelled(word)
+            ids += known(word) if len(word) <= LONGEST_WORD else spell(word)
         return ids
 
     alike = all(encode_words(text) == encode(text) for text in CALIBRATION_TEXT.splitlines())
@@ -187,9 +200,16 @@ def _spelled_out(found: re.Match[str]) -> str:
 @lru_cache
 def _characters(name: str | None, letter: str | None) -> str:
     r"""The plain characters of a general category, or of Oniguruma's `\s`, `\S` or `\d`."""
-    plain = [chr(code) for first, last in _PLAIN for code in range(first, last + 1)]
-    if letter in ("s", "S"):
-        having = [char for char in plain if (char in _WHITE) == (letter == "s")]
-    else:
-        having = [char for char in plain if category(char).startswith(name or "Nd")]
-    return re.escape("".join(having)) or _NEVER
+
+    def has(code: int) -> bool:
+        if letter in ("s", "S"):
+            return (chr(code) in _WHITE) == (letter == "s")
+        return category(chr(code)).startswith(name or "Nd")
+
+    spelled = ""
+    for first, last in PLAIN:
+        for having, codes in groupby(range(first, last + 1), has):
+            run = list(codes)
+            if having:
+                spelled += f"{re.escape(chr(run[0]))}-{re.escape(chr(run[-1]))}"
+    return spelled or _NEVER
