@@ -212,9 +212,9 @@ def complaints(todo: Sequence[Call], drafted: Soaked, alone: Soaked) -> list[str
         if value:
             wrong.append(f"{name} is {value:g} at the end")
     for name in ("threads", "files", "processes"):
-        grown = getattr(drafted.late, name) - getattr(drafted.early, name)
-        if grown > _SPARE:
-            wrong.append(f"{grown} new {name} since the first tenth of the requests")
+        grown, usual = (getattr(of.late, name) - getattr(of.early, name) for of in (drafted, alone))
+        if grown > _SPARE + max(0, usual):
+            wrong.append(f"{grown} new {name} since the first tenth of the requests, alone {usual}")
     if not drafted.counters.get("drafts_total"):
         wrong.append("nothing was drafted")
     return wrong
