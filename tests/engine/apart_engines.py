@@ -137,12 +137,16 @@ def test_copies_between_host_and_device_are_not_recorded() -> None:
     TapeGraphs().capture(lambda: there.copy_(there + 1))()
 
 
-@pytest.mark.parametrize(("heat", "most"), [(0.0, 66), (1.0, 210)])
+@pytest.mark.parametrize(("heat", "most"), [(0.0, 58), (1.0, 185)])
 def test_few_operations_are_queued_in_a_step(
     heat: float, most: int, demo_pair: Path, texts: list[str], queued: Queued
 ) -> None:
-    """Of 8 requests with drafts of 4 tokens: each is a launch, in the host's time, on a GPU."""
-    spec = slem(demo_pair / "drafter", 4, method="push_forward")
+    """Of 8 requests with drafts of 4 tokens: each is a launch, in the host's time, on a GPU.
+
+    The target drafts for itself, through text: how often first tokens are overruled, which costs
+    operations, hangs on how a drafter was trained.
+    """
+    spec = slem(demo_pair / "target", 4, method="push_forward", translation="text")
     with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
         wanted = [{"temperature": heat, "max_tokens": 24}] * len(texts)
         answers(llm, texts, wanted)  # for the first time
