@@ -48,8 +48,8 @@ READ_OTHERWISE = (
     r"\s++$", r"^a", r"(a)b", r"\p{N}{1,3}+", r"[a&&[b]]", r"[[:alpha:]]", r"\p{Han}+", r"\h+",
     r"a\z", r"(?<n>a)", r"a{,3}", r"[\p{^L}]", r"\P{L}", r"a*", r"\p{L", "[", "a|",
 )  # fmt: skip
-PLAIN = [chr(code) for first, last in words.PLAIN for code in range(first, last + 1)]
 SCRIPTS = [[chr(code) for code in range(first, last + 1)] for first, last in words.PLAIN]
+PLAIN = [char for script in SCRIPTS for char in script]
 USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>éßñДж½ª\xa0\x85\x1cſ’—"
 ADDED = ["<think>", " " * 17, "<|user|>", "</s>", "<unk>", "<0x0A>"]
 

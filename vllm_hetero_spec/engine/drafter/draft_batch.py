@@ -210,15 +210,14 @@ class DraftBatchRunner:
         because that would be another wait for the device, and a drafter token is a target token or
         more, that step is not worth its time.
         """
-        lookahead = task.lookahead
-        if not lookahead:
+        if not task.lookahead:
             return 0
         if task.draw is not None:  # a drawn target token takes a step, or half of its span
             span = max(2, self._drafter.span(task).tokens)
-            return min(room, lookahead * span // 2)
+            return min(room, task.lookahead * span // 2)
         ratio = task.state.context.ratio
         one_more = ratio > 1 or not self._drafter.waits
-        return min(room, max(1, math.ceil(lookahead * ratio) + one_more))
+        return min(room, max(1, math.ceil(task.lookahead * ratio) + one_more))
 
     def _most_steps(self, task: DraftTask) -> int:
         """Drafter steps that a greedy draft may take in all."""

@@ -148,8 +148,8 @@ class StepView:
 
     @cached_property
     def room(self) -> list[int]:
-        """Target tokens worth proposing for each request, at least 0: none beyond the model's
-        length or its own end, and one less, which the target adds itself."""
+        """Target tokens worth proposing for each request: none beyond the model's length or its
+        own end, where the last one is the target's own."""
         rooms = []
         for request in self.requests:
             end, longest = self.max_model_len, request.params.max_tokens
