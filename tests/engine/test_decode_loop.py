@@ -220,6 +220,21 @@ def test_long_texts_are_read_by_graphs() -> None:
     assert graphs.replays == (2 + 3) + (3 + 3) + (3 + 3)  # parts, and what catches up and drafts
 
 
+def test_what_reading_costs_is_timed_as_rounds_read() -> None:
+    """Long texts in parts, short ones at once; both by graphs where there are any."""
+    world = World()
+    world.drafter.read(21)
+    assert world.drafter.model.fed == 21
+    graphs = record(world, in_graph=True)
+    for tokens, replays in ((8, 1), (21, 3), (90, 0)):  # the last is too much for parts
+        before, fed = graphs.replays, world.drafter.model.fed
+        world.drafter.read(tokens)
+        assert graphs.replays == before + replays
+        assert (world.drafter.model.fed == fed) == (replays > 0)
+    assert world.drafter.replays == graphs.replays
+    assert world.drafter.forward_seconds == 0.0  # of what is drafted for requests
+
+
 def behind(text: Sequence[int]) -> torch.Tensor:
     """The drafter's logits [V_D] behind a text."""
     world = World()

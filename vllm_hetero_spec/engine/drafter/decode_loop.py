@@ -9,6 +9,7 @@ or before those steps, where that is often so, or tokens are drawn, which cannot
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_hetero_spec.engine.drafter.first_tokens import CANDIDATE_BYTES, Beginn
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.picked import Picked
-from vllm_hetero_spec.engine.drafter.reading import read_in_parts
+from vllm_hetero_spec.engine.drafter.reading import read_in_parts, read_texts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
@@ -78,8 +79,7 @@ class Drafter:
         self.model = model
         self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
-        self.forwards = 0
-        self.overruled = 0
+        self.forwards = self.overruled = 0
         self.waits, self.may_wait = device.type != "cpu", False
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
@@ -222,19 +222,19 @@ class Drafter:
 
     @torch.inference_mode()
     def read(self, tokens: int) -> None:
-        """One forward over so many context tokens, on the padding block, to be timed.
+        """Read so many context tokens as rounds do, on the padding block, to be timed.
 
         Args:
             tokens: Of one text, or of several where the drafter takes none that long.
         """
-        longest = self.max_length
-        lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+        lengths = [min(self.max_length, tokens - at) for at in range(0, tokens, self.max_length)]
         nowhere, texts = self._planner.nowhere(lengths), [[0] * length for length in lengths]
-        self._steps.begin(self._planner.plan(nowhere, texts, [1] * len(lengths)))
+        left = read_texts(nowhere, texts, self._steps, self._planner, nullcontext())
+        shape = self._steps.shape(len(left), max(map(len, left)), min(lengths))
+        self._steps.begin(self._planner.plan(nowhere, left, [1] * len(left), *shape))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
-        sequences = [row.sequence for row in rows]
-        pending = [row.pending for row in rows]
+        sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]
         back = self.looks_back and any(row.choose is not None for row in rows)
         longest = max(1 + back, *map(len, pending))
         context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])

@@ -5,12 +5,13 @@ A forward without a graph takes the host as long as a dozen with one, however fe
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
 from vllm_hetero_spec.engine.drafter.round_plan import Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
-from vllm_hetero_spec.staging import Stopwatch
 
 # Forwards beyond what catches up in any case: more take as long as a single one without a graph.
 _MOST = 4
@@ -57,7 +58,7 @@ def parts(
 
 
 def read_in_parts(
-    rows: list[DraftRow], steps: Steps, planner: Planner, stopwatch: Stopwatch
+    rows: list[DraftRow], steps: Steps, planner: Planner, stopwatch: AbstractContextManager[object]
 ) -> None:
     """Read `parts` of the rows of a round, and leave it the rest.
 
@@ -67,16 +68,40 @@ def read_in_parts(
         planner: Plans them.
         stopwatch: Times them.
     """
-    if not steps.widths(len(rows)):
-        return
-    pending = [len(row.pending) for row in rows]
-    contexts = [len(row.sequence.kv_ids) + len(row.pending) for row in rows]
-    for width, texts in parts(pending, contexts, steps.widths):
-        sequences = [rows[index].sequence for index in texts]
-        ids = [rows[index].pending[:width] for index in texts]
+    pending = [row.pending for row in rows]
+    left = read_texts([row.sequence for row in rows], pending, steps, planner, stopwatch)
+    if left is not pending:
+        rows[:] = [row._replace(pending=ids) for row, ids in zip(rows, left, strict=True)]
+
+
+def read_texts(
+    sequences: Sequence[DraftSequence],
+    pending: Sequence[Sequence[int]],
+    steps: Steps,
+    planner: Planner,
+    stopwatch: AbstractContextManager[object],
+) -> Sequence[Sequence[int]]:
+    """Read `parts` of some texts; what is left of each, `pending` itself where nothing was read.
+
+    Args:
+        sequences: Of the texts.
+        pending: Drafter ids of each that are to be read.
+        steps: Runs the forwards.
+        planner: Plans them.
+        stopwatch: Times them.
+    """
+    if not steps.widths(len(pending)):
+        return pending
+    counts = [len(ids) for ids in pending]
+    contexts = [len(of.kv_ids) + count for of, count in zip(sequences, counts, strict=True)]
+    found, left = parts(counts, contexts, steps.widths), list(pending)
+    for width, texts in found:
+        some = [sequences[index] for index in texts]
+        ids = [left[index][:width] for index in texts]
         shape = steps.shape(len(texts), width, width)
         with stopwatch:
-            steps.begin(planner.plan(sequences, ids, [1] * len(texts), *shape))
-        for index, sequence, part in zip(texts, sequences, ids, strict=True):
+            steps.begin(planner.plan(some, ids, [1] * len(texts), *shape))
+        for index, sequence, part in zip(texts, some, ids, strict=True):
             sequence.kv_ids.extend(part)
-            rows[index] = rows[index]._replace(pending=rows[index].pending[width:])
+            left[index] = left[index][width:]
+    return left if found else pending
