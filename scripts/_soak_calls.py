@@ -106,6 +106,10 @@ def _token_ids(texts: Texts, rng: random.Random) -> dict[str, Any]:
     return {"prompt": [rng.randrange(3, texts.vocab_size) for _ in range(rng.randint(1, 300))]}
 
 
+def _named_tokens(texts: Texts, rng: random.Random) -> dict[str, Any]:
+    return {"logprob_token_ids": rng.sample(range(texts.vocab_size), rng.randint(1, 20))}
+
+
 def _grammar(texts: Texts, rng: random.Random) -> dict[str, Any]:
     grammar = rng.choice(({"json": SCHEMA}, {"regex": "[a-z]{3,9}\\([0-9]+\\)"}))
     sampled = rng.choice(({}, _sampled(texts, rng)))
@@ -127,6 +131,10 @@ _KINDS: dict[str, Callable[[Texts, random.Random], dict[str, Any]]] = {
     "several": lambda texts, rng: {"n": rng.randint(2, 3), "temperature": 0.8},
     "logprobs": lambda texts, rng: {"logprobs": rng.randint(0, 5)},
     "echo": lambda texts, rng: {"echo": True, "logprobs": rng.choice((None, 2))},
+    "named tokens": _named_tokens,
+    "prompt logprobs": lambda texts, rng: {"prompt_logprobs": rng.randint(0, 3)},
+    "beams": lambda texts, rng: {"use_beam_search": True, "n": 2, "max_tokens": 6},
+    "truncated": lambda texts, rng: {"truncate_prompt_tokens": rng.randint(1, 40)},
     "stop strings": lambda texts, rng: {"stop": rng.sample(_STOPS, rng.randint(1, 3))},
     "stop ids": lambda texts, rng: {"stop_token_ids": rng.sample(range(texts.vocab_size), 100)},
     "least length": lambda texts, rng: {"min_tokens": 20, "max_tokens": 40},

@@ -125,6 +125,27 @@ def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
     return generate(llm, chosen, [greedy(**kinds[i % len(kinds)]) for i in range(len(chosen))])
 
 
+def named_tokens(llm: LLM, prompts: list[str]) -> Outputs:
+    """Log probabilities of named tokens, beside the likeliest: on V1 that ends a stock vLLM."""
+    kinds = [
+        {"logprob_token_ids": [5, 900, 300]},
+        {"logprobs": 2},
+        {"logprob_token_ids": [7], "max_tokens": 1},
+        {},
+    ]
+    outputs = llm.generate(prompts[:8], [greedy(**kinds[i % 4]) for i in range(8)], use_tqdm=False)
+    found: Outputs = {}
+    for index, request in enumerate(outputs):
+        tokens, told = list(request.outputs[0].token_ids), request.outputs[0].logprobs
+        found[str(index)] = tokens
+        named = kinds[index % 4].get("logprob_token_ids")
+        if named is not None:
+            for row, token in zip(told, tokens, strict=True):
+                assert set(row) == {token, *named}
+                assert all(value.logprob <= row[token].logprob for value in row.values())
+    return found
+
+
 def structured(llm: LLM, prompts: list[str]) -> Outputs:
     schema = {
         "type": "object",
@@ -182,6 +203,7 @@ ROOMY: dict[str, Scenario] = {
     "min_tokens": with_params(min_tokens=16, max_tokens=24),
     "bad_words": with_params(bad_words=[" self", "return", "(", "import"]),
     "mixed parameters": mixed_params,
+    "named tokens": named_tokens,
     "structured output": structured,
 }
 

@@ -61,7 +61,8 @@ def runner() -> SimpleNamespace:
             draft_tokens=torch.full((3, DRAFTED), 99),
         ),
         sampler=SimpleNamespace(
-            sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.array([70, 0, 3])))
+            sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.array([70, 0, 3]))),
+            logprob_token_ids_state=SimpleNamespace(max_num_token_ids=max),
         ),
         draft_tokens_handler=None,
         lora_state=SimpleNamespace(make_lora_inputs=lambda ids, *_: ((4, 5), "tokens", "active")),
@@ -206,6 +207,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     made_up = output_of(new("a"), new("b"), a=[-1] * DRAFTED, b=[-1] * DRAFTED)
     seam.begins(made_up)
     assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
+    assert seam.batch(batch).named == 2  # by the stand-in: the larger of two places
     seam.hand_out(batch, [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed

@@ -58,6 +58,7 @@ MOVERS = {
     "engine/seam/tree_rows_v1.py": "arrays of the host: tokens of a step",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/tree_control.py": "arrays of the host: what trees are worth",
+    "engine/verifier/rejection_sampler_v2.py": "arrays of the host: where requests' rows begin",
 }
 
 _BIRTH = ("__init__", "__post_init__")

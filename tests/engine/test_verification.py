@@ -20,6 +20,7 @@ from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier import race_sampler, rejection_sampler
+from vllm_hetero_spec.engine.verifier.asked_logprobs import flat
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
@@ -82,8 +83,19 @@ class Sampler(torch.nn.Module):
             warm = logits.float() / sampling_metadata.temperature.masked_fill(cold, 1.0)[:, None]
             won, _ = self.racing(warm, {}, sampling_metadata.top_k, sampling_metadata.top_p)
             tokens = torch.where(cold, tokens, won)
+        if sampling_metadata.logprob_token_ids:  # vLLM's gives theirs alone then
+            logits = logits[:, : max(map(len, sampling_metadata.logprob_token_ids.values()))]
         kept = LogprobsTensors(None, logits, None)
         return SamplerOutput(tokens[:, None].to(torch.int32), logprobs_tensors=kept)
+
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, count: int, tokens: torch.Tensor) -> Any:
+        ids = torch.cat([tokens[:, None], logprobs.topk(count, -1).indices], 1)
+        return LogprobsTensors(ids.int(), logprobs.gather(1, ids), tokens)
 
 
 class Engine:
@@ -237,6 +249,44 @@ def test_logits_are_kept_where_they_are_asked_for(processed: bool) -> None:
     logits = seen[True][1]
     assert (logits < 0).any()  # no probabilities
     assert bool(logits.isinf().any()) is processed  # top-k and top-p leave -inf
+
+
+@pytest.mark.parametrize("likeliest", [None, 1, 4])
+def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> None:
+    """Also beside requests that ask for the likeliest tokens, or for none."""
+    torch.manual_seed(3)
+    plain = Engine("token").sampler(*arguments(likeliest))
+    torch.manual_seed(3)
+    asked = {0: [3, 7], 2: [9, 1, 5], 1: [8]}
+    engine, given = Engine("token"), arguments(likeliest)
+    given[3].logprob_token_ids = asked
+    output = engine.sampler(*given)
+    assert torch.equal(output.sampled_token_ids, plain.sampled_token_ids)
+    rows = given[2].log_softmax(-1)
+    found = output.logprobs_tensors
+    columns = max(3, likeliest or 0)
+    each = output.sampled_token_ids.shape[1]
+    for request, tokens in enumerate(output.sampled_token_ids.tolist()):
+        start = sum(LENGTHS[:request]) + request
+        for place, token in enumerate(tokens):
+            if token == FILLER:
+                continue
+            ids = found.logprob_token_ids[request * each + place].tolist()
+            told = found.logprobs[request * each + place].tolist()
+            known = asked.get(request)
+            if known is None:
+                known = rows[start + place].topk(likeliest or 0).indices.tolist()
+            assert ids == [token, *known, *[0] * (columns - len(known))]
+            expected = rows[start + place, [token, *known]].tolist()
+            assert told[: 1 + len(known)] == pytest.approx(expected)
+            assert told[1 + len(known) :] == [-np.inf] * (columns - len(known))
+
+
+def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
+    sampled = torch.tensor([[5, 6, -1], [7, -1, -1], [1, 2, 3]])
+    cu, local = torch.tensor([0, 3, 4, 7]), torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32)
+    found = flat(sampled, torch.tensor([2, 1, 3]), cu, local)
+    assert found.tolist() == [5, 6, 0, 7, 1, 2, 3]
 
 
 def test_fuzzy_accounts_are_settled_when_tokens_are_on_the_host() -> None:

@@ -80,8 +80,7 @@ class RunnerV2:
     @property
     def device(self) -> torch.device:
         """Where the target runs."""
-        device: torch.device = self._runner.device
-        return device
+        return torch.device(self._runner.device)
 
     @property
     def max_num_tokens(self) -> int:
@@ -279,7 +278,9 @@ class RunnerV2:
         if all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
             trees = None if self._sides is None else self._sides.view()
-            return BatchView(batch.req_ids, lengths=lengths, trees=trees)
+            asked = self._runner.sampler.logprob_token_ids_state
+            named = asked.max_num_token_ids(batch.idx_mapping_np)
+            return BatchView(batch.req_ids, lengths=lengths, trees=trees, named=named)
         rows = np.diff(batch.cu_num_logits_np) - 1  # but for the bonus token's
         return BatchView(batch.req_ids, lengths=rows.tolist())
 

@@ -211,6 +211,7 @@ class BatchView:
         num_output_tokens: Target tokens that each has generated before this step.
         lengths: Tokens of each request's draft, where the runner tells them here.
         trees: Among the drafts; None where all are chains.
+        named: Most tokens that one of them names, to be told their probabilities; as `lengths`.
     """
 
     req_ids: Sequence[str]
@@ -218,6 +219,7 @@ class BatchView:
     num_output_tokens: Sequence[int] = ()
     lengths: Sequence[int] = ()
     trees: TreesView | None = None
+    named: int = 0
 
 
 def trees_of(drafts: Sequence[Draft]) -> dict[str, TreeRows]:

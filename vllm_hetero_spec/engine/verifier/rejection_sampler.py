@@ -25,6 +25,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
+from vllm_hetero_spec.engine.verifier.asked_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
@@ -44,7 +45,7 @@ class HeteroRejectionSampler(RejectionSampler):
         pending: Where the proposer leaves what its drafts were drawn from.
         racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
         batch: Gives the batch that tokens are being chosen for.
-        send: Brings arrays to the device, once for a batch that has trees.
+        send: Brings arrays to the device, twice for a batch at most.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
     """
@@ -81,6 +82,8 @@ class HeteroRejectionSampler(RejectionSampler):
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
+        likeliest, asked = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
+        wanted = likeliest is not None or bool(asked)
         view, nowhere = self._batch(), [0] * len(metadata.num_draft_tokens)
         drafts = self._pending.batch(
             view.req_ids,
@@ -92,15 +95,16 @@ class HeteroRejectionSampler(RejectionSampler):
         with self._racing.behind(drafts) if self._racing is not None else nullcontext():
             bonus = self.sampler(
                 logits=logits.index_select(0, metadata.bonus_logits_indices),
-                sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1)
-                if sampling_metadata.max_num_logprobs is not None
+                sampling_metadata=replace(
+                    sampling_metadata, max_num_logprobs=-1, logprob_token_ids=None
+                )
+                if wanted
                 else sampling_metadata,
                 predict_bonus_token=True,
                 logprobs_mode_override="processed_logits" if processed else "raw_logits",
             )
         # On a CPU faster than by brackets.
         raw = logits.index_select(0, metadata.target_logits_indices).to(torch.float32)
-        wanted = sampling_metadata.max_num_logprobs is not None
         target = self.apply_logits_processors(
             raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
         )
@@ -135,10 +139,26 @@ class HeteroRejectionSampler(RejectionSampler):
         logprobs = None
         if wanted:
             logprobs = self._get_logprobs_tensors(
-                sampling_metadata.max_num_logprobs, metadata, logits, rows, last_rows, tokens
+                likeliest or 0, metadata, logits, rows, last_rows, tokens
             )
+            if asked:
+                every = _every(len(logits), rows, last_rows, metadata)
+                logprobs = with_asked(
+                    logprobs,
+                    asked,
+                    lambda lines: self._scores(every[lines]),
+                    metadata.num_draft_tokens,
+                    self._send,
+                )
         self._stats.verify_seconds += time.perf_counter() - began
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V], what users are told of some rows."""
+        if self.is_logits_logprobs_mode:
+            return logits
+        scores: torch.Tensor = self.sampler.compute_logprobs(logits)
+        return scores
 
     def _walk(
         self,
@@ -183,7 +203,7 @@ class HeteroRejectionSampler(RejectionSampler):
 def _in_order(
     order: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
 ) -> tuple[torch.Tensor, torch.Tensor, SpecDecodeMetadata]:
-    """Rows of logits as vLLM takes them for log probabilities: a request's token i from its row i.
+    """Rows of logits as log probabilities are taken from: a request's token i from its row i.
 
     Args:
         order: See `Walk`.
@@ -191,13 +211,20 @@ def _in_order(
         last: [B, V], behind the drafts.
         metadata: Where these stand among all rows.
     """
-    ends = metadata.bonus_logits_indices
-    every = rows.new_empty((len(order), rows.shape[1]))
-    every[metadata.target_logits_indices] = rows
-    every[ends] = last.to(rows.dtype)
-    every = every[order]
+    every = _every(len(order), rows, last, metadata)[order]
     everywhere = torch.arange(len(order), device=order.device)
-    return every, every[ends], replace(metadata, target_logits_indices=everywhere)
+    last = every[metadata.bonus_logits_indices]
+    return every, last, replace(metadata, target_logits_indices=everywhere)
+
+
+def _every(
+    count: int, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
+) -> torch.Tensor:
+    """[count, V], the rows of draft tokens and those behind the drafts; see `_in_order`."""
+    every = rows.new_empty((count, rows.shape[1]))
+    every[metadata.target_logits_indices] = rows
+    every[metadata.bonus_logits_indices] = last.to(rows.dtype)
+    return every
 
 
 def _target_probs(

@@ -20,12 +20,14 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.verifier.asked_logprobs import flat
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
@@ -65,10 +67,12 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self._rule, self._pending, self._races = rule, pending, races
         self._batch, self._places, self._stats = batch, places, stats
         self._send = send
-        self._view = BatchView([])
-        self._verified = 0  # requests of the batch so far
         # Of trees: the token of each row that is left.
         self._fed = torch.zeros(0, dtype=torch.int64)
+        self._view = BatchView([])
+        self._verified = 0  # requests of the batch so far
+        # Of the rows of a part: each one's request in the runner, and its place in the request.
+        self._rows = (self._fed, self._fed)
         # The rows of a part in the order of its tokens, where walks have left that of the rows.
         self._order: torch.Tensor | None = None
 
@@ -110,6 +114,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        self._rows = expanded_idx_mapping, expanded_local_pos
         part = slice(self._verified, self._verified + len(idx_mapping_np))
         self._verified = part.stop
         starts = cu_num_logits[:-1].long()
@@ -178,9 +183,21 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         max_num_logprobs: int,
     ) -> LogprobsTensors | None:
         """See RejectionSampler, to which a request's token i comes from its row i."""
-        wanted = max_num_logprobs != NO_LOGPROBS and not self._processed_logprobs
-        if self._order is not None and wanted:
+        wanted = max_num_logprobs != NO_LOGPROBS or self._view.named
+        if self._order is not None and wanted and not self._processed_logprobs:
             logits = logits[self._order]
+        if self._view.named:
+            requests, local = self._rows
+            return compute_topk_scores(
+                logits,
+                max(0, max_num_logprobs),
+                flat(sampled, num_sampled, cu_num_logits, local),
+                cu_num_logits_np.tolist(),
+                self.sampler.logprob_token_ids_state,
+                requests,
+                self._view.named,
+                self.sampler.logprobs_mode.endswith("logits"),
+            )
         return super()._get_logprobs_tensors(
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )
