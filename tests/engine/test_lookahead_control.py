@@ -490,12 +490,6 @@ def test_an_odd_wish_is_no_wish(wish: Any, caplog: pytest.LogCaptureFixture) -> 
     assert len([m for m in caplog.messages if repr(wish) in m]) == 1
 
 
-def test_given_tokens_need_no_drafts() -> None:
-    """Of a request whose output is a trace; its wish for drafts is in vain."""
-    params = SamplingParams(trace_decode_token_ids=[5, 6], extra_args={LOOKAHEAD_ARG: 3})
-    assert params_of(params, 0).lookahead == 0
-
-
 # ---- engines -------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,6 @@ class Sampler:
     """Stands in for vLLM's."""
 
     return_sampling_mask = False
-    trace_replay_state: Any = None
     use_fp64_gumbel = False
 
     def __init__(self, states: States, logprobs_mode: str = "raw_logprobs") -> None:

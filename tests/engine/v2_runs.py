@@ -4,11 +4,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from harness import engine, slem
-from scenarios import ROOMY, TIGHT, Outputs, Run, Scenario, generate, greedy, run_all
-from vllm import LLM
+from scenarios import ROOMY, TIGHT, Run, generate, greedy, run_all
 
 from vllm_hetero_spec.engine.seam import async_scheduling
 
@@ -22,28 +20,14 @@ LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # more of the same, and too
 SOME = {name: run for name, run in (ROOMY | TIGHT).items() if name not in LEFT_OUT}
 
 
-def traced(llm: LLM, prompts: list[str]) -> Outputs:
-    """Requests whose tokens are given, beside others."""
-    trace = llm.get_tokenizer().encode(prompts[0], add_special_tokens=False)[:20]
-    kinds = [greedy(trace_decode_token_ids=trace, logprobs=1), greedy(), greedy(temperature=0.7)]
-    found = generate(llm, prompts[:8], [kinds[i % 3] for i in range(8)])
-    assert all(found[str(i)] == trace for i in (0, 3, 6))
-    return {name: ids for name, ids in found.items() if int(name) % 3 < 2}
-
-
-ON_V2 = SOME | {"traced": traced}
-
-
-def run_way(
-    way: str, demo: Path, prompts: list[str], some: dict[str, Scenario] = SOME, **changes: Any
-) -> Run:
+def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
     """scenario -> token ids, and what the counters gained meanwhile."""
     name, _, ahead = way.partition(", ")
     async_scheduling.platform_can = lambda: bool(ahead)
     drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
     spec = None if drafter is None else slem(drafter)
     stages = {"pipeline_parallel_size": 2} if way == STAGED else {}
-    return run_all(demo / "target", spec, prompts, {}, some, **stages, **changes)
+    return run_all(demo / "target", spec, prompts, {}, SOME, **stages)
 
 
 def calibrated(demo: Path, prompts: list[str]) -> Run:
@@ -56,6 +40,5 @@ def calibrated(demo: Path, prompts: list[str]) -> Run:
 if __name__ == "__main__":
     release, folder, prompts, out = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     texts = json.loads(prompts)
-    more = {"some": ON_V2, "enable_trace_replay": True}
-    found = {way: run_way(way, folder, texts, **more) for way in WAYS[release]}
+    found = {way: run_way(way, folder, texts) for way in WAYS[release]}
     out.write_text(json.dumps(found | {"calibrated": calibrated(folder, texts)}))

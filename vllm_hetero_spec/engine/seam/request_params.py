@@ -140,8 +140,6 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
 
 
 def _requested_lookahead(params: "SamplingParams") -> int | None:
-    if params.trace_decode_token_ids:
-        return 0  # its tokens are given, whatever anybody would draft
     asked = (params.extra_args or {}).get(LOOKAHEAD_ARG)
     if asked is None:
         return None

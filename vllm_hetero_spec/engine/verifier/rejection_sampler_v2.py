@@ -132,8 +132,6 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             bonus = best[ends]
         else:
             bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
-        if sampler.trace_replay_state is not None:  # requests with a trace have no drafts
-            sampler.trace_replay_state.apply_trace(bonus, idx_mapping)
         cold: torch.Tensor | bool = greedy
         if not (greedy or random):
             cold = states.temperature.gpu[idx_mapping] == 0
