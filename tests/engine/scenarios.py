@@ -126,9 +126,14 @@ def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def named_tokens(llm: LLM, prompts: list[str]) -> Outputs:
-    """Log probabilities of named tokens, beside the likeliest: on V1 that ends a stock vLLM."""
+    """Log probabilities of named tokens, beside the likeliest: on V1 that ends a stock vLLM.
+
+    The first request names some of its own likeliest tokens: what is told of them is the same.
+    """
+    (first,) = llm.generate(prompts[:1], greedy(logprobs=20), use_tqdm=False)
+    likeliest = first.outputs[0].logprobs
     kinds = [
-        {"logprob_token_ids": [5, 900, 300]},
+        {"logprob_token_ids": sorted({token for row in likeliest for token in list(row)[:5]})},
         {"logprobs": 2},
         {"logprob_token_ids": [7], "max_tokens": 1},
         {},
@@ -143,6 +148,14 @@ def named_tokens(llm: LLM, prompts: list[str]) -> Outputs:
             for row, token in zip(told, tokens, strict=True):
                 assert set(row) == {token, *named}
                 assert all(value.logprob <= row[token].logprob for value in row.values())
+        if not index:
+            pairs = [
+                (row[i].logprob, known[i].logprob)
+                for row, known in zip(told, likeliest, strict=True)
+                for i in row.keys() & known.keys()
+            ]
+            assert len(pairs) >= 5 * len(told)
+            assert all(abs(one - other) < 0.02 for one, other in pairs)
     return found
 
 

@@ -259,7 +259,7 @@ def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> Non
     torch.manual_seed(3)
     asked = {0: [3, 7], 2: [9, 1, 5], 1: [8]}
     engine, given = Engine("token"), arguments(likeliest)
-    given[3].logprob_token_ids = asked
+    given[3].logprob_token_ids = {**asked, 4: []}  # none is no wish
     output = engine.sampler(*given)
     assert torch.equal(output.sampled_token_ids, plain.sampled_token_ids)
     rows = given[2].log_softmax(-1)

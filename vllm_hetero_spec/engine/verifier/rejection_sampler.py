@@ -82,7 +82,8 @@ class HeteroRejectionSampler(RejectionSampler):
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
         processed = self.is_processed_logprobs_mode
-        likeliest, asked = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
+        likeliest, named = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
+        asked = {index: ids for index, ids in (named or {}).items() if ids}
         wanted = likeliest is not None or bool(asked)
         view, nowhere = self._batch(), [0] * len(metadata.num_draft_tokens)
         drafts = self._pending.batch(
