@@ -6,12 +6,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
 
@@ -140,9 +144,15 @@ def test_graphs_of_all_tiers_are_captured(
     device: None, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where fewer requests than tiers are served at once; others' as vLLM has them."""
+
+    class Manager(CudaGraphManager):
+        _init_candidates = CudaGraphManager._init_candidates
+
     module = ModuleType("cudagraph_utils")
     monkeypatch.setattr(module, NAME, build_dynamic_sd_schedule_lookup, raising=False)
+    monkeypatch.setattr(module, "CudaGraphManager", Manager, raising=False)
     async_scheduling.capture_all_tiers(module)
+    assert patching.standing(Manager, "_init_candidates")
     lookup = getattr(module, NAME)
 
     def captured(schedule: list[tuple[int, int, int]]) -> set[int]:
@@ -151,6 +161,55 @@ def test_graphs_of_all_tiers_are_captured(
     ours = configured(config_of(None)).speculative_config.num_speculative_tokens_per_batch_size
     assert captured(ours) == {0, 2, 4}
     assert captured([(1, 1, 4), (2, 64, 1)]) == ({4} if batch == 1 else {4, 1})
+
+
+@pytest.mark.parametrize("longest", [3, 5])
+@pytest.mark.parametrize("most", [16, 64, 256])
+def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most: int) -> None:
+    """vLLM's own choice, of graphs that it names itself; alone it leaves some batches without."""
+    named = tiers(longest, longest)
+    sizes = {1, 2, 4, *range(8, 257, 8), *(n * (1 + tier) for tier in named for n in (1, 2, 4, 8))}
+
+    def without(wrap: Any) -> list[tuple[int, int]]:
+        manager: Any = object.__new__(CudaGraphManager)
+        spec = SimpleNamespace(
+            hetero=HETERO,
+            num_speculative_tokens_per_batch_size=async_scheduling._schedule(named),
+            uses_dynamic_speculative_decoding=lambda: True,
+        )
+        vars(manager).update(
+            vllm_config=SimpleNamespace(
+                speculative_config=spec,
+                num_speculative_tokens=longest,
+                cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            ),
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=sorted(sizes), max_cudagraph_capture_size=256
+            ),
+            **dict(max_num_reqs=most, decode_query_len=1 + longest, varlen_decode=False),
+            **dict(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, ubatch_runner=None),
+            **dict(lora_capture_cases=[0], _lora_dispatch_map={}, _max_lora_case=0),
+            **dict(_candidates={}, _capture_descs={}, _graphs_captured=True),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            lookup = async_scheduling._wrap_lookup(build_dynamic_sd_schedule_lookup)
+            patch.setattr(cudagraph_utils, NAME, lookup)
+            wrap(CudaGraphManager._init_candidates)(manager)
+        missed = []
+        for tier in named:
+            for batch in range(1, min(most, 240 // (1 + tier)) + 1):
+                tokens = batch * (1 + tier)
+                found = manager.dispatch(batch, tokens, 1 + tier, 0)
+                if found.cg_mode != CUDAGraphMode.FULL:
+                    missed.append((batch, tier))
+                else:
+                    assert found in manager._capture_descs[CUDAGraphMode.FULL]
+                    assert (found.uniform_token_count, found.num_ubatches) == (1 + tier, 1)
+                    assert found.num_tokens >= tokens
+        return missed
+
+    assert without(lambda original: original)
+    assert not without(async_scheduling._wrap_candidates)
 
 
 def test_other_drafters_are_left_alone(device: None) -> None:

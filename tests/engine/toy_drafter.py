@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import embedding  # which has no place -1, unlike an index
 
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 
@@ -62,7 +63,7 @@ class ToyDrafterModel:
         slots = batch.table[request_of][:, places // SIZE].long() * SIZE + places % SIZE
         seen = places[None] <= batch.positions[:, None]
         written = torch.where(batch.slots < 0, BLOCKS * SIZE, batch.slots)
-        hidden = self.embedding[batch.ids.long()] + self.places[batch.positions]
+        hidden = self.embedding[batch.ids.long()] + embedding(batch.positions, self.places)
         for layer, (q, k, v, out) in enumerate(self.layers):
             keys, values = self.cache[layer]
             keys.index_copy_(0, written, hidden @ k)

@@ -100,11 +100,11 @@ class StaticTensors:
         )
 
     def clear(self) -> None:
-        """No text, no place: what a graph is recorded over."""
-        for positions, slots in ((self.positions, self.slots), self.fed[1:]):
+        """No text, no place: what a graph is recorded over, on tokens that stand somewhere."""
+        places = self.plan_places.unbind(1)
+        for positions, slots in ((self.positions, self.slots), self.fed[1:], places):
             positions.zero_()
             slots.fill_(NOWHERE)
-        self.plan_places.fill_(NOWHERE)
         for lengths in (self.lengths, self.plan_lengths):
             lengths.fill_(1)
         self.step.fill_(1)

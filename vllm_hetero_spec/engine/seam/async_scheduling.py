@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -138,6 +139,8 @@ def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
     """
     name = "build_dynamic_sd_schedule_lookup"
     patching.replace(cudagraph_utils, name, "all tiers", _wrap_lookup)
+    manager = cudagraph_utils.CudaGraphManager
+    patching.replace(manager, "_init_candidates", "nearest graphs", _wrap_candidates)
 
 
 def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -158,6 +161,28 @@ def _wrap_lookup(original: patching.Function) -> patching.Function:
         return original(schedule, *args, **kwargs)
 
     return build_dynamic_sd_schedule_lookup
+
+
+def _wrap_candidates(original: patching.Function) -> patching.Function:
+    def _init_candidates(self: "CudaGraphManager") -> None:
+        """`_init_candidates`, and every tier has the smallest of its own graphs that is enough.
+
+        vLLM offers a batch the graphs of the next number of tokens that there are any of, which
+        may all be another tier's.
+        """
+        original(self)
+        if not hasattr(self.vllm_config.speculative_config, "hetero"):
+            return
+        full = [graph for graphs in self._capture_descs.values() for graph in graphs]
+        full = sorted((g for g in full if g.uniform_token_count), key=lambda g: g.num_tokens)
+        for (tokens, adapters), offered in self._candidates.items():
+            nearest = {}
+            for graph in full:
+                if graph.num_tokens >= tokens and graph.num_active_loras == adapters:
+                    nearest.setdefault((graph.uniform_token_count, graph.num_ubatches), graph)
+            offered[:0] = [graph for graph in nearest.values() if graph not in offered]
+
+    return _init_candidates
 
 
 def _wrap_post_init(original: patching.Function) -> patching.Function:
