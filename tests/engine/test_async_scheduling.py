@@ -186,10 +186,17 @@ def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=sorted(sizes), max_cudagraph_capture_size=256
             ),
-            **dict(max_num_reqs=most, decode_query_len=1 + longest, varlen_decode=False),
-            **dict(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, ubatch_runner=None),
-            **dict(lora_capture_cases=[0], _lora_dispatch_map={}, _max_lora_case=0),
-            **dict(_candidates={}, _capture_descs={}, _graphs_captured=True),
+            max_num_reqs=most,
+            decode_query_len=1 + longest,
+            varlen_decode=False,
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            ubatch_runner=None,
+            lora_capture_cases=[0],
+            _lora_dispatch_map={},
+            _max_lora_case=0,
+            _candidates={},
+            _capture_descs={},
+            _graphs_captured=True,
         )
         with pytest.MonkeyPatch.context() as patch:
             lookup = async_scheduling._wrap_lookup(build_dynamic_sd_schedule_lookup)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -176,7 +176,7 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
         full = [graph for graphs in self._capture_descs.values() for graph in graphs]
         full = sorted((g for g in full if g.uniform_token_count), key=lambda g: g.num_tokens)
         for (tokens, adapters), offered in self._candidates.items():
-            nearest = {}
+            nearest: dict[tuple[int, int], BatchExecutionDescriptor] = {}
             for graph in full:
                 if graph.num_tokens >= tokens and graph.num_active_loras == adapters:
                     nearest.setdefault((graph.uniform_token_count, graph.num_ubatches), graph)
