@@ -18,10 +18,13 @@ from vllm_hetero_spec.lookahead.controllers import Fixed
 
 def test_some_of_many_steps_without_drafts_are_looked_at() -> None:
     looks = Looks()
-    first = [step for step in range(40) if not looks.passes(step > 0)]
-    assert first == [*range(9), 16, 17, 32, 33]
-    assert not looks.passes(False)
-    assert [looks.passes(True) for _ in range(9)] == [False] * 8 + [True]
+    first = [step for step in range(140) if not looks.passes(step > 0, 4)]
+    assert first == [0, 1, 2, 64, 65, 128, 129]
+    assert not looks.passes(False, 4)
+    assert [looks.passes(True, 4) for _ in range(4)] == [False, False, True, True]
+    # One more of four is hardly another batch; two more are.
+    assert [looks.passes(True, 5), looks.passes(True, 6)] == [True, False]
+    assert [looks.passes(True, 6) for _ in range(4)] == [False, False, True, True]
 
 
 # ---- engines -------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class _Proposer:
         return self.drafts
 
     def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
-        passes = self.looks.passes(bool(without_drafts))
+        passes = self.looks.passes(bool(without_drafts), num_requests)
         self.calls += [f"{num_requests} pass by"] * passes
         return passes
 

@@ -2,12 +2,14 @@
 """Which steps of the target a drafter looks at.
 
 A look takes time of the host for each request and, where steps are scheduled ahead, waits for the
-device. So while nothing is drafted, it is taken now and then: at two steps in a row, the second of
-which can be timed.
+device, which then waits for the host in its turn: half a step of a small target. So while nothing
+is drafted, it is taken now and then: at two steps in a row, the second of which can be timed.
 """
 
-_MANY = 8  # steps without drafts, in a row, that are looked at
-_APART = 16  # of later ones, the first two of so many
+from vllm_hetero_spec.lookahead.on_off import other_batch
+
+_MANY = 2  # steps without drafts, in a row, that are looked at
+_APART = 64  # of later ones, the first two of so many
 
 
 class Looks:
@@ -15,12 +17,17 @@ class Looks:
 
     def __init__(self) -> None:
         self._without = 0  # steps in a row
+        self._batch = 0  # requests, when they began
 
-    def passes(self, without_drafts: bool) -> bool:
+    def passes(self, without_drafts: bool, batch: int) -> bool:
         """Whether the step that is to be counted goes by.
 
         Args:
             without_drafts: None were verified in it, and none are to be made behind it.
+            batch: Its requests; where they are many more or fewer, drafts may pay.
         """
-        self._without = self._without + 1 if without_drafts else 0
+        goes_on = without_drafts and not other_batch(batch, self._batch)
+        self._without = self._without + 1 if goes_on else 0
+        if not goes_on:
+            self._batch = batch
         return self._without > _MANY and self._without % _APART > 1

@@ -165,8 +165,8 @@ class HeteroProposer(Proposer):
         """See `Proposer`: where looks do not wait, steps go by as long as the drafter rests."""
         rests = bool(without_drafts)
         if without_drafts is None and self._alone and self._drafting is not None:
-            rests = self._drafting.rests(num_requests)
-        if not self._looks.passes(rests) or (begun and not without_drafts):
+            rests = self._drafting.rests
+        if not self._looks.passes(rests, num_requests) or (begun and not without_drafts):
             return False
         if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
