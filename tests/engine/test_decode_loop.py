@@ -371,6 +371,40 @@ def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
     assert len(set(drafted[0][2].tokens)) == LOOKAHEAD  # nothing twice under such a penalty
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_was_drawn_in_front_of_broken_logits_stays(graphs: bool) -> None:
+    """Whether they break hangs on what was drawn: without it that token would come less often."""
+    drafted = []
+    for broken in (False, True):
+        world = World(sampled=True)
+        whole = world.model.logits
+
+        def logits(batch: Any, whole: Any = whole, broken: bool = broken) -> torch.Tensor:
+            found = whole(batch)
+            odd = (batch.ids.view(len(found), -1)[:, -1:] % 2 == 1) & (batch.max_query == 1)
+            return torch.where(odd & broken, torch.nan, found)
+
+        world.model.logits = logits  # type: ignore[method-assign]
+        if graphs:
+            record(world, in_graph=True, sizes=(1, 8))
+        rows = [world.row(str(i), [3 + i, 4, 6], LOOKAHEAD) for i in range(8)]
+        drawn = [
+            row._replace(task=row.task._replace(draw=Draw(1.3, seed=place)))
+            for place, row in enumerate(rows)
+        ]
+        drafted.append(world.drafter.run(drawn))
+    cut = 0
+    for found, whole_draft in zip(drafted[1], drafted[0], strict=True):
+        assert found.proposal is not None
+        assert whole_draft.proposal is not None
+        ids = whole_draft.proposal.tokens
+        sound = next((n for n, token in enumerate(ids[:-1], 1) if token % 2), len(ids))
+        assert found.proposal.tokens == ids[:sound]
+        assert found.finite is (sound == len(ids))
+        cut += not found.finite
+    assert 0 < cut < 8
+
+
 def test_nothing_is_drafted_on_behind_an_end() -> None:
     """A draft that ends early is whole, wherever in the round's tokens its end stands."""
     drafts, forwards = [], []

@@ -100,7 +100,8 @@ class Round:
             probs = draws.draft_probs  # one tensor for all
             for index, lines in self.own.row_of(self.taken).items():
                 tokens, task = drafted[index], self.rows[index].task
-                drawn = Drawn(tokens.tokens if tokens.finite else [], lines, tokens.confidences)
+                # Up to a row that was not finite: what was drawn in front of it has to be verified.
+                drawn = Drawn(tokens.tokens, lines, tokens.confidences)
                 draft = drawn.draft(task, sampling, ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted
