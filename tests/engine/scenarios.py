@@ -109,6 +109,18 @@ def with_params(**changes: Any) -> Scenario:
     return run
 
 
+def stops_behind_min_tokens(llm: LLM, prompts: list[str]) -> Outputs:
+    """What the target writes at `min_tokens` is a stop token there, and often behind a draft."""
+    chosen = prompts[:22]
+    free = generate(llm, chosen, greedy(max_tokens=16, ignore_eos=True))
+    params = []
+    for number, output in enumerate(free.values()):
+        least = 2 + number % 11
+        stops = {"min_tokens": least, "stop_token_ids": [output[least]]}
+        params.append(greedy(max_tokens=16, ignore_eos=True, **stops))
+    return generate(llm, chosen, params)
+
+
 def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
     """Different parameters side by side in one batch."""
     kinds = [
@@ -214,6 +226,7 @@ ROOMY: dict[str, Scenario] = {
     "common prefix": common_prefix,
     "penalties": with_params(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2),
     "min_tokens": with_params(min_tokens=16, max_tokens=24),
+    "stops behind min_tokens": stops_behind_min_tokens,
     "bad_words": with_params(bad_words=[" self", "return", "(", "import"]),
     "mixed parameters": mixed_params,
     "named tokens": named_tokens,

@@ -248,7 +248,9 @@ def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
     assert make(slem(demo_pair / "drafter")).create_engine_config().speculative_config.hetero
 
 
-@pytest.mark.parametrize("params", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize(
+    "params", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}, {"thinking_token_budget": 0}]
+)
 def test_parameters_that_v1_leaves_out_of_drafts_are_refused_there(
     make, demo_pair: Path, params: dict[str, Any]
 ) -> None:
@@ -261,7 +263,7 @@ def test_parameters_that_v1_leaves_out_of_drafts_are_refused_there(
     InputProcessor(config)
     asked = SamplingParams(**params)
     assert config.use_v2_model_runner is config.speculative_config.takes_all_params is False
-    with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+    with pytest.raises(VLLMValidationError, match=f"{next(iter(params))}.* supported"):
         asked._validate_spec_decode(config.speculative_config)
     config.speculative_config.takes_all_params = True
     asked._validate_spec_decode(config.speculative_config)

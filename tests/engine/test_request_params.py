@@ -72,6 +72,16 @@ def test_forbidden_tokens_end_the_proposal(given, proposal, kept) -> None:
     assert params.acceptable(proposal, np.array([1, 5])) == kept
 
 
+@pytest.mark.parametrize(("out", "most"), [(0, 4), (3, 1), (4, 0)])
+def test_drafts_end_so_that_a_bonus_token_is_early_too(out: int, most: int) -> None:
+    assert params_with(min_tokens=5).before_stops(out) == most
+
+
+@pytest.mark.parametrize("out", [5, 6])
+def test_behind_min_tokens_drafts_have_any_length(out: int) -> None:
+    assert params_with(min_tokens=5).before_stops(out) > 1000
+
+
 def test_penalty_only_where_there_is_one() -> None:
     assert params_with().penalty is None
     assert params_with(presence_penalty=0.5).penalty == Penalty(presence=0.5)

@@ -35,7 +35,6 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.on_off import other_batch
 from vllm_hetero_spec.lookahead.tree_values import RankValues
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
-        self._looked, self._batch = 0.0, 0  # when a step was looked at last, and its requests
+        self._looked = 0.0  # when a step was looked at last
         self._gauges_due = 1  # the step to show the next ones at, by number
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
@@ -164,11 +163,11 @@ class DraftingRank:
             self._failed(step, error)
             return []
 
-    def rests(self, num_requests: int) -> bool:
-        """Whether a look at a step of so many requests would most likely change nothing."""
-        alike = not other_batch(num_requests, self._batch)
+    @property
+    def rests(self) -> bool:
+        """Whether a look at a step would most likely change nothing."""
         lately = time.monotonic() - self._looked < _UNSEEN
-        return self.control.at_rest and alike and lately and not self._rest
+        return self.control.at_rest and lately and not self._rest
 
     def pass_by(self, num_requests: int) -> None:
         """Count a step without a view, in which so many requests are left alone."""
@@ -199,7 +198,7 @@ class DraftingRank:
 
     def _begin(self, step: StepView) -> None:
         self._begun = True
-        self._looked, self._batch = time.monotonic(), len(step.requests)
+        self._looked = time.monotonic()
         self._stats.steps += 1
         self.requests.forget(step)
         self.control.observe(step)
@@ -274,6 +273,8 @@ class DraftingRank:
             request = step.requests[index]
             params, paths = request.params, 0
             useful = min(plan.lookahead[index], step.room[index])
+            if params.min_tokens and step.early_bonus:
+                useful = min(useful, params.before_stops(request.num_output_tokens))
             draw = state.draw_of(request, races=self._races) if draws and useful else None
             if draw is not None:
                 useful = min(useful, longest)

@@ -99,9 +99,9 @@ def drafter_vllm_config(
         ConfigError: The drafter's experts would be spread over the engines of the target.
 
     Copied from the target is what says where models run. What the user, or vLLM, has said of the
-    target's weights, KV cache and attention is not said of the drafter's. No part is the target's
-    own: vLLM settles what a configuration leaves open by writing to it, and layers register in the
-    compilation config, where the target's KV cache manager must not see the drafter's.
+    target's weights, their kernels, KV cache and attention is not said of the drafter's. No part is
+    the target's own: vLLM settles what a configuration leaves open by writing to it, and layers
+    register in the compilation config, where its KV cache manager must not see the drafter's.
     """
     engines = target.parallel_config.data_parallel_size
     if engines > 1 and drafter.is_moe:
@@ -123,6 +123,8 @@ def drafter_vllm_config(
         (target.kernel_config, target.scheduler_config, target.parallel_config)
     )
     _let_platform_choose(kernels.ir_op_priority, target)
+    kernels.moe_backend = kernels.linear_backend = "auto"  # of the target's weights
+    kernels.linear_backend_per_quant = None
     scheduler.async_scheduling = False
     # Attention has room for the lines of side branches as well.
     lines = scheduler.max_num_seqs * max(1, options.merge_candidates)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`min_p` and `logit_bias` while speculating: refused on Model Runner V1, served on V2.
+"""Parameters that Model Runner V1 has no right answer to while it speculates: refused there.
 
-vLLM refuses them with every speculation. Its V2 sampler applies them to the rows of drafts too, and
-our verification takes what it makes; on V1 they would be left out, and vLLM's refusal stands.
+vLLM refuses `min_p` and `logit_bias` with every speculation. Its V2 sampler applies them to rows of
+drafts too, and our verification takes what it makes; on V1 they would be left out, and vLLM's
+refusal stands. A `thinking_token_budget` is served on V2; on V1 vLLM takes it, and in steps without
+drafts ends the thinking of whichever request is the first of the batch.
 """
 
 from typing import TYPE_CHECKING
@@ -35,10 +37,19 @@ def _wrap_init(original: patching.Function) -> patching.Function:
 
 
 def _wrap_check(original: patching.Function) -> patching.Function:
+    from vllm.exceptions import VLLMValidationError
+
     def _validate_spec_decode(
         self: "SamplingParams", speculative_config: "SpeculativeConfig | None"
     ) -> None:
-        if not getattr(speculative_config, "takes_all_params", False):
-            original(self, speculative_config)
+        if getattr(speculative_config, "takes_all_params", False):
+            return
+        original(self, speculative_config)
+        if hasattr(speculative_config, "hetero") and self.thinking_token_budget is not None:
+            raise VLLMValidationError(
+                "The thinking_token_budget sampling parameter is not supported with speculative "
+                "decoding on Model Runner V1; leave it out, or serve without --speculative-config, "
+                "or on Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)."
+            )
 
     return _validate_spec_decode

@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 LOOKAHEAD_ARG = "hetero_spec_lookahead"
 # vLLM takes lower temperatures for 0.
 _COLDEST = 1e-5
+_MANY = 1 << 30  # tokens: more than any draft has
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class RequestParams:
     def random(self) -> bool:
         """Whether the target draws its tokens instead of taking the likeliest."""
         return self.temperature >= _COLDEST
+
+    def before_stops(self, count: int) -> int:
+        """Draft tokens behind which another token is still in front of `min_tokens`.
+
+        Args:
+            count: Tokens generated so far; from `min_tokens` on there is no limit.
+        """
+        early = self.min_tokens - count
+        return early - 1 if early > 0 else _MANY
 
     def acceptable(self, proposal: Sequence[int], output: Sequence[int] | np.ndarray) -> int:
         """Leading tokens of a proposal that the request does not forbid.

@@ -138,6 +138,7 @@ class RunnerV1:
             if self.sides is None
             else self.sides.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
             preempted=scheduler_output.preempted_req_ids or (),
+            early_bonus=True,
         )
 
     def begins(self, scheduler_output: "SchedulerOutput") -> bool:

@@ -120,6 +120,8 @@ class StepView:
         num_rows: Tokens that the target computed in this step.
         target_seconds: Wall time since the drafts before were handed out; None in the first step.
         step_seconds: Wall time since the view before was made; None in the first step.
+        early_bonus: Whether a bonus token is held to `min_tokens` as if it came in front of the
+            draft: no stop token may follow a draft then that reaches `min_tokens`.
     """
 
     requests: Sequence[RequestView]
@@ -135,6 +137,7 @@ class StepView:
     trees: TreeRoom | None = None
     preempted: Collection[str] = ()
     ended: Collection[str] = ()
+    early_bonus: bool = False
 
     @cached_property
     def index_of(self) -> dict[str, int]:
