@@ -108,6 +108,11 @@ def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) 
     target = target_config(demo_pair, block_size=64)
     changes: dict[str, dict[str, Any]] = {
         "attention_config": {"backend": AttentionBackendEnum.FLASHMLA, "flash_attn_version": 4},
+        "kernel_config": {
+            "moe_backend": "deep_gemm",
+            "linear_backend": "cutlass",
+            "linear_backend_per_quant": {"fp8": "cutlass"},
+        },
         "load_config": {"load_format": "mistral", "model_loader_extra_config": {"num_threads": 4}},
         "cache_config": {
             "cache_dtype": "fp8_ds_mla",
@@ -129,6 +134,9 @@ def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) 
     assert not cache.user_specified_block_size
     load = drafter.load_config
     assert (load.load_format, load.model_loader_extra_config) == ("auto", {})
+    kernels = drafter.kernel_config
+    assert kernels.moe_backend == kernels.linear_backend == "auto"
+    assert kernels.linear_backend_per_quant is None
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer", "a plugin's"])

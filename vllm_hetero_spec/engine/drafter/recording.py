@@ -85,11 +85,14 @@ class Recording:
             return 0
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
+        collects, frozen = gc.isenabled(), gc.get_freeze_count() > 0
         try:
             if free < self._bytes:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
             gc.collect()
-            gc.freeze()  # every capture collects garbage, and looks at all that lives
+            # A capture looks at all that lives; one that is interrupted by a collection may break.
+            gc.freeze()
+            gc.disable()
             shapes = self._record(self._graphs, support)
         except Exception as error:  # the target's own requests must not suffer from it
             logger.warning(
@@ -100,7 +103,10 @@ class Recording:
             )
             return 0
         finally:
-            gc.unfreeze()
+            if not frozen:  # vLLM does so in the end
+                gc.unfreeze()
+            if collects:
+                gc.enable()
         taken = max(0, free - torch.cuda.mem_get_info()[0])  # others may have given some back
         logger.info(
             "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
