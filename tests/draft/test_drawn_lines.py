@@ -151,7 +151,7 @@ def two_steps(
     draft = of.proposals(chain[: way.at_stake], [chain.row(i) for i in range(way.at_stake)])
     emitted: tuple[int, ...] = rule(world.p, c, draft, chance)
     outcome = b"".join(world.pair.target[t] for t in emitted)
-    seen = way.at_stake if rule is ref.block_rule and not way.blind else 0
+    seen = 0 if way.blind else way.at_stake
     found = way.find(of, [chain, *sides], outcome, seen)
 
     def stream() -> Stream:
@@ -173,6 +173,8 @@ def deviation(
 METHODS = {"tli": of_both, "push_forward": of_all}
 RULES = {"token": ref.token_rule, "block": ref.block_rule}
 PAIR = {"target": (b"a", b"b", b"ab", b"ba"), "drafter": (b"a", b"b", b"aa")}
+# A target with a token that adds nothing to the drafter's text.
+EMPTY = {"target": (b"a", b"b", b"ab", b""), "drafter": (b"a", b"b")}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -182,6 +184,16 @@ def test_lossless(method: str, rule: str, at_stake: int) -> None:
     for world in worlds(2 if at_stake < 2 else 1, **PAIR):
         way = Step(at_stake=at_stake)
         assert deviation(world, way, METHODS[method], RULES[rule], length=4) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at_stake", [1, 2])
+def test_lossless_where_a_correction_adds_no_bytes(method: str, rule: str, at_stake: int) -> None:
+    """The token that was rejected is found behind the text again."""
+    for world in worlds(2, **EMPTY):
+        way = Step(at_stake=at_stake)
+        assert deviation(world, way, METHODS[method], RULES[rule], length=3) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -267,3 +279,9 @@ def test_what_a_verification_of_blocks_has_looked_at_is_not_new() -> None:
     right, wrong = (worst(way, ref.block_rule, drafter=(b"a", b"b")) for way in ways)
     assert right < EXACT
     assert wrong > WRONG
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_was_rejected_is_not_new(rule: str) -> None:
+    """(vi) It is found again behind a correction that adds no bytes, under every rule."""
+    assert worst(Step(blind=True), RULES[rule], **EMPTY) > WRONG

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from vllm_hetero_spec.draft.continuations import Remainder, find_drawn, find_remainder
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -150,3 +151,19 @@ def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
         assert (found.rank > 0) == (expected.rank > 0)
         by_chain, beside = by_chain + (not found.rank), beside + (found.rank > 0)
     assert min(by_chain, beside, none) > 300
+
+
+def test_what_was_proposed_is_certain_where_it_is_found_again(lines: Lines) -> None:
+    """Behind a correction that adds nothing to the text: it was rejected, so it has no law left."""
+    rows = [bytes([number]) * 8 * LIKELIEST for number in range(4)]
+    lines.table.write(0, 0, Drafted(SERIAL, 0, [0, 1, 0, 1], [0.5] * 4, rows))
+    look: Any = look_up(lines)
+    look._bridge.to_target = lambda *_: [[]]
+    look._bridge.ids_covering = lambda *_: []
+    draft = Draft.chain("", [0, 1], (), None)
+    look._drawn = SimpleNamespace(drafts=lambda *_: [draft], ends=lambda _: [1, 2])
+    found = look.behind(task_of(lines.text, [0], drawn=True))
+    assert (found.ids, found.rows) == ([1, 0, 1], rows[1:])
+    look.translate([found])
+    again = look.behind(task_of(lines.text, [0], drawn=True))
+    assert (again.ids, again.rows) == ([1, 0, 1], [b""] * 3)

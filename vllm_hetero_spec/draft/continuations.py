@@ -64,7 +64,8 @@ def find_drawn(
 
     So nothing of what is used may have had a part in its being used: an outcome ends where a token
     does, for the rest of a token has another law than the token; a line is told by what it has up
-    to there, and the first is taken. Lines end by count.
+    to there, and the first is taken. Lines end by count. What was verified before, and is found
+    again, is certain by now: its rows are the caller's to leave out.
 
     Args:
         lines: Of each, how many leading tokens have to be in the outcome, and its tokens.

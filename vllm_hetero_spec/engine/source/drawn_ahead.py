@@ -5,7 +5,10 @@ Why they are lossless. A line is drawn with numbers of its own, which neither ve
 another line has (`Text.draw_of`). Which line is used, and from where on, follows from what the
 target has written, from tokens in front and from how far lines have come (`find_drawn`): given all
 that, each token that is used still has the law of its row, and the target's next random choices are
-new. A row is cut to the likeliest tokens before the draw, so that it travels whole.
+new. What was verified once has not: it had a part in what was written. A correction that adds no
+bytes leaves it behind the text again, the very token that was rejected first; and where a draft is
+judged as a whole, all of it has a part. So it is certain from then on (`SentText.seen`). A row is
+cut to the likeliest tokens before the draw, so that it travels whole.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,15 +35,10 @@ class DrawnAhead:
         sampling: What drafter tokens propose; on the host.
         ends: Drafter ids after which a draft ends.
         send: Brings rows to the target's device.
-        block: Drafts are verified as a whole. A token behind the first that was not accepted has
-            then had a part in what was: it is certain from then on. Token by token it has not been
-            looked at.
     """
 
-    def __init__(
-        self, sampling: SampledMethod, ends: Collection[int], send: Send, *, block: bool
-    ) -> None:
-        self.tokens, self.block = sampling.tokens, block
+    def __init__(self, sampling: SampledMethod, ends: Collection[int], send: Send) -> None:
+        self.tokens = sampling.tokens
         self._sampling, self._ends, self._send = sampling, ends, send
 
     @classmethod
@@ -60,8 +58,7 @@ class DrawnAhead:
         sampling = sampling_of(options, pair, width, torch.device("cpu"), 1, LIKELIEST)
         if sampling is None:
             return None
-        block = options.verification == "block"
-        return cls(sampling, pair.bridge.drafter_eos, Sender(device).send, block=block)
+        return cls(sampling, pair.bridge.drafter_eos, Sender(device).send)
 
     def ends(self, ids: Sequence[int]) -> list[int]:
         """Leading ids that each target token needs which they propose."""

@@ -150,8 +150,7 @@ class LookUp:
         for of, draft in zip(own, drafts, strict=True):
             of.proposal, of.draft_probs = draft.tokens, draft.draft_probs
             of.ends = drawn.ends(of.ids)[: len(draft.tokens)]
-            if drawn.block:
-                of.text.seen = of.first + len(of.ids)
+            of.text.seen = of.first + len(of.ids)
 
     def _lines(
         self, text: SentText, written: bytes, seen: list[tuple[int, Drafted]]

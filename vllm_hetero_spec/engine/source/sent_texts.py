@@ -21,7 +21,7 @@ class SentText(BlockTable):
         drafted: What was told to come behind the text then.
         peaks: The drafter's largest probability in the place of each.
         rows: What each of `drafted` was drawn from, see `Drafted`; nothing where it is certain.
-        seen: Leading tokens of a line behind the text that a verification has looked at: certain,
+        seen: Leading tokens of a line behind the text that a verification was given: certain,
             whatever they were drawn from.
     """
 
