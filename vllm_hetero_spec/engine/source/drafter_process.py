@@ -24,7 +24,7 @@ from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 
 # Seconds that loading the drafter may take.
-_LONGEST_START = 600.0
+LONGEST_START = 600.0
 # Seconds that its end is waited for.
 _LONGEST_END = 1.0
 
@@ -71,8 +71,8 @@ class DrafterProcess:
         Raises:
             ConfigError: It cannot be.
         """
-        select.select([self._socket], [], [], _LONGEST_START)
-        why = f"nothing was heard of it for {_LONGEST_START:.0f} s"
+        select.select([self._socket], [], [], LONGEST_START)
+        why = f"nothing was heard of it for {LONGEST_START:.0f} s"
         try:
             answer = self.answer()
         except ConnectionError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process that is started again where it ends, or is silent for long."""
+"""A drafter process that is started again where it ends, is silent for long, or never loaded."""
 
 import logging
 import math
@@ -7,7 +7,7 @@ import time
 
 from vllm_hetero_spec.engine.source.answers import Failed, Ready
 from vllm_hetero_spec.engine.source.deployment import Deployment
-from vllm_hetero_spec.engine.source.drafter_process import DrafterProcess
+from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START, DrafterProcess
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import Counts, DraftTable
 
@@ -117,6 +117,8 @@ class KeptProcess:
             raise ConnectionError(answer.sentence)
         if answer is not None:
             self._loaded, self._actor = True, answer.actor
+        if not self._loaded and now - self._began > LONGEST_START:
+            raise ConnectionError(f"the drafter's process did not load in {LONGEST_START:.0f} s")
         beats = process.table.counts.beats
         if beats != self._beats or not self._sent:
             self._beats, self._heard, self._sent = beats, now, False

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter process that is kept alive: what becomes of it, by a clock of the test's own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hetero_spec.engine.source import kept_process
+from vllm_hetero_spec.engine.source.answers import Ready
+from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
+from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
+from vllm_hetero_spec.engine.source.messages import Commit
+from vllm_hetero_spec.engine.source.table import Counts
+
+
+class World:
+    """A clock, and the processes that were started: when, and when they were ended."""
+
+    def __init__(self) -> None:
+        self.now, self.loads_in = 0.0, 0.0
+        self.started: list[float] = []
+        self.ended: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def begin(self, *_: Any) -> Any:
+        """One that is loaded after a while, and does nothing else."""
+        began, loads_in = self.now, self.loads_in
+        self.started.append(began)
+
+        def answer() -> Ready | None:
+            return Ready(1, 1) if self.now >= began + loads_in else None
+
+        return SimpleNamespace(
+            answer=answer,
+            wait=lambda: Ready(1, 1),
+            send=lambda commit: True,
+            close=lambda: self.ended.append(self.now),
+            table=SimpleNamespace(counts=Counts()),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(kept_process, "time", world)
+    monkeypatch.setattr(kept_process, "DrafterProcess", world.begin)
+    return world
+
+
+def started(world: World, loads_in: float) -> KeptProcess:
+    """The first has ended while it drafted; each of the next is loaded after so many seconds."""
+    deployment: Any = None
+    kept = KeptProcess(deployment)
+    kept.start()
+    world.loads_in = loads_in
+    kept.send(Commit(1, [], []))
+    world.now += SILENCE + 1.0
+    assert not kept.up
+    return kept
+
+
+def test_a_process_that_never_loads_is_ended_and_started_again(world: World) -> None:
+    """One after the other, for as long as it takes."""
+    kept = started(world, 10 * LONGEST_START)
+    for _ in range(24 * 60):
+        world.now += 60.0
+        assert not kept.up
+        assert len(world.started) - len(world.ended) <= 1
+    lives = [end - start for start, end in zip(world.started, world.ended, strict=False)]
+    assert len(lives) > 24 * 60 * 60 / LONGEST_START / 2
+    assert min(lives[1:]) > LONGEST_START
+    world.loads_in = 0.0
+    world.now += LONGEST_START + 1.0
+    while not kept.up:
+        world.now += 1.0
+    assert len(world.started) == len(world.ended) + 1
+
+
+def test_a_process_that_loads_for_long_is_waited_for(world: World) -> None:
+    kept = started(world, LONGEST_START - 2.0)
+    while not kept.up:
+        world.now += 1.0
+    world.now += 10 * LONGEST_START
+    assert kept.up
+    assert (len(world.started), len(world.ended), kept.restarts) == (2, 1, 1)
