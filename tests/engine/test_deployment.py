@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -105,6 +106,20 @@ def test_the_drafter_is_beside_the_target_by_default(
     given = deployed(demo_pair, target, **keys)
     assert given.device == device
     assert list(given.cores) == ([2, 3] if keys.get("drafter_device") == "2-3" else [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", None])
+@pytest.mark.parametrize(("batched", "on_cpu"), [(256, 256), (8192, 512)])
+def test_a_forward_on_a_cpu_is_short(
+    demo_pair: Path, target: VllmConfig, device: str | None, batched: int, on_cpu: int
+) -> None:
+    """It is never silent for long there; None is the first device of the target's type."""
+    given = dataclasses.replace(deployed(demo_pair, target), device=device)
+    given.vllm_config.scheduler_config = copy.copy(target.scheduler_config)
+    given.vllm_config.scheduler_config.max_num_batched_tokens = batched
+    assert given.most_tokens == (batched if device == "cuda:1" else on_cpu)
+    given.vllm_config.device_config = SimpleNamespace(device_type="cuda")
+    assert given.most_tokens == (on_cpu if device == "cpu" else batched)
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo:7"])

@@ -123,7 +123,9 @@ def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
 
 
 def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Outputs) -> None:
-    """Each is one forward of so many tokens, never one that was kept from before."""
+    """Each is one forward of so many tokens, never one that was kept from before; many tokens are
+    read in pieces.
+    """
     source = proposer_of(llm).drafting.source
 
     def done() -> tuple[int, int, int]:
@@ -150,6 +152,7 @@ def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Output
         (source.step, 4, (1, 4, 4)),
         (source.read, 64, (1, 1, 64)),
         (source.read, 64, (1, 1, 64)),
+        (source.read, 600, (2, 1, 600)),
     ):
         before = settled()
         step(size)

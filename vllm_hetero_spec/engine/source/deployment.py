@@ -22,6 +22,9 @@ from vllm_hetero_spec.ray_session import own_address
 _SLOTS = 2
 # Guesses of what the target writes instead of the drafter's chain.
 _SIDES = 8
+# Tokens of a forward on a CPU at most. There one of thousands takes a minute, in which the process
+# shows no sign of life; and text is not read faster for being read in larger pieces.
+_CPU_TOKENS = 512
 # Of an actor, see `Errand`.
 PATIENCE, SILENCE, IDLE_EXIT = 60.0, 10.0, 60.0
 # Modules that such a process runs.
@@ -98,6 +101,13 @@ class Deployment:
     def most_rows(self) -> int:
         """Lines of a forward."""
         return int(self.vllm_config.scheduler_config.max_num_seqs) + self.sides
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a forward."""
+        most = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        device = self.device or self.vllm_config.device_config.device_type
+        return min(most, _CPU_TOKENS) if torch.device(device).type == "cpu" else most
 
     @property
     def table_shape(self) -> tuple[int, int, int, int]:

@@ -140,12 +140,11 @@ def _load(
         confidences=True,
         beside=RIVALS,
     )
-    budget = scheduler.max_num_batched_tokens
     recording = Recording(drafter, drafting_mode(options, target), measured=False)
-    recording.read_most(budget, most_rows)
+    recording.read_most(given.most_tokens, most_rows)
     recording.record()
     pool = KVPool(model.num_blocks, model.block_size)
-    server = DraftingServer(drafter, pool, table, given.ends, budget, most_rows)
+    server = DraftingServer(drafter, pool, table, given.ends, given.most_tokens, most_rows)
     return server, Ready(model.num_blocks, model.block_size)
 
 
