@@ -149,8 +149,10 @@ class Control:
         return most
 
 
-def measured(text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """The package at work."""
+def measured(
+    text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch, commits: int = 0
+) -> list[Step]:
+    """The package at work, after so many commits."""
     monkeypatch.setattr(process, "KeptProcess", Process)
     nothing = frozenset[int]()
     special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
@@ -162,6 +164,7 @@ def measured(text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch)
     )
     stats = DraftStats()
     source = process.ProcessSource(deployment, pair, stats, 128, None)
+    source._serial = commits
     server: DraftingServer = source._process.server  # type: ignore[attr-defined]
     ticks = Ticks(server)
     for module in (process, look_up):
@@ -306,3 +309,9 @@ def test_steps_are_those_of_a_simulation(
     assert any(last.hits for last in seen)
     assert any(last.beside for last in seen) == (sides > 0)
     assert any(last.waited for last in seen) == waits
+
+
+def test_commits_are_counted_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers are not: the table has four bytes for one."""
+    setting, text = Setting(3, 5, 2, waits=True), continuation(1)
+    assert measured(text, setting, monkeypatch, 2**31 - 5) == measured(text, setting, monkeypatch)

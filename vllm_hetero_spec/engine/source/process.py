@@ -37,6 +37,8 @@ from vllm_hetero_spec.engine.source.sent_texts import SentTexts
 
 _A_MOMENT = 1e-4  # seconds between two looks into the table
 _LONGEST_FORWARD = 10.0  # seconds that one is waited for at start-up
+# Of a commit; behind it comes 1 again. The table has four bytes for it, and 0 is none.
+_LAST_SERIAL = 2**31 - 1
 _FADE = 0.05  # weight of the newest look-up in `hit_rate`
 
 
@@ -212,7 +214,7 @@ class ProcessSource:
 
     def _commit(self, found: Sequence[Found]) -> None:
         """Tell the process what the texts are, and what the target is about to verify."""
-        self._serial += 1
+        self._serial = self._serial % _LAST_SERIAL + 1
         rows, room, guesses = [], MOST_IDS, self._guesses(found)
         for of in found:
             state, text = of.task.state, of.text
@@ -269,7 +271,7 @@ class ProcessSource:
 
     def _forward(self, texts: Sequence[list[int]]) -> None:
         """Read texts of nobody's, and draft a token behind each."""
-        self._serial += 1
+        self._serial = self._serial % _LAST_SERIAL + 1
         salt = f"timing {self._serial}"
         rows = [Row(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
         if not self._process.send(Commit(self._serial, [], rows)):
