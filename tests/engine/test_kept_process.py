@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process that is kept alive: what becomes of it, by a clock of the test's own."""
+"""A drafter process that is kept alive: what becomes of it, by a clock of the test's own, and how
+it ends.
+"""
 
 import math
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.engine.source import kept_process
+from vllm_hetero_spec.engine.source import drafter_process, kept_process
 from vllm_hetero_spec.engine.source.answers import Ready
 from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
 from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
@@ -87,3 +94,36 @@ def test_a_process_that_loads_for_long_is_waited_for(world: World) -> None:
     world.now += 10 * LONGEST_START
     assert kept.up
     assert (len(world.started), len(world.ended), kept.restarts) == (2, 1, 1)
+
+
+# A process with a folder of its own, which it says it has; what it does where its engine is gone.
+CHILD = """
+import socket, sys, tempfile, time
+messages = socket.socket(fileno=int(sys.argv[1]))
+with tempfile.TemporaryDirectory(dir=sys.argv[2]):
+    messages.send(b"there")
+    messages.recv(1)
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "longest", "ends"),
+    [("pass", 120.0, 0), ("time.sleep(1000)", 0.0, -signal.SIGKILL)],
+    ids=["by itself", "hung"],
+)
+def test_a_process_is_killed_only_where_it_does_not_end(
+    then: str, longest: float, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it leaves nothing behind; also where a fork of the engine has the socket too."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [sys.executable, "-c", CHILD.format(then=then), str(theirs.fileno()), str(tmp_path)]
+    with theirs:
+        child = subprocess.Popen(arguments, pass_fds=(theirs.fileno(),))
+    assert ours.recv(8) == b"there"
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(drafter_process, "_LONGEST_END", longest)
+    with ours.dup():
+        drafter_process._end(ours, child)
+    assert child.wait() == ends
+    assert len(list(tmp_path.iterdir())) == (ends != 0)

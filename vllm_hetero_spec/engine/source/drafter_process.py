@@ -25,7 +25,7 @@ from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 
 # Seconds that loading the drafter may take.
 LONGEST_START = 600.0
-# Seconds that its end is waited for.
+# Seconds that its end is waited for: by itself, and once it is killed.
 _LONGEST_END = 1.0
 
 
@@ -125,7 +125,13 @@ def _environment(cores: Sequence[int]) -> dict[str, str]:
 
 
 def _end(messages: socket.socket, child: subprocess.Popen[bytes]) -> None:
+    """Let it end by itself, so that nothing of it is left behind; kill it where it does not."""
+    with contextlib.suppress(OSError):
+        messages.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has it too
     messages.close()
-    child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         child.wait(_LONGEST_END)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LONGEST_END)
