@@ -108,7 +108,7 @@ class Process:
     up, life, restarts = True, 1, 0
 
     def __init__(self, deployment: Any) -> None:
-        shape = SLOTS, LONGEST, deployment.sides, LONGEST
+        shape = deployment.slots, LONGEST, deployment.sides, LONGEST
         file = make_file(*shape)
         self.table = DraftTable(file, *shape)
         os.close(file)
@@ -149,21 +149,26 @@ class Control:
         return most
 
 
-def measured(
-    text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch, commits: int = 0
-) -> list[Step]:
-    """The package at work, after so many commits."""
+def source_of(
+    monkeypatch: pytest.MonkeyPatch, stats: DraftStats, sides: int = 0, slots: int = SLOTS
+) -> tuple[process.ProcessSource, IdentityBridge]:
+    """Of drafts, and what its texts are read with."""
     monkeypatch.setattr(process, "KeptProcess", Process)
     nothing = frozenset[int]()
     special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
     spelled = [bytes([65 + token]) for token in range(VOCAB)]
     bridge = IdentityBridge(special)
     pair: Any = SimpleNamespace(bridge=bridge, drafter=SimpleNamespace(token_bytes=spelled))
-    deployment: Any = SimpleNamespace(
-        slots=SLOTS, longest=LONGEST, most_rows=ROWS, sides=setting.sides
-    )
+    deployment: Any = SimpleNamespace(slots=slots, longest=LONGEST, most_rows=ROWS, sides=sides)
+    return process.ProcessSource(deployment, pair, stats, 128, None), bridge
+
+
+def measured(
+    text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch, commits: int = 0
+) -> list[Step]:
+    """The package at work, after so many commits."""
     stats = DraftStats()
-    source = process.ProcessSource(deployment, pair, stats, 128, None)
+    source, bridge = source_of(monkeypatch, stats, setting.sides)
     source._serial = commits
     server: DraftingServer = source._process.server  # type: ignore[attr-defined]
     ticks = Ticks(server)
@@ -315,3 +320,26 @@ def test_commits_are_counted_without_an_end(monkeypatch: pytest.MonkeyPatch) -> 
     """Their numbers are not: the table has four bytes for one."""
     setting, text = Setting(3, 5, 2, waits=True), continuation(1)
     assert measured(text, setting, monkeypatch, 2**31 - 5) == measured(text, setting, monkeypatch)
+
+
+def test_texts_that_are_too_many_for_a_commit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left undrafted: each of eight is told of in any three commits of three texts."""
+    monkeypatch.setattr(process, "MOST_ROWS", 3)
+    source, bridge = source_of(monkeypatch, DraftStats(), slots=8)
+    told: list[list[int]] = []
+    send = source._process.send
+
+    def sent(commit: Commit) -> bool:
+        told.append([row.slot for row in commit.rows])
+        return send(commit)
+
+    monkeypatch.setattr(source._process, "send", sent)
+    states = [RequestState(str(number), bridge.open()) for number in range(8)]
+    for step in range(16):
+        unchanged = bridge.extend([of.context for of in states], [[1 + step % 5]] * 8)
+        for state, same in zip(states, unchanged, strict=True):
+            state.align(source.pool, same)
+        source.begin([DraftTask(state, 1) for state in states], iter(()), Control(waits=False))
+        source.finish()
+    assert [*map(len, told)] == [3] * 16
+    assert all(len({*told[at], *told[at + 1], *told[at + 2]}) == 8 for at in range(14))

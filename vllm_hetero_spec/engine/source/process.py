@@ -31,7 +31,7 @@ from vllm_hetero_spec.engine.source.look_up import (
     ids_for_each,
     text_of,
 )
-from vllm_hetero_spec.engine.source.messages import MOST_IDS, Commit, Row
+from vllm_hetero_spec.engine.source.messages import MOST_IDS, MOST_ROWS, Commit, Row
 from vllm_hetero_spec.engine.source.protocol import AheadControl
 from vllm_hetero_spec.engine.source.sent_texts import SentTexts
 
@@ -216,6 +216,8 @@ class ProcessSource:
         """Tell the process what the texts are, and what the target is about to verify."""
         self._serial = self._serial % _LAST_SERIAL + 1
         rows, room, guesses = [], MOST_IDS, self._guesses(found)
+        if len(found) > MOST_ROWS:  # those that were told of last are told of next time
+            found = sorted(found, key=lambda of: of.text.serial)[:MOST_ROWS]
         for of in found:
             state, text = of.task.state, of.text
             if room <= 0:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells its drafter's process goes through a socket as it usually is."""
+
+import socket
+
+import pytest
+
+from vllm_hetero_spec.draft.drawing import Draw
+from vllm_hetero_spec.engine.source.answers import LONGEST, encode
+from vllm_hetero_spec.engine.source.messages import MOST_IDS, MOST_ROWS, Commit, Row, commit_of
+
+USUAL = 212992  # what Linux gives a socket at most, where nobody has changed it
+LARGE = 2**31 - 1
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_the_largest_commit_fits(times: int) -> None:
+    """With the slots of 8192 requests given back; one of four times the texts does not."""
+    each = MOST_IDS // MOST_ROWS
+    draw = Draw(1 / 3, LARGE, 1 / 3, 2**63 - 1, LARGE, True, LARGE)
+    told = [LARGE] * (each // 2), LARGE, LARGE, LARGE, LARGE, "s" * 64, draw
+    rows = [Row(LARGE, LARGE, [LARGE] * (each // 2), *told)] * (times * MOST_ROWS)
+    commit = Commit(LARGE, [*range(2 * 8192)], rows)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, USUAL)
+        ours.setblocking(False)
+        if times == 1:
+            ours.send(encode(commit))
+            assert commit_of(theirs.recv(LONGEST)) == commit
+        else:
+            with pytest.raises(OSError, match="Message too long"):
+                ours.send(encode(commit))
