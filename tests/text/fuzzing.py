@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from unicodedata import combining
 
 from fuzz_cases import Case, arbitrary_id, cases
 from fuzz_model import (
@@ -283,7 +284,8 @@ def explain_difference(
                 apart = forced and piece == drafter.encode(left)
                 require(checked or apart, "frozen ids", left, right, piece)
                 if not checked and not separable(drafter, tail, len(left)):
-                    places = range(1, len(left))
+                    places = [p for p in range(1, len(left)) if not combining(tail[p])]
+                    places = places[-cuts.FORCED_TRIES + 1 :]
                     others = [place for place in places if separable(drafter, tail, place)]
                     others = [place for place in others if drafter.encode(tail[:place])]
                     require(not others, "a better place to cut", left, right, others)

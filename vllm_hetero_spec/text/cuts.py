@@ -18,6 +18,8 @@ SPACELESS_KEEP = 24
 TAIL_CHARACTERS = 1024
 # Stands for whatever follows the text.
 ANY_WORD = "x"
+# A forced cut looks at so many characters on either side of a place, and tries so many places.
+FORCED_NEAR, FORCED_TRIES = 128, 64
 # Of a text that is given up, so many tokens more are for a line to begin with the first that stays.
 _LINE_WITHIN = 32
 
@@ -47,16 +49,20 @@ def forced_cut(drafter: TextTokenizer, tail: str) -> int:
 
     There may be none, in a run of combining marks as long as the tail: it is cut all the same. The
     word that follows matters too: a tokenizer may take all characters between two words away, and
-    then they are one.
+    then they are one. Normalisation is asked for what is near alone, and not without end: a text
+    may be long, and it may be of a kind that it parts nowhere.
     """
     first = word_cut(drafter, tail) or len(tail) // 2
-    normalize = drafter.normalize
-    followed = tail + ANY_WORD
-    whole = normalize(followed)
+    normalize, tries = drafter.normalize, 0
     for at in range(first, 0, -1):
-        parts = normalize(followed[:at]) + normalize(followed[at:])
-        if not combining(tail[at]) and parts == whole:
+        if combining(tail[at]):
+            continue
+        left, right = tail[max(0, at - FORCED_NEAR) : at], tail[at : at + FORCED_NEAR] + ANY_WORD
+        if normalize(left) + normalize(right) == normalize(left + right):
             return at
+        tries += 1
+        if tries == FORCED_TRIES:
+            break
     return first
 
 
