@@ -3,8 +3,11 @@
 
 import pytest
 from fuzz_model import separable
+from test_retokenization import target_ids
 
 from vllm_hetero_spec.text import cuts
+from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 
@@ -55,3 +58,27 @@ def test_a_forced_cut_lies_where_the_whole_text_parts(
     tail = half + "\u0301" * marks + "e" + half[:1200]
     parting = [place for place in range(1, len(tail) // 2 + 1) if separable(drafter, tail, place)]
     assert cuts.forced_cut(drafter, tail) == parting[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("wordpiece", "\n" * 4000),
+        ("wordpiece", "ab" * 2000),
+        ("unigram", "ไทย" * 800),
+    ],
+)
+def test_text_of_few_drafter_ids_keeps_a_short_tail(
+    variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str, text: str
+) -> None:
+    target, drafter = family["byte-level"], (variants | family)[name]
+    context = make_bridge(target, drafter).open(100)
+    assert isinstance(context, TextContext)
+    ids = target_ids(target, text)
+    for at in range(0, len(ids), 20):
+        context.append(ids[at : at + 20])
+        longest_new = max(len(target.token_bytes[i]) for i in ids[at : at + 20]) * 20
+        assert len(context.tail) <= cuts.TAIL_CHARACTERS + longest_new
+        assert len(context.target_ids) <= 8 * 100
+        assert context.num_target == min(at + 20, len(ids))
+    assert not context.broken

@@ -21,6 +21,8 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 # Of a prompt, the last so many target ids for each id that is kept are read, in bytes a token.
 _PROMPT, _TOKEN_BYTES = 2, 4
+# Target ids for each id that is kept, of which half go where text gives few or no drafter ids.
+_TARGET = 8
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that begin no character
 
 
@@ -142,11 +144,15 @@ class TextContext:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
-        if len(tail_ids) > cuts.TAIL_TOKENS:
+        if len(tail_ids) > cuts.TAIL_TOKENS or len(self._tail) > cuts.TAIL_CHARACTERS:
             kept = min(kept, self._advance(tail_ids))
-        if self._longest is not None and len(self.ids) > self._longest:
+        if self._longest is None:
+            return kept
+        if len(self.ids) > self._longest:
             self._drop(self._longest // 2)
-            return self._begins
+            kept = self._begins
+        if len(self.target_ids) > _TARGET * self._longest:
+            self._drop_target(len(self.target_ids) // 2)
         return kept
 
     def _drop(self, keep: int) -> None:
@@ -159,9 +165,11 @@ class TextContext:
         del self.ids[begins:start]
         self.num_dropped += dropped
         self._cut -= dropped
-        of_target = min(len(self.target_ids) * dropped // size, len(self.target_ids) - 1)
-        self._target_dropped += of_target
-        del self.target_ids[:of_target]
+        self._drop_target(min(len(self.target_ids) * dropped // size, len(self.target_ids) - 1))
+
+    def _drop_target(self, count: int) -> None:
+        self._target_dropped += count
+        del self.target_ids[:count]
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
         """Ids of a tail that ends in space, as if a word followed where the target says so.
