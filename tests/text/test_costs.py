@@ -82,3 +82,33 @@ def test_text_of_few_drafter_ids_keeps_a_short_tail(
         assert len(context.target_ids) <= 8 * 100
         assert context.num_target == min(at + 20, len(ids))
     assert not context.broken
+
+
+@pytest.mark.parametrize("pair", [("byte-level", "sentencepiece"), ("sentencepiece", "byte-level")])
+def test_a_prompt_is_read_in_runs_between_control_tokens(
+    family: dict[str, TextTokenizer], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many times as there are control tokens, and to the ids that single tokens give."""
+    target, drafter = family[pair[0]], family[pair[1]]
+    bridge = make_bridge(target, drafter, target_eos=[1], drafter_eos=[2])
+    end, unknown, cut = 1, target.vocab_size + 5, target_ids(target, "中")[:-1]
+    text = target_ids(target, "def wanted(of):\n    return 中文 and 👍🏽  # naïve\n" * 30)
+    ids = [end, *text, unknown, end, *text, *cut, end, *text, *cut]
+    stepwise, at_once = bridge.open(), bridge.open()
+    for token_id in ids:
+        stepwise.append([token_id])
+    taken: list[bytes] = []
+    take = TextContext._take_bytes
+
+    def noted(self: TextContext, data: bytes) -> None:
+        taken.append(data)
+        take(self, data)
+
+    monkeypatch.setattr(TextContext, "_take_bytes", noted)
+    at_once.append(ids)
+    assert len(taken) <= 10
+    assert isinstance(stepwise, TextContext)
+    assert isinstance(at_once, TextContext)
+    assert at_once.ids == stepwise.ids
+    assert at_once.target_ids == stepwise.target_ids
+    assert (at_once.held, at_once.untouched) == (stepwise.held, stepwise.untouched)

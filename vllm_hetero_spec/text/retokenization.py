@@ -126,19 +126,24 @@ class TextContext:
         return pieces[at:]
 
     def _take_plain(self, target_ids: Sequence[int]) -> int:
-        control = self._special.target_control
-        if control.isdisjoint(target_ids):
-            self.target_ids.extend(target_ids)
-            self._take_bytes(self._target.decode_bytes(target_ids))
-            return len(self.ids)
-        kept = len(self.ids)
-        for token_id in target_ids:
-            if token_id in control:
-                kept = min(kept, self._take_control(token_id))
-            else:
-                self._take_bytes(self._target.token_bytes[token_id])
-            self.target_ids.append(token_id)
+        """Ids of a context whose turn markers stay what they are, in runs between control tokens.
+
+        A prompt is one long run: token by token, its text would be copied for each of them.
+        """
+        control, kept, start = self._special.target_control, len(self.ids), 0
+        if not control.isdisjoint(target_ids):
+            for at, token_id in enumerate(target_ids):
+                if token_id in control:
+                    self._take_run(target_ids[start:at])
+                    kept = min(kept, self._take_control(token_id))
+                    self.target_ids.append(token_id)
+                    start = at + 1
+        self._take_run(target_ids[start:])
         return kept
+
+    def _take_run(self, target_ids: Sequence[int]) -> None:
+        self.target_ids.extend(target_ids)
+        self._take_bytes(self._target.decode_bytes(target_ids))
 
     def settle(self, tail_ids: Sequence[int]) -> int:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
