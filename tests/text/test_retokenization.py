@@ -3,13 +3,17 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import recipes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.cuts import TAIL_TOKENS
+from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -221,6 +225,71 @@ def test_a_failing_context_is_broken_alone(
     assert contexts[2].ids == [1, *drafter.encode(" fine two")]
     assert bridge.failures["context_error"] == 1
     assert bridge.to_target(contexts, [drafter.encode(" in")] * 3, [4] * 3)[1] == []
+
+
+def tekken_of(encoding: Any) -> Any:
+    """What mistral_common makes of an encoding: special tokens come first."""
+    return SimpleNamespace(
+        _model=encoding,
+        num_special_tokens=3,
+        n_words=3 + len(encoding._mergeable_ranks),
+        bos_id=1,
+        eos_id=2,
+        id_to_piece="<{}>".format,
+        is_special=None,
+    )
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "tekken", "real"])
+def test_a_panic_of_tiktoken_breaks_one_context(
+    family: dict[str, TextTokenizer], kind: str
+) -> None:
+    """A panic is no `Exception`; the text that it came of is not encoded again."""
+    target, encoding = family["byte-level"], recipes.build_tiktoken()
+    own, tried = encoding.encode_ordinary, list[int]()
+    real = kind == "real"
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def encode(text: str) -> list[int]:
+        tried.append(len(text))
+        if not real and len(text) > 1000:
+            raise panic("StackOverflow")
+        ids: list[int] = own(text)
+        return ids
+
+    encoding.encode_ordinary = encode
+    drafter = load_tokenizer(tekken_of(encoding) if kind == "tekken" else encoding, "handful")
+    bridge = make_bridge(target, drafter)
+    contexts = [bridge.open() for _ in range(3)]
+    space = max(filter(bytes.isspace, target.token_bytes), key=lambda data: data.count(b" "))
+    long = [target.token_bytes.index(space)] * (1_000_000 if real else 2000)
+    fine = target.encode("fine one")
+    bridge.extend(contexts, [fine, [*long, *fine], fine])
+    if real and not contexts[1].broken:
+        pytest.skip("this tiktoken takes all texts")
+    assert [context.broken for context in contexts] == [False, True, False]
+    assert bridge.failures == {"context_error": 1}
+    tried.clear()
+    bridge.extend(contexts, [fine] * 3)
+    assert max(tried) < 1000
+    begins = [drafter.bos_id] if drafter.adds_bos else []
+    assert contexts[2].ids == [*begins, *drafter.encode("fine onefine one")]
+
+
+def test_other_interruptions_go_on() -> None:
+    encoding = recipes.build_tiktoken()
+    own = encoding.encode_ordinary
+
+    def interrupted(text: str) -> list[int]:
+        if text == "stop":
+            raise KeyboardInterrupt
+        ids: list[int] = own(text)
+        return ids
+
+    encoding.encode_ordinary = interrupted
+    drafter = load_tokenizer(encoding, "handful")
+    with pytest.raises(KeyboardInterrupt):
+        drafter.encode("stop")
 
 
 def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextTokenizer]) -> None:

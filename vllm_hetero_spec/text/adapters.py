@@ -7,7 +7,7 @@ All are recognised by their methods, so that none of these libraries has to be i
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_hetero_spec.text.model_proto import NO_DUMMY_PREFIX, lossy_reason
 from vllm_hetero_spec.text.token_bytes import (
@@ -18,7 +18,10 @@ from vllm_hetero_spec.text.token_bytes import (
 )
 from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, UnsupportedTokenizer
 
+T = TypeVar("T", str, bytes)
+
 _MISTRAL_CORE = ("_model", "is_special", "id_to_piece")
+_RUST = "pyo3_runtime"  # module of the exception that stands for a panic
 
 
 def is_tiktoken(tokenizer: object) -> bool:
@@ -52,9 +55,9 @@ def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
         name,
         table,
         special,
-        encoding.encode_ordinary,
+        _without_panics(encoding.encode_ordinary),
         kind=f"tiktoken {pattern}",
-        spell_word=encoding._encode_single_piece,
+        spell_word=_without_panics(encoding._encode_single_piece),
         eos_id=encoding.eot_token if "<|endoftext|>" in encoding.special_tokens_set else None,
     )
 
@@ -119,11 +122,14 @@ def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
     table = [b""] * offset
     table += [model.decode_single_token_bytes(i) for i in range(core.n_words - offset)]
 
+    encode_ordinary = _without_panics(model.encode_ordinary)
+    encode_single_piece = _without_panics(model._encode_single_piece)
+
     def encode(text: str) -> list[int]:
-        return [token_id + offset for token_id in model.encode_ordinary(text)]
+        return [token_id + offset for token_id in encode_ordinary(text)]
 
     def spell_word(data: bytes) -> list[int]:
-        return [token_id + offset for token_id in model._encode_single_piece(data)]
+        return [token_id + offset for token_id in encode_single_piece(data)]
 
     return _assemble(
         name,
@@ -204,6 +210,24 @@ def _assemble(
         eos_id=eos_id,
         leading_space=leading_space or LeadingSpace(),
     )
+
+
+def _without_panics(encode: Callable[[T], list[int]]) -> Callable[[T], list[int]]:
+    """An encoder of tiktoken whose panics are errors.
+
+    Its patterns panic on a long run of spaces (a million, of a few thousand ids), and what Python
+    gets then is no `Exception`: nothing that guards one request from another would catch it.
+    """
+
+    def guarded(text: T) -> list[int]:
+        try:
+            return encode(text)
+        except BaseException as error:
+            if type(error).__module__ != _RUST:
+                raise
+            raise ValueError(f"tiktoken gave up: {error}") from error
+
+    return guarded
 
 
 def _digest(kind: str, table: Iterable[bytes], special: Mapping[int, str]) -> str:

@@ -253,7 +253,7 @@ class TextBridge(Bridge):
         logger.debug(what, exc_info=True)
 
     def _encode_tails(self, contexts: Sequence[TextContext]) -> list[list[int]]:
-        tails = [context.tail for context in contexts]
+        tails = ["" if context.broken else context.tail for context in contexts]
         try:
             return self._drafter.encode_batch(tails)
         except Exception:
