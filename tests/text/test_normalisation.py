@@ -235,6 +235,23 @@ def test_unknown_tokens_are_context_but_never_proposed(
     assert 0 not in proposal
 
 
+@pytest.mark.parametrize("step", [1, 4, 10_000])
+@pytest.mark.parametrize("name", ["characters", "characters-silent"])
+def test_each_byte_is_lost_once(
+    variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str, step: int
+) -> None:
+    """Whatever the steps it comes in, and where a control token ends the text."""
+    target, drafter = family["byte-level"], variants[name]
+    text = "naïve café costs 5 € – déjà vu, über all. " * 8 + "中文" * 700
+    ids = [*target.encode(text), 1, *target.encode("é" * 5)]
+    bridge = make_bridge(target, drafter, target_eos=[1], drafter_eos=[drafter.byte_ids[0]])
+    context = bridge.open()
+    for at in range(0, len(ids), step):
+        bridge.extend([context], [ids[at : at + step]])
+    lost = sum(len(char.encode()) for char in text + "é" * 5 if not char.isascii())
+    assert bridge.failures == {"unencodable": lost}
+
+
 @pytest.mark.parametrize("name", ["wordpiece", "unigram-words", "byte-level-lowercase"])
 def test_a_lossy_drafter_drafts(
     variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str

@@ -201,8 +201,6 @@ class TextBridge(Bridge):
         for index, ids in enumerate(new_ids):
             kept[index] = self._guarded(texts[index], texts[index].take, ids)
         for index, tail_ids in enumerate(self._encode_tails(texts)):
-            if lost := self._drafter.lost_bytes(texts[index].tail, tail_ids):
-                self.failures["unencodable"] += lost
             settled = self._guarded(texts[index], texts[index].settle, tail_ids)
             kept[index] = min(kept[index], settled)
         return kept

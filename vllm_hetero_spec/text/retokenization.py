@@ -52,6 +52,7 @@ class TextContext:
         self._longest, self._begins = longest, len(self.ids)  # ids in front that always stay
         self._target_dropped = 0
         self._cut, self._tail = len(self.ids), ""
+        self._lost = 0  # bytes of the tail that are counted as such
         self._strip_space = target.leading_space.applies(first=True)
         self._add_space = drafter.leading_space.applies(first=True)
 
@@ -147,10 +148,14 @@ class TextContext:
 
     def settle(self, tail_ids: Sequence[int]) -> int:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
+        self._count_lost(tail_ids)
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
         if len(tail_ids) > cuts.TAIL_TOKENS or len(self._tail) > cuts.TAIL_CHARACTERS:
+            cut = self._cut
             kept = min(kept, self._advance(tail_ids))
+            if self._lost and self._cut > cut:
+                self._lost = self._drafter.lost_bytes(self._tail, self.ids[self._cut :])
         if self._longest is None:
             return kept
         if len(self.ids) > self._longest:
@@ -175,6 +180,13 @@ class TextContext:
     def _drop_target(self, count: int) -> None:
         self._target_dropped += count
         del self.target_ids[:count]
+
+    def _count_lost(self, tail_ids: Sequence[int]) -> None:
+        """Bytes that the drafter's ids of the tail lack are a failure, once each."""
+        lost = self._drafter.lost_bytes(self._tail, tail_ids)
+        if lost > self._lost:
+            self._failures["unencodable"] += lost - self._lost
+            self._lost = lost
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
         """Ids of a tail that ends in space, as if a word followed where the target says so.
@@ -239,9 +251,11 @@ class TextContext:
         """A special token of the drafter ends the tail."""
         self._take_text(self.held.decode("utf-8", "surrogateescape"))
         self.held = b""
-        kept = self._replace_tail(self._drafter.encode_batch([self._tail])[0])
+        tail_ids = self._drafter.encode_batch([self._tail])[0]
+        self._count_lost(tail_ids)
+        kept = self._replace_tail(tail_ids)
         self.ids.append(drafter_id)
-        self._cut, self._tail = len(self.ids), ""
+        self._cut, self._tail, self._lost = len(self.ids), "", 0
         self._add_space = self._drafter.leading_space.applies(first=False)
         return kept
 
