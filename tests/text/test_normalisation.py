@@ -16,6 +16,7 @@ from tokenizers import (
     AddedToken,
     Tokenizer,
     normalizers,
+    pre_tokenizers,
 )
 
 from vllm_hetero_spec.text.bridge import make_bridge
@@ -157,6 +158,30 @@ def test_text_that_looks_like_a_mark_stays_text(variants: dict[str, TextTokenize
     (going_on,) = [i for i, data in enumerate(cased.token_bytes) if data == b"ing"]
     assert going_on not in cased.encode("##ing")
     assert cased.special_id_of["[SEP]"] not in cased.encode("a [SEP] b")
+
+
+def test_text_before_the_first_letter_may_be_lost(backends: dict[str, Any]) -> None:
+    scripts = pre_tokenizers.Sequence(
+        [pre_tokenizers.UnicodeScripts(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer = load_tokenizer(altered(backends["byte-level"], pre_tokenizer=scripts), "scripts")
+    assert tokenizer.lossy_reason == SEPARATORS
+    for text in ("    return 1", "return 1"):
+        assert_lawful(tokenizer, text)
+
+
+def test_a_normalizer_may_write_bytes_as_characters(backends: dict[str, Any]) -> None:
+    parts = {
+        "normalizer": normalizers.ByteLevel(),
+        "pre_tokenizer": pre_tokenizers.Split("zzz", "isolated"),
+    }
+    backend = altered(backends["byte-level"], **parts)
+    tokenizer = load_tokenizer(backend, "normalizer")
+    for text in TEXTS:
+        assert_lawful(tokenizer, text)
+    text = "héllo  wörld"
+    assert tokenizer.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
 
 
 def test_added_tokens_stay_whole(backends: dict[str, Any]) -> None:

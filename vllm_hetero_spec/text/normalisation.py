@@ -34,12 +34,15 @@ def drops_spaces(part: dict[str, Any]) -> bool:
 
 
 def loses_separators(raw: Tokenizer, rule: PieceRule) -> bool:
-    """Whether words handed to the model are not all of the text."""
+    """Whether words handed to the model are not all of the text, be it what it begins with."""
     if raw.pre_tokenizer is None:
         return rule.continuing is not None
-    whole = raw.normalizer.normalize_str(_SAMPLE) if raw.normalizer else _SAMPLE
-    words = [word for word, _ in raw.pre_tokenizer.pre_tokenize_str(whole)]
-    return b"".join(map(rule.word, words)) != rule.word(whole)
+    for text in (_SAMPLE, "   " + _SAMPLE):
+        whole = raw.normalizer.normalize_str(text) if raw.normalizer else text
+        words = [word for word, _ in raw.pre_tokenizer.pre_tokenize_str(whole)]
+        if b"".join(map(rule.word, words)) != rule.word(whole):
+            return True
+    return False
 
 
 def lossy_reason(normalizer: dict[str, Any] | None, raw: Tokenizer, rule: PieceRule) -> str:

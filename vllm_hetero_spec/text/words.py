@@ -145,7 +145,7 @@ def _pattern(part: dict[str, Any]) -> str | None:
     kind = part["type"]
     if kind == "NFC" or _mark(part):
         return ""
-    if kind == "ByteLevel" and not part["add_prefix_space"]:
+    if kind == "ByteLevel" and part.get("add_prefix_space") is False:  # a normalizer has none
         return _BYTE_LEVEL if part.get("use_regex", True) else ""
     if kind == "Digits":
         return r"\p{N}" if part["individual_digits"] else r"\p{N}+"
