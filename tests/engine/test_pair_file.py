@@ -47,6 +47,24 @@ def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) 
     assert len([message for message in caplog.messages if "measured anew" in message]) == 1
 
 
+def test_a_folder_that_cannot_be_looked_into_is_told(
+    tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    """Nor raises it, which would leave the other ranks waiting; nothing kept is worth no word."""
+    assert PairFile(tmp_path, "pair").read(4) is None
+    assert not caplog.messages
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for name in ("stat", "open", "read_text"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert PairFile(tmp_path, "pair").read(4) is None
+    (told,) = caplog.messages
+    assert "Permission denied" in told
+    assert "measured anew" in told
+
+
 def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     PairFile(tmp_path / "file" / "pairs", "pair").write(known())
@@ -81,7 +99,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
     learn(of, 5)
     file.write_if_due()
     assert drafts() == 0
-    now[0] += 61.0
+    now[0] += 5.0
     file.write_if_due()
     assert drafts() == 5
     other.write(known())  # another engine
@@ -89,9 +107,33 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
     learn(of, 2)
     file.write_if_due()
     assert drafts() == 0
+    now[0] += 10.0
+    file.write_if_due()
+    assert drafts() == 7
+    learn(of, 1)
     del owner
     gc.collect()
-    assert drafts() == 7
+    assert drafts() == 8
+
+
+def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkeypatch: Any) -> None:
+    """Writes come soon after the start, and less often the longer it runs."""
+    now, written = [0.0], []
+    monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
+    file, of = PairFile(tmp_path, "pair"), known()
+    file.follow(of, owner := PairFile(None))
+    write = file.write
+
+    def counted(known: Estimates) -> None:
+        written.append(now[0])
+        write(known)
+
+    monkeypatch.setattr(file, "write", counted)
+    for now[0] in range(300):
+        file.write_if_due()
+    assert written == [5, 15, 35, 75, 135, 195, 255]
+    assert PairFile(tmp_path, "pair").read(4) is not None
+    assert owner is not None
 
 
 # ---- engines -------------------------------------------------------------------------------------

@@ -106,3 +106,31 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
         assert known.costs.knows_target != (experts and rank == 1)
     assert steps[0] == 0
     assert (steps[1] == 0) == experts
+
+
+@pytest.mark.parametrize("error", [PermissionError("closed"), RuntimeError("recursion"), KeyError])
+def test_other_ranks_are_told_whatever_reading_comes_to(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    """They wait for the first rank's word, and time steps with it."""
+    told: list[bool] = []
+
+    def broadcast(said: bool, src: int) -> bool:
+        told.append(said)
+        return said
+
+    def read(positions: int) -> None:
+        raise error
+
+    group = SimpleNamespace(is_first_rank=True, broadcast_object=broadcast)
+    monkeypatch.setattr(costing, "get_tp_group", lambda: group)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    file: Any = SimpleNamespace(read=read)
+    seam: Any = SimpleNamespace(target_forward=lambda rows: None, max_num_tokens=64)
+    assert known_of_pair(file, seam, None, config, HeteroOptions("slem", "drafter", 4)) is None
+    assert told[0] is False
+    assert len(told) > 1  # it went on to time steps, as they do

@@ -25,7 +25,9 @@ from vllm_hetero_spec.machine import cpu_name
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-_APART = 60.0  # seconds between writes, which take about a millisecond; one more comes at the end
+# Seconds between writes, which take about a millisecond: short at first, as servers mostly
+# end from outside, and their workers with them, before anything could be written at the end.
+_APART = (5.0, 10.0, 20.0, 40.0, 60.0)
 
 
 class PairFile:
@@ -42,6 +44,7 @@ class PairFile:
         self._path = None if folder is None else folder / name
         self._known: Estimates | None = None
         self._written = time.monotonic()
+        self._due = 0  # of what is followed, writes so far that came by themselves
 
     def read(self, positions: int) -> Estimates | None:
         """What was kept; None where nothing is, or nothing that can be read.
@@ -49,12 +52,14 @@ class PairFile:
         Args:
             positions: Longest draft, in target tokens.
         """
-        if self._path is None or not self._path.is_file():
+        if self._path is None:
             return None
         try:
             return Estimates.from_dict(
                 json.loads(self._path.read_text(encoding="utf-8")), positions
             )
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError) as error:
             logger.warning(
                 "What was kept of this pair in %s cannot be read (%s): measured anew.",
@@ -83,15 +88,24 @@ class PairFile:
             logger.info("What is known of this pair is not kept in %s: %s.", self._path, error)
 
     def follow(self, known: Estimates, owner: object) -> None:
-        """Write what becomes of it: in `write_if_due`, and once `owner` or the process is gone."""
+        """Write what becomes of it: in `write_if_due`, and once `owner` is gone.
+
+        Or the process, where it ends by itself: one that is killed, as are workers of a server that
+        is told to end, leaves what `write_if_due` wrote last.
+        """
         self._known = known
         # Not `atexit`, which workers that are forked do not run.
         Finalize(owner, self.write, (known,), exitpriority=0)
 
     def write_if_due(self) -> None:
-        """Write what is followed, if anything, where the last time is long ago."""
-        if self._known is not None and time.monotonic() - self._written > _APART:
+        """Write what is followed, if anything, where the last time is long ago.
+
+        Long is 5 s at first and a minute in the end.
+        """
+        apart = _APART[min(self._due, len(_APART) - 1)]
+        if self._known is not None and time.monotonic() - self._written >= apart:
             self.write(self._known)
+            self._due += 1
 
 
 def machine() -> tuple[Any, ...]:

@@ -148,7 +148,7 @@ def known_of_pair(
     """
     group = get_tp_group()
     positions = options.num_speculative_tokens
-    known = file.read(positions) if group.is_first_rank else None
+    known = _kept(file, positions) if group.is_first_rank else None
 
     def agree(said: bool) -> bool:
         return bool(group.broadcast_object(said, src=0))
@@ -176,6 +176,15 @@ def known_of_pair(
     known = Estimates.of(costs, positions)
     file.write(known)
     return known
+
+
+def _kept(file: PairFile, positions: int) -> Estimates | None:
+    """What the file holds, if anything; raises nothing, as the other ranks wait to be told."""
+    try:
+        return file.read(positions)
+    except Exception:
+        logger.exception("What was kept of this pair cannot be read: measured anew.")
+        return None
 
 
 def _most_rows(seam: Runner, config: VllmConfig, options: HeteroOptions) -> int:
