@@ -276,6 +276,15 @@ def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
     assert load_prompts(None, 3) == list(BUILT_IN[:3])
 
 
+def test_lines_end_where_json_lines_does(tmp_path: Path) -> None:
+    """Not at other separators, which are text; a byte order mark is none."""
+    file = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b\u2029c", "d\x85e", "f"]
+    rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_bytes("\r\n".join(rows).encode("utf-8-sig"))
+    assert load_prompts(file, 9) == texts
+
+
 def test_a_failing_engine_is_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:

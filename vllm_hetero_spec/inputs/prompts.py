@@ -47,7 +47,9 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ConfigError: The file cannot be read, or a line is no JSON object.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # With the mark that some editors write first. Not `splitlines`, for which a line also ends
+        # at characters that JSON may have in a string.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {file}: {error}.") from error
     for number, line in enumerate(lines, 1):
