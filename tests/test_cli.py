@@ -238,6 +238,7 @@ def test_a_folder_without_a_model_is_refused(
     [
         (["--num-speculative-tokens", "400"], "num_speculative_tokens is 400"),
         (["--speculative-config", '{"translatoin": "text"}'], "did you mean 'translation'?"),
+        (["--speculative-config", '{"method": "tli"}'], "speculative.method is set by methods in"),
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--temperature", "nan"], "temperatures[0] is nan; it must be a finite number"),
         (["--engine-args", '{"model": "x"}'], "the benchmark's own to set"),

@@ -123,6 +123,33 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     assert "parallel" in sentence
 
 
+@pytest.mark.parametrize(
+    ("key", "where"),
+    [
+        ("method", "by methods in a suite"),
+        ("heterogeneous_vocab_method", "by methods in a suite"),
+        ("model", "as the drafter's model"),
+        ("num_speculative_tokens", "by num_speculative_tokens in a suite"),
+        ("num-speculative-tokens", "by num_speculative_tokens in a suite"),
+    ],
+)
+def test_what_rows_are_called_by_is_set_in_one_place(write: Write, key: str, where: str) -> None:
+    """A setting has a name of its own in them, so that it may have another lookahead."""
+    given = f"{{{key}: slem}}"
+    drafter = f"\n      - model: org/small\n        speculative: {given}"
+    line, sentence = refused(write(GOOD.replace("[org/small]", drafter)))
+    assert line == 5
+    assert sentence.startswith(f"targets[0].drafters[0].speculative.{key} is set {where}")
+    assert sentence.endswith("leave it out here.")
+    drafter = f"[{{model: org/small, settings: {{k2: {given.replace('slem', '2')}}}}}]"
+    file = write(GOOD.replace("[org/small]", drafter))
+    if where.startswith("by num"):
+        (setting,) = read_suite(file).targets[0].drafters
+        assert (setting.name, setting.speculative) == ("small:k2", {key: 2})
+    else:
+        assert f"settings.k2.{key} is set {where}" in refused(file)[1]
+
+
 def test_every_method_has_a_kind() -> None:
     assert set(METHODS) <= set(KINDS)
     assert not set(METHODS) & set(PEERS)

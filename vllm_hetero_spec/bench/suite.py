@@ -4,7 +4,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
@@ -18,6 +18,15 @@ from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, parse
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.
 _RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
+# What it gives our methods, by where it is set: rows are called by it.
+_METHODS = "by methods in a suite, by --method or --methods on a command line"
+_SET_ELSEWHERE = {
+    "method": _METHODS,
+    "heterogeneous_vocab_method": _METHODS,
+    "model": "as the drafter's model, or as a drafter on a command line",
+    "num_speculative_tokens": "by num_speculative_tokens in a suite, by --num-speculative-tokens "
+    "on a command line",
+}
 
 
 def _not_reserved(engine: dict[str, Any]) -> dict[str, Any]:
@@ -25,6 +34,20 @@ def _not_reserved(engine: dict[str, Any]) -> dict[str, Any]:
         if key in _RESERVED:
             raise Mistake("is the benchmark's own to set; leave it out.", key)
     return engine
+
+
+def _not_set_elsewhere(given: dict[str, Any]) -> dict[str, Any]:
+    for key in given:
+        if place := _SET_ELSEWHERE.get(key.replace("-", "_")):
+            raise Mistake(f"is set {place}; leave it out here.", key)
+    return given
+
+
+def _setting(given: dict[str, Any]) -> dict[str, Any]:
+    """As above, but for the lookahead: the rows of a setting have its name."""
+    lookahead = ("num_speculative_tokens", "num-speculative-tokens")
+    _not_set_elsewhere({key: value for key, value in given.items() if key not in lookahead})
+    return given
 
 
 def _auto(value: Any) -> Any:
@@ -43,6 +66,8 @@ def short_name(model: str) -> str:
 
 
 EngineArguments = Annotated[dict[str, Any], AfterValidator(_not_reserved)]
+SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
+Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
 Method = Annotated[str, one_of(METHODS)]
 Peer = Annotated[str, one_of(PEERS)]
 Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
@@ -69,27 +94,29 @@ class Drafter(Named):
     Attributes:
         name: What reports call it.
         model: A Hugging Face name or a folder.
-        speculative: Further keys of our methods' configuration.
+        speculative: Further keys of our methods' configuration; none that is set elsewhere.
         settings: By name, further keys with which it is measured side by side; in the rows each is
-            a drafter of its own, DRAFTER:SETTING.
+            a drafter of its own, DRAFTER:SETTING. May set num_speculative_tokens.
     """
 
     name: Text
     model: DrafterName
-    speculative: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    speculative: SpeculativeKeys = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
 
     def in_each_setting(self) -> Iterator["Drafter"]:
         """The drafters that are measured: one for each setting, or this one alone."""
         if not self.settings:
             yield self
         for name, more in self.settings.items():
-            yield replace(
-                self,
-                name=f"{self.name}:{name}",
-                speculative=self.speculative | more,
-                settings={},
-            )
+            yield InSetting(f"{self.name}:{name}", self.model, self.speculative | more)
+
+
+@dataclass(frozen=True, config=strict)
+class InSetting(Drafter):
+    """A drafter in one of its settings, which may give it a lookahead."""
+
+    speculative: Setting = field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=strict)

@@ -111,12 +111,19 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         raise ConfigError(f"--temperature is {arguments.temperature}; it must not be negative.")
     model = check_model(arguments.target, "target")
     drafter = check_model(arguments.drafter, "drafter")
+    # By name, as a refusal calls them.
     target = Target(
-        short_name(model),
-        model,
-        (Drafter(short_name(drafter), drafter, arguments.speculative_config),),
-        (_DATASET,),
-        arguments.engine_args,
+        name=short_name(model),
+        model=model,
+        drafters=(
+            Drafter(
+                name=short_name(drafter),
+                model=drafter,
+                speculative=arguments.speculative_config,
+            ),
+        ),
+        datasets=(_DATASET,),
+        engine=arguments.engine_args,
     )
     prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     methods, lookahead = (arguments.method,), arguments.num_speculative_tokens
