@@ -8,6 +8,7 @@ import pytest
 from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter, parse, wants_us
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
+FUZZY = {"method": "tli", "verification": "fuzzy"}
 PROCESS, RAY = {"parallel": "process"}, {"parallel": "ray"}
 
 
@@ -23,6 +24,9 @@ PROCESS, RAY = {"parallel": "process"}, {"parallel": "ray"}
             "model": "D",
             "num_speculative_tokens": 5,
         },
+        GOOD | {"num-speculative-tokens": 5},
+        GOOD | {"heterogeneous_vocab_method": "slem"},
+        GOOD | {"heterogeneous_vocab_method": None, "use_heterogeneous_vocab": None},
     ],
 )
 def test_spellings_mean_the_same(user: dict) -> None:
@@ -98,6 +102,21 @@ def test_own_keys_reach_the_options() -> None:
         ({"num_speculative_tokens": "5"}, ["num_speculative_tokens is '5'"]),
         ({"context": 63}, ["context is 63"]),
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
+        ({"kv_cache_memory_bytes": "0.5"}, ["kv_cache_memory_bytes is '0.5'", "from 1"]),
+        ({"kv_cache_memory_bytes": 0.5}, ["kv_cache_memory_bytes is 0.5", "from 1"]),
+        ({"kv_cache_memory_bytes": 0}, ["kv_cache_memory_bytes is 0", "from 1"]),
+        ({"kv_cache_memory_bytes": "9" * 400}, ["kv_cache_memory_bytes is '999", "below 2^63"]),
+        ({"kv_cache_memory_bytes": 1 << 63}, ["kv_cache_memory_bytes is 9223", "below 2^63"]),
+        ({"kv_cache_memory_bytes": "9000000TiB"}, ["is '9000000TiB'", "below 2^63"]),
+        (FUZZY | {"threshold": math.nan}, ["threshold is nan", "finite", "0.1"]),
+        (FUZZY | {"threshold": math.inf}, ["threshold is inf", "finite", "0.1"]),
+        (FUZZY | {"threshold": 10**400}, ["threshold is 1000", "finite", "0.1"]),
+        (FUZZY | {"threshold": -1}, ["threshold is -1", "at least 0"]),
+        (FUZZY | {"threshold": None}, ["threshold is None", "at least 0"]),
+        ({"heterogeneous_vocab_method": "bogus"}, ["method='bogus' does not exist", "slem, "]),
+        ({"heterogeneous_vocab_method": "slam"}, ["did you mean 'slem'"]),
+        ({"heterogeneous_vocab_method": "tli"}, ["'tli' and method='slem' name two", "leave one"]),
+        ({"num-speculative-tokens": 4}, ["num_speculative_tokens is given twice", "5 and 4"]),
         ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
         ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
         ({"parallel": "thread"}, ["parallel is 'thread'", "off, process, ray"]),

@@ -16,6 +16,7 @@ from vllm_hetero_spec.config_checks import (
     check_parallel,
     check_ray_drafter,
     check_rows,
+    check_spellings,
     check_trees,
     check_verification,
     integer,
@@ -218,12 +219,10 @@ def parse(
     Raises:
         ConfigError: One sentence that names the key, what was found and what is supported.
     """
+    check_spellings(user)
     given = _normalise_keys(user)
-    if (
-        given.pop("use_heterogeneous_vocab", None) is not None
-        or "heterogeneous_vocab_method" in given
-    ):
-        given["method"] = given.pop("heterogeneous_vocab_method", given.get("method"))
+    given.pop("use_heterogeneous_vocab", None)
+    given["method"] = _method(given.pop("heterogeneous_vocab_method", None), given.get("method"))
     size = given.pop("draft_tensor_parallel_size", None)
     if size is not None:
         given.setdefault("tensor_parallel", _mode_of_size(size, target_tensor_parallel))
@@ -294,12 +293,25 @@ def _upstream_spelling(user: Mapping[str, Any]) -> bool:
         raise ConfigError(
             f"heterogeneous_vocab_method={method!r} needs use_heterogeneous_vocab=true beside it."
         )
-    if method not in METHODS:
+    _method(method, None, required=True)
+    return True
+
+
+def _method(upstream: Any, method: Any, required: bool = False) -> Any:
+    """The method of both spellings, of which upstream's own name in `method` is none of ours."""
+    if upstream is None and not required:
+        return method
+    if upstream not in METHODS:
         raise ConfigError(
-            f"heterogeneous_vocab_method={method!r} does not exist{nearest(method, METHODS)}; "
+            f"heterogeneous_vocab_method={upstream!r} does not exist{nearest(upstream, METHODS)}; "
             f"supported: {listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
         )
-    return True
+    if method not in (None, "draft_model", upstream):
+        raise ConfigError(
+            f"heterogeneous_vocab_method={upstream!r} and method={method!r} name two methods; "
+            "leave one of them out."
+        )
+    return upstream
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:

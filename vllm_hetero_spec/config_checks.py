@@ -6,6 +6,7 @@ Each check takes the configuration as it was given, keys with underscores, and r
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_hetero_spec.errors import ConfigError, nearest
 _DEVICES = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
 # Of a GPU or CPU, the least that Ray counts.
 _LEAST_SHARE = 1e-4
+_MOST_BYTES = 1 << 63
 
 
 def check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
@@ -38,10 +40,12 @@ def check_fuzzy(given: Mapping[str, Any]) -> None:
                 )
         return
     threshold = given.get("threshold")
-    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or threshold < 0:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        threshold = -1
+    if not 0 <= threshold <= sys.float_info.max:  # nor NaN
         raise ConfigError(
-            f"threshold is {threshold!r}; fuzzy verification needs a divergence of at least 0, "
-            "below which a draft passes, as 0.1."
+            f"threshold is {given.get('threshold')!r}; fuzzy verification needs a finite "
+            "divergence of at least 0, below which a draft passes, as 0.1."
         )
     if given["method"] == "slem":
         raise ConfigError(
@@ -146,6 +150,19 @@ def check_ray_drafter(given: Any) -> dict[str, Any]:
     return found
 
 
+def check_spellings(user: Mapping[Any, Any]) -> None:
+    """A key may be spelt with dashes and with underscores, but not mean two things."""
+    found: dict[str, Any] = {}
+    for key, value in user.items():
+        name = str(key).replace("-", "_")
+        if name in found and found[name] != value:
+            raise ConfigError(
+                f"{name} is given twice, with dashes and with underscores, as {found[name]!r} and "
+                f"{value!r}; leave one of them out."
+            )
+        found[name] = value
+
+
 def check_verification(method: Any) -> None:
     if method != "standard":
         raise ConfigError(
@@ -164,16 +181,19 @@ def integer(key: str, value: Any, low: int, high: int) -> int:
 
 def num_bytes(value: Any) -> int:
     """A byte count as vLLM's command line takes it: 67108864, "64MiB", "0.5G"."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
+    number: float = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif match:
+        base = 1024 if match[3] else 1000
+        number = float(match[1]) * base ** " kmgt".index(match[2].lower() or " ")
+    if not 1 <= number < _MOST_BYTES:
         raise ConfigError(
-            f"kv_cache_memory_bytes is {value!r}; it must be a positive number of bytes, "
-            'as 67108864 or "64MiB".'
+            f"kv_cache_memory_bytes is {value!r}; it must be a number of bytes from 1 and below "
+            '2^63, as 67108864 or "64MiB".'
         )
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    return int(number)
 
 
 def one_of(key: str, value: Any, choices: tuple[str, ...]) -> None:
