@@ -173,6 +173,14 @@ def test_ties_of_coarse_arithmetic_are_told(
         assert ("In bfloat16 a tie" in compared(folder, capsys)) is told
 
 
+def test_fewer_prompts_than_asked_for_are_told(
+    answers: Answers, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds" not in compared(folder, capsys, "--num-prompts", "2")
+    printed = compared(folder, capsys, "--num-prompts", "3")
+    assert f"--num-prompts is 3; {folder}/prompts.jsonl holds 2." in printed
+
+
 def test_another_model_runner_is_told(
     folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +250,10 @@ def test_a_folder_without_a_model_is_refused(
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--temperature", "nan"], "temperatures[0] is nan; it must be a finite number"),
         (["--engine-args", '{"model": "x"}'], "the benchmark's own to set"),
+        (
+            ["--batch-size", "3", "--num-prompts", "2"],
+            "batch size 3 needs as many prompts, and",
+        ),
         (["--prompts", "absent.jsonl"], "cannot read the prompts in absent.jsonl"),
     ],
 )

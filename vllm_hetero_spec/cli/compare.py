@@ -103,7 +103,14 @@ def run(arguments: argparse.Namespace) -> None:
     }
     prompts = suite.prompts[alone.cell.engine.target][_DATASET]
     compared = list(zip(prompts, texts[alone.cell], texts[drafted.cell], strict=True))
-    _show(suite, alone, drafted, compared[:_SAMPLES], runner_notes(results.contents))
+    notes = runner_notes(results.contents)
+    if len(prompts) < arguments.num_prompts:
+        source = arguments.prompts or "the built-in text"
+        notes = [
+            f"--num-prompts is {arguments.num_prompts}; {source} holds {len(prompts)}.",
+            *notes,
+        ]
+    _show(suite, alone, drafted, compared[:_SAMPLES], notes)
 
 
 def _suite(arguments: argparse.Namespace) -> Suite:
@@ -126,6 +133,12 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         engine=arguments.engine_args,
     )
     prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    if arguments.batch_size > len(prompts):
+        raise ConfigError(
+            f"batch size {arguments.batch_size} needs as many prompts, and there are "
+            f"{len(prompts)}; raise --num-prompts, give a longer file with --prompts, or a smaller "
+            "--batch-size."
+        )
     methods, lookahead = (arguments.method,), arguments.num_speculative_tokens
     check_drafter(target, target.drafters[0], methods, lookahead)
     return Suite(
