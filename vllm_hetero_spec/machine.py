@@ -4,14 +4,16 @@
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vllm_hetero_spec import __version__
 
 _GIB = 1 << 30
 _HERE = Path(__file__).parent
+_GROUPS = "/sys/fs/cgroup"
 
 
 def provenance() -> dict[str, Any]:
@@ -54,11 +56,34 @@ def memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can have; half of the machine's where the system does not tell."""
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return memory_bytes() // 2
+    """Memory that new processes can have; half of the machine's where the system does not tell.
+
+    In a container no more than its limit leaves.
+    """
+    free = [
+        int(line.split()[1]) * 1024
+        for line in _lines("/proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
+    return min([*(free or [memory_bytes() // 2]), *_left_by_limits()])
+
+
+def _left_by_limits() -> Iterator[int]:
+    """What is left of the limit of each control group (v2) that this process is in, if it has any.
+
+    Files that were read are only kept as long as there is room, so that they count as free.
+    """
+    own = [line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")]
+    for group in [each for path in map(PurePosixPath, own) for each in (path, *path.parents)]:
+        folder = f"{_GROUPS}{group}".rstrip("/")
+        limit, used = (_lines(f"{folder}/memory.{name}") for name in ("max", "current"))
+        if limit and used and limit[0].isdigit():
+            kept = [
+                int(line.split()[1])
+                for line in _lines(f"{folder}/memory.stat")
+                if line.startswith("inactive_file ")
+            ]
+            yield max(0, int(limit[0]) - int(used[0]) + sum(kept))
 
 
 def gpus() -> list[str]:

@@ -96,3 +96,36 @@ def test_sources_outside_of_a_checkout_have_no_revision(
     assert found["dirty"] is False
     (package / "config.py").write_text("changed")
     assert machine.source()["dirty"] is True
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "free"),
+    [
+        ("/", {}, 1024),
+        ("/", {"memory.max": "max", "memory.current": "10"}, 1024),
+        ("/", {"memory.max": "700", "memory.current": "100"}, 600),
+        ("/", {"memory.max": "7000", "memory.current": "100"}, 1024),
+        ("/", {"memory.max": "700", "memory.current": "800"}, 0),
+        (
+            "/",
+            {
+                "memory.max": "700",
+                "memory.current": "500",
+                "memory.stat": "anon 50\ninactive_file 300",
+            },
+            500,
+        ),
+        ("/a/b", {"a/b/memory.max": "max", "a/b/memory.current": "1"}, 1024),
+        ("/a/b", {"a/memory.max": "90", "a/memory.current": "1"}, 89),
+        ("/a", {"a/b/memory.max": "90", "a/b/memory.current": "1"}, 1024),
+    ],
+)
+def test_a_containers_limit_is_heeded(
+    monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], free: int
+) -> None:
+    """Of its own group and of those above it, of no other; files that are only kept are free."""
+    known = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    known["/proc/meminfo"] = "MemTotal: 9 kB\nMemAvailable: 1 kB"
+    known["/proc/self/cgroup"] = f"4:memory:/elsewhere\n0::{group}"
+    monkeypatch.setattr(machine, "_lines", lambda path: known.get(path, "").splitlines())
+    assert machine.available_memory_bytes() == free
