@@ -117,6 +117,8 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
         ("vllm_tli", "small:chain"),  # peers run the model once
     ]
     assert len(drafting) == 5
+    spelt = drafter.replace("tree_nodes: 4", "tree-nodes: 4")
+    assert read_suite(write(good.replace("org/small", spelt))).targets == suite.targets
     wrong = drafter.replace("parallel: process", "parallel: thread")
     line, sentence = refused(write(good.replace("org/small", wrong)))
     assert line == 4
@@ -145,7 +147,10 @@ def test_what_rows_are_called_by_is_set_in_one_place(write: Write, key: str, whe
     file = write(GOOD.replace("[org/small]", drafter))
     if where.startswith("by num"):
         (setting,) = read_suite(file).targets[0].drafters
-        assert (setting.name, setting.speculative) == ("small:k2", {key: 2})
+        assert (setting.name, setting.speculative) == (
+            "small:k2",
+            {"num_speculative_tokens": 2},
+        )
     else:
         assert f"settings.k2.{key} is set {where}" in refused(file)[1]
 
@@ -202,6 +207,12 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "engines_at_once: 0\ntargets:", 1, "engines_at_once is 0"),
         ("targets:", "engine: [a]\ntargets:", 1, "engine is ['a']; it must be a mapping"),
         ("targets:", "engine:\n  model: x\ntargets:", 2, "the benchmark's own to set"),
+        (
+            "targets:",
+            "engine:\n  tensor_parallel_size: '2'\ntargets:",
+            2,
+            "engine.tensor_parallel_size is '2'; it must be a whole number from 1",
+        ),
         ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a text"),
         ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),

@@ -14,6 +14,7 @@ from vllm_hetero_spec.bench.methods import ALONE, PEERS
 from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
 from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, parse
+from vllm_hetero_spec.config_checks import check_spellings
 
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.
@@ -29,25 +30,33 @@ _SET_ELSEWHERE = {
 }
 
 
-def _not_reserved(engine: dict[str, Any]) -> dict[str, Any]:
+def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
     for key in engine:
         if key in _RESERVED:
             raise Mistake("is the benchmark's own to set; leave it out.", key)
+    ranks = engine.get("tensor_parallel_size", 1)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise Mistake(f"is {ranks!r}; it must be a whole number from 1.", "tensor_parallel_size")
     return engine
 
 
-def _not_set_elsewhere(given: dict[str, Any]) -> dict[str, Any]:
+def _underscores(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys in one spelling, of which those of a setting win over the drafter's."""
+    check_spellings(given)
+    return {key.replace("-", "_"): value for key, value in given.items()}
+
+
+def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
     for key in given:
-        if place := _SET_ELSEWHERE.get(key.replace("-", "_")):
-            raise Mistake(f"is set {place}; leave it out here.", key)
-    return given
+        name = key.replace("-", "_")
+        if name in _SET_ELSEWHERE and name not in but:
+            raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
+    return _underscores(given)
 
 
 def _setting(given: dict[str, Any]) -> dict[str, Any]:
     """As above, but for the lookahead: the rows of a setting have its name."""
-    lookahead = ("num_speculative_tokens", "num-speculative-tokens")
-    _not_set_elsewhere({key: value for key, value in given.items() if key not in lookahead})
-    return given
+    return _not_set_elsewhere(given, "num_speculative_tokens")
 
 
 def _auto(value: Any) -> Any:
@@ -65,7 +74,7 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
-EngineArguments = Annotated[dict[str, Any], AfterValidator(_not_reserved)]
+EngineArguments = Annotated[dict[str, Any], AfterValidator(_engine_arguments)]
 SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
 Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
 Method = Annotated[str, one_of(METHODS)]
