@@ -3,17 +3,21 @@
 
 import dataclasses
 import json
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.cli import compare
+from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
@@ -318,6 +322,35 @@ def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
     save_file({name: projection}, tmp_path / "model.safetensors")
     assert widened_columns(str(tmp_path)) == (5, 8)
     assert widened_columns("organisation/name") is None
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert widened_columns(str(tmp_path)) is None
+
+
+def test_errors_of_the_machine_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engines, "start", full)
+    assert main(["compare", folder, folder]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: [Errno 28] No space left on device."
+
+
+@pytest.mark.parametrize("show", [print, lambda text: Console().print(text)])
+def test_a_reader_that_leaves_ends_it_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], show: Callable[[str], None]
+) -> None:
+    """As `| head` does, whether it is found out while printing or at the end."""
+    monkeypatch.setattr(doctor, "run", lambda _: show("all is well"))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert main(["doctor"]) == 141
+    # Nor does closing the file fail, as Python does at its end.
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.engine

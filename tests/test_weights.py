@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that are not on this machine: which files of a repository are fetched, and when."""
 
+from pathlib import Path
+from typing import Any
+
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.inputs.weights import fetch_weights, wanted_files
+from vllm_hetero_spec.inputs.weights import (
+    fetch_weights,
+    missing_weights,
+    tensors_of,
+    wanted_files,
+)
 
 OTHERS = ["README.md", "config.json", "tokenizer.json", "modeling_own.py"]
 
@@ -55,4 +65,39 @@ def test_a_failing_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(refused.value) == (
         "the weights of org/absent are not on this machine (`hf download org/absent` gets them); "
         "downloading them failed: no such host."
+    )
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1379672\n"
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "told"),
+    [
+        (lambda whole: POINTER, "are a pointer of Git LFS alone; get them with `git lfs pull`"),
+        (lambda whole: whole[:-1], "end too early, after"),
+        (lambda whole: whole[:40], "are no whole safetensors file; download it again"),
+        (lambda whole: whole[:8], "are no whole safetensors file; download it again"),
+        (lambda whole: b"", "are no whole safetensors file; download it again"),
+        (lambda whole: b"\xff" * 64, "are no whole safetensors file; download it again"),
+        (lambda whole: b"\2" + bytes(7) + b"[]", "are no whole safetensors file; download it ag"),
+    ],
+)
+def test_weights_that_are_not_all_there(tmp_path: Path, spoilt: Any, told: str) -> None:
+    """Told in one clause, and before any engine starts."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3, 2), "b": torch.zeros(1)}, file, {"format": "pt"})
+    assert missing_weights(str(tmp_path)) == ""
+    assert sorted(tensor["shape"] for tensor in tensors_of(file)) == [[1], [3, 2]]
+    file.write_bytes(spoilt(file.read_bytes()))
+    assert missing_weights(str(tmp_path)).startswith(f"the weights in {file} {told}")
+    with pytest.raises(ConfigError, match=r"safetensors [^\n]*[^.]\.$"):
+        fetch_weights(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", "{}", '{"weight_map": 3}'])
+def test_a_spoilt_list_of_weights(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert missing_weights(str(tmp_path)).endswith(
+        "cannot be read as a list of weights; download it again"
     )

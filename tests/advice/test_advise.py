@@ -20,6 +20,8 @@ Make = Callable[..., str]
 Out = pytest.CaptureFixture[str]
 BROKEN = MeasurementError("the engine ended with exit code 9")
 
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
+
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
@@ -301,6 +303,32 @@ def test_a_refused_tokenizer_leaves_out_its_drafter(
     assert "cannot be bridged" in told(capsys, target, odd, small, *options)
     assert "cannot be bridged" in refused(capsys, target, odd, *options)
     assert "cannot be bridged" in refused(capsys, odd, small, *options)
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "sentence"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git"),
+        ("config.json", json.dumps(MAMBA).encode(), "'num_attention_heads'); choose a model with"),
+    ],
+)
+def test_a_drafter_that_is_not_all_there_is_left_out(
+    capsys: Out,
+    fakes: Fakes,
+    target: str,
+    small: str,
+    make: Make,
+    options: list[str],
+    file: str,
+    data: bytes,
+    sentence: str,
+) -> None:
+    spoilt = Path(make("spoilt", ""))
+    (spoilt / file).write_bytes(data)
+    found = advice(capsys, target, small, str(spoilt), *options)
+    (told,) = [each for each in found["drafters"] if each["model"] == str(spoilt)]
+    assert sentence in told["not_measured"]
+    assert {config["model"] for config in fakes.configs if config} == {small}
 
 
 def test_a_failing_drafter_is_reported_and_the_others_go_on(

@@ -146,6 +146,19 @@ def test_another_suite_needs_another_folder(
     assert (changed.parent / "out" / "results.jsonl.bak").is_file()
 
 
+def test_results_that_cannot_be_written_are_one_sentence(
+    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(SUITE)
+    assert main(["bench", str(file), "--out", f"{file}/results"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == (
+        f"error: cannot write results to {file}/results/results.jsonl: Not a directory; choose "
+        "another folder with --out."
+    )
+    assert fakes.log == []
+
+
 def test_failed_cells_end_with_an_error(
     write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +253,9 @@ def test_as_many_engines_as_memory_holds(
         given = f"engine: {{gpu_memory_utilization: {share}}}\n"
         assert engines.at_once_for(read_suite(write(given + text))) == expected
     assert engines.at_once_for(read_suite(write("engines_at_once: 7\n" + text))) == 7
+    (tmp_path / "big" / "config.json").write_text("{bad")  # of which the engine will tell
+    monkeypatch.setattr(engines, "on_gpu", lambda: False)
+    assert engines.at_once_for(suite) == 2
 
 
 def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

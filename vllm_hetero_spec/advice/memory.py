@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a drafter takes, told from its files without loading them."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_hetero_spec.config import DEFAULT_CONTEXT
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
-from vllm_hetero_spec.inputs.weights import local_folder, missing_weights
+from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, tensors_of
 
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -69,11 +68,8 @@ def _weight_bytes(folder: Path, element: int) -> int | None:
 
 
 def _tensor_bytes(file: Path, element: int) -> int:
-    with file.open("rb") as data:
-        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    header.pop("__metadata__", None)
     total = 0
-    for tensor in header.values():
+    for tensor in tensors_of(file):
         begin, end = tensor["data_offsets"]
         count = math.prod(tensor["shape"])
         total += count * element if tensor["dtype"] in _FLOATS else end - begin

@@ -157,7 +157,10 @@ def _float32_bytes(model: str) -> int | None:
     config = folder / "config.json"
     if not config.is_file():
         return None
-    plain = json.loads(config.read_text(encoding="utf-8"))
-    halves = (plain.get("dtype") or plain.get("torch_dtype")) in _HALF_PRECISION
+    try:
+        plain = json.loads(config.read_text(encoding="utf-8"))
+        halves = (plain.get("dtype") or plain.get("torch_dtype")) in _HALF_PRECISION
+    except (OSError, ValueError, AttributeError):  # the engine says what is wrong
+        return None
     files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     return sum(file.stat().st_size for file in files) * (2 if halves else 1)

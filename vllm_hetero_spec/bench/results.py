@@ -74,9 +74,15 @@ class Results:
         self.contents = Contents(header)
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
-        self._file = _locked(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _locked(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write results to {path}: {error.strerror}; choose another folder with "
+                "--out."
+            ) from error
         try:
             if fresh and path.stat().st_size:
                 path.replace(path.with_name(FILE + ".bak"))

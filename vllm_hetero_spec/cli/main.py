@@ -2,6 +2,7 @@
 """Entry point of `vllm-hetero-spec`: subcommands, and one sentence for wrong input."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,15 +12,34 @@ from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.yaml_file import refusal
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import first_line
 from vllm_hetero_spec.measure.load import MeasurementError
+
+_HUNG_UP = 141  # as a shell has it of a program that ended with SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0 on success, 1 where an engine failed, 2 for wrong input.
+        The exit code: 0 on success, 1 where an engine or the machine failed, 2 for wrong input,
+        141, without a word, where nobody reads on.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as ended:
+        # rich makes an exit of it.
+        if not any(isinstance(each, BrokenPipeError) for each in (ended, ended.__context__)):
+            raise
+        # What is left to print would be tried once more at the end of Python.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _HUNG_UP
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-hetero-spec",
         description="Lossless speculative decoding in vLLM across different tokenizers.",
@@ -42,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except MeasurementError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"error: {first_line(error)}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.inputs.weights import tensors_of
 
 
 def check_model(name: str, role: str) -> str:
@@ -65,10 +66,22 @@ def kv_bytes_per_token(config: Any, element: int) -> int:
     Args:
         config: The transformers configuration of the text model.
         element: Bytes of a number.
+
+    Raises:
+        ConfigError: It tells nothing of attention, as of a model without it.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * element)
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        return int(2 * config.num_hidden_layers * heads * width * element)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the configuration of this {getattr(config, 'model_type', 'unknown')} model does not "
+            f"tell the size of its keys and values ({first_line(error)}); choose a model with "
+            "attention, whose num_attention_heads is one number."
+        ) from error
 
 
 def widened_columns(name: str) -> tuple[int, int] | None:
@@ -78,10 +91,13 @@ def widened_columns(name: str) -> tuple[int, int] | None:
     a reader of its measurements must know.
 
     Returns:
-        The zero columns and all columns of the first layer's MLP; None for any other model.
+        The zero columns and all columns of the first layer's MLP; None for any other model, also
+        one whose weights are not all there.
     """
     weights = Path(name) / "model.safetensors"
-    if not weights.is_file():
+    try:
+        tensors_of(weights)
+    except ConfigError:
         return None
     from safetensors import safe_open
 

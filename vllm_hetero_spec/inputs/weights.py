@@ -11,6 +11,8 @@ from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # as vLLM looks for them: the first kind that is there
+_LENGTH = 8  # bytes in front of the header of a safetensors file, which say how long it is
+_POINTER = b"version https://git-lfs"
 _UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 # With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
 _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
@@ -35,15 +37,55 @@ def missing_weights(name: str) -> str:
     folder = local_folder(name)
     if folder is not None:
         for index in folder.glob("*.safetensors.index.json"):
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            try:
+                files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                return f"{index} cannot be read as a list of weights; download it again"
             absent = sorted(file for file in files if not (folder / file).is_file())
             if absent:
                 return f"{name} lacks {absent[0]}"
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                tensors_of(file)
+        except ConfigError as error:
+            return first_line(error)
         if any(any(folder.glob(f"*{kind}")) for kind in _WEIGHTS):
             return ""
         if Path(name).is_dir():
             return f"{name} holds no weights"
     return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
+
+
+def tensors_of(file: Path) -> list[dict[str, Any]]:
+    """What a safetensors file says of each of its tensors: dtype, shape and data_offsets.
+
+    Raises:
+        ConfigError: It is no such file, or not all of it is there.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            begin = data.read(len(_POINTER))
+            data.seek(0)
+            length = int.from_bytes(data.read(_LENGTH), "little")
+            header = json.loads(data.read(min(length, size)))
+        header.pop("__metadata__", None)
+        tensors = list(header.values())
+        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    except OSError as error:
+        raise ConfigError(f"the weights in {file} cannot be read: {error.strerror}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if begin == _POINTER:
+            what = "are a pointer of Git LFS alone; get them with `git lfs pull`"
+        else:
+            what = "are no whole safetensors file; download it again"
+        raise ConfigError(f"the weights in {file} {what}.") from error
+    if _LENGTH + length + end > size:
+        raise ConfigError(
+            f"the weights in {file} end too early, after {size} of {_LENGTH + length + end} bytes; "
+            "download the file again."
+        )
+    return tensors
 
 
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
