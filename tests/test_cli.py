@@ -254,6 +254,7 @@ def test_a_folder_without_a_model_is_refused(
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--temperature", "nan"], "temperatures[0] is nan; it must be a finite number"),
         (["--engine-args", '{"model": "x"}'], "the benchmark's own to set"),
+        (["--engine-args", '{"tensor_parallel_size": "2"}'], "engine.tensor_parallel_size is '2'"),
         (
             ["--batch-size", "3", "--num-prompts", "2"],
             "batch size 3 needs as many prompts, and",
