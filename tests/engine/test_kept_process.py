@@ -4,6 +4,7 @@ it ends.
 """
 
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -127,3 +128,15 @@ def test_a_process_is_killed_only_where_it_does_not_end(
         drafter_process._end(ours, child)
     assert child.wait() == ends
     assert len(list(tmp_path.iterdir())) == (ends != 0)
+
+
+def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would go on beside a fork of an engine that was killed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(drafter_process, "_SOCKETS", {ours})
+    with ours, theirs:
+        child = os.fork()
+        if not child:
+            os._exit(ours.fileno() != -1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert ours.send(b"here") == 4

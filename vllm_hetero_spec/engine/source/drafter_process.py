@@ -27,6 +27,16 @@ from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 LONGEST_START = 600.0
 # Seconds that its end is waited for: by itself, and once it is killed.
 _LONGEST_END = 1.0
+# Of drafters that run. A fork of this process must not hold one: the end of it tells them to end.
+_SOCKETS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for each in _SOCKETS:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class DrafterProcess:
@@ -62,6 +72,7 @@ class DrafterProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
         ours.setblocking(False)
         self._socket, self._child = ours, child
+        _SOCKETS.add(ours)
         self.pid = child.pid
         self.close = weakref.finalize(self, _end, ours, child)
 

@@ -77,6 +77,10 @@ async def join_actor(ray: Any, errand: Errand) -> Joined:
                 raise ConfigError(_no_room(ray, errand)) from None
             asyncio.get_running_loop().call_later(_LEFT, _end, ray, errand.actor, number)
             first, deadline = number + 1, time.monotonic() + errand.patience
+        except asyncio.CancelledError:  # the engine has ended
+            if started:
+                ray.kill(actor)
+            raise
         except ray.exceptions.RayActorError:  # it was about to end
             if time.monotonic() > deadline:
                 raise

@@ -11,9 +11,11 @@ import contextlib
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +28,8 @@ from vllm_hetero_spec.ray_session import join_cluster
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+_GLANCE = 0.2  # seconds between two looks whether the engine is there, while an actor is joined
 
 
 def main() -> None:
@@ -50,13 +54,26 @@ async def _relay(errand: Errand, messages: socket.socket, memory: mmap.mmap) -> 
     if errand.address:
         os.environ["RAY_ADDRESS"] = errand.address
     ray = join_cluster()
-    joined = await join_actor(ray, errand)
+    joined = await _unless_left(messages, join_actor(ray, errand))
     await asyncio.gather(
         _tell(joined.actor, joined.engine, messages),
         _show(joined.actor, joined.engine, memory),
         _answer(joined, messages),
         _stay(ray, errand.actor, joined.number),
     )
+
+
+async def _unless_left(messages: socket.socket, joins: Coroutine[Any, Any, Joined]) -> Joined:
+    """Join, and give it up where the engine ends meanwhile: it may take as long as a node takes."""
+    joining, ended = asyncio.ensure_future(joins), select.poll()
+    ended.register(messages, 0)  # what hangs up is told of in any case
+    while not ended.poll(0):
+        await asyncio.wait({joining}, timeout=_GLANCE)
+        if joining.done():
+            return joining.result()
+    joining.cancel()
+    await asyncio.wait({joining})
+    raise EOFError("the engine is gone")
 
 
 async def _tell(actor: "ActorHandle", number: int, messages: socket.socket) -> None:
