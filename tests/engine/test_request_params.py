@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts obey what the request's sampling parameters make certain."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,15 @@ def test_drafts_end_so_that_a_bonus_token_is_early_too(out: int, most: int) -> N
 @pytest.mark.parametrize("out", [5, 6])
 def test_behind_min_tokens_drafts_have_any_length(out: int) -> None:
     assert params_with(min_tokens=5).before_stops(out) > 1000
+
+
+def test_wishes_that_nobody_reads_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.hetero_spec"):
+        for _ in range(2):
+            found = params_with(extra_args={"hetero_spec_lookahed": 1, "another's": 2})
+            assert found.lookahead is None
+    (said,) = caplog.messages
+    assert "hetero_spec_lookahed, which nobody reads; hetero_spec_lookahead is" in said
 
 
 def test_penalty_only_where_there_is_one() -> None:

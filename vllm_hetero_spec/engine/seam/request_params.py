@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 # A request's own lookahead in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0 is off.
 LOOKAHEAD_ARG = "hetero_spec_lookahead"
+_OURS = "hetero_spec_"
 # vLLM takes lower temperatures for 0.
 _COLDEST = 1e-5
 _MANY = 1 << 30  # tokens: more than any draft has
@@ -150,7 +151,12 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
 
 
 def _requested_lookahead(params: "SamplingParams") -> int | None:
-    asked = (params.extra_args or {}).get(LOOKAHEAD_ARG)
+    if not params.extra_args:
+        return None
+    for name in params.extra_args:
+        if str(name).startswith(_OURS) and name != LOOKAHEAD_ARG:
+            _complain_of(str(name)[:40])
+    asked = params.extra_args.get(LOOKAHEAD_ARG)
     if asked is None:
         return None
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
@@ -166,4 +172,11 @@ def _complain(found: str) -> None:
         "requests are drafted as if they had not asked.",
         LOOKAHEAD_ARG,
         found,
+    )
+
+
+@lru_cache(maxsize=8)
+def _complain_of(name: str) -> None:
+    logger.warning(
+        "A request asks for %s, which nobody reads; %s is supported.", name, LOOKAHEAD_ARG
     )
