@@ -124,7 +124,7 @@ class Probing(Fixed):
 
     def plan(self, batch: int, limits: Any, *_: Any, **__: Any) -> LookaheadPlan:
         self.steps += 1
-        wanted = 4 if self.steps % 4 == 0 else 0
+        wanted = 4 if self.steps % 3 == 0 else 0  # steps in between may go by later
         return LookaheadPlan(tuple(min(limit, wanted) for limit in limits), probe=wanted > 0)
 
     def observe_acceptance(self, verified: int, *_: Any) -> None:
