@@ -19,6 +19,9 @@ from v2_runs import SOME, WAYS, run_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
+# Scenarios in which some drafts are shorter on V1.
+ENDED_SOONER = {"min_tokens", "stops behind min_tokens", "mixed parameters"}
+
 Factory = pytest.TempPathFactory
 Found = tuple[dict[str, Run], str]
 
@@ -110,7 +113,7 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
 
 @pytest.mark.parametrize("on_v2", ["installed"], indirect=True)
 def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
-    """But for a draft or two in one scenario.
+    """But for a draft or two in one scenario, and those that V1 ends in front of `min_tokens`.
 
     Where the drafter is torn between two tokens rounding may decide, and nobody knows which
     machine's training leads to such a place.
@@ -120,6 +123,8 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
         ids, gained = pair[scenario]
         expected, counted = on_v1[scenario]
         assert ids == expected, scenario
+        if scenario in ENDED_SOONER:
+            continue
         metrics = counted.keys() - {"skipped"}  # that is of all so far
         if different := {m: (gained[m], counted[m]) for m in metrics if gained[m] != counted[m]}:
             others[scenario] = different
