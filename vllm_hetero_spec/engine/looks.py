@@ -2,8 +2,8 @@
 """Which steps of the target a drafter looks at.
 
 A look takes time of the host for each request and, where steps are scheduled ahead, waits for the
-device, which then waits for the host in its turn: half a step of a small target. So while nothing
-is drafted, it is taken now and then: at two steps in a row, the second of which can be timed.
+device, which then waits for the host in its turn. So while nothing is drafted, it is taken now and
+then: at two steps in a row, the second of which can be timed.
 """
 
 from vllm_hetero_spec.lookahead.on_off import other_batch

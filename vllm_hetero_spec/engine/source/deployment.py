@@ -22,8 +22,8 @@ from vllm_hetero_spec.ray_session import own_address
 _SLOTS = 2
 # Guesses of what the target writes instead of the drafter's chain.
 _SIDES = 8
-# Tokens of a forward on a CPU at most. There one of thousands takes a minute, in which the process
-# shows no sign of life; and text is not read faster for being read in larger pieces.
+# Tokens of a forward on a CPU at most. There one of thousands may take longer than a process may
+# show no sign of life.
 _CPU_TOKENS = 512
 # Of an actor, see `Errand`.
 PATIENCE, SILENCE, IDLE_EXIT = 60.0, 10.0, 60.0
