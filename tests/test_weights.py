@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that are not on this machine: which files of a repository are fetched, and when."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,13 @@ def test_a_spoilt_list_of_weights(tmp_path: Path, text: str) -> None:
     assert missing_weights(str(tmp_path)).endswith(
         "cannot be read as a list of weights; download it again"
     )
+
+
+def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
+    """As the second form in which some models are given, of which little need be there."""
+    save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
+    assert "pointer of Git LFS" in missing_weights(str(tmp_path))
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert not missing_weights(str(tmp_path))

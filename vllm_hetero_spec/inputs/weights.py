@@ -36,6 +36,7 @@ def missing_weights(name: str) -> str:
     """Why a model's weights cannot be read here, in a clause; "" where they can."""
     folder = local_folder(name)
     if folder is not None:
+        used = sorted(folder.glob("*.safetensors"))
         for index in folder.glob("*.safetensors.index.json"):
             try:
                 files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -44,8 +45,9 @@ def missing_weights(name: str) -> str:
             absent = sorted(file for file in files if not (folder / file).is_file())
             if absent:
                 return f"{name} lacks {absent[0]}"
+            used = [folder / file for file in sorted(files)]  # no others are read
         try:
-            for file in sorted(folder.glob("*.safetensors")):
+            for file in used:
                 tensors_of(file)
         except ConfigError as error:
             return first_line(error)
