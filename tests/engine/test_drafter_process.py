@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter in a process of its own: the target's text, whatever becomes of that process."""
 
-import gc
 import os
 import signal
 import socket
@@ -249,7 +248,5 @@ def test_a_drafter_that_is_the_target_is_always_right(
         assert "not_guessed" not in stats["skipped"]
         child = child_of(llm)
         monkeypatch.undo()
-    del llm
-    gc.collect()
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     assert "could not be repaired" not in capfd.readouterr().err  # what the process has said

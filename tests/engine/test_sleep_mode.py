@@ -5,6 +5,7 @@ Nothing sleeps on a CPU.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,10 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
             llm.collective_rpc("wake_up", args=(tags,))
             generate(llm, [text], greedy(max_tokens=8))
             assert (read_stats(llm)["reused_tokens"] > before) == reuses
+        drafter = weakref.ref(model)
+        del model, layers, tensors
+    assert drafter() is None  # with the engine, though the LLM is still there
+    assert read_stats(llm)["drafts"] > 0
 
 
 def test_nothing_is_kept_where_nothing_sleeps() -> None:

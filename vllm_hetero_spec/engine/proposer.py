@@ -247,6 +247,13 @@ class HeteroProposer(Proposer):
         if self._drafting is not None:
             self._drafting.source.wake()
 
+    def close(self) -> None:
+        """The worker ends: the drafter and its memory are gone, the counters stay."""
+        if self._drafting is not None:
+            self._drafting.show()
+            self._drafting.source.close()
+        self._drafting = self._step = None
+
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafting is not None:

@@ -91,6 +91,10 @@ class Proposer(transport.Reporter):
     def wake(self) -> None:
         """Called when the worker's KV is there again."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Called when the worker ends, be it that its process does not."""
+
 
 def install_worker_hooks(*, v2: bool) -> None:
     """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
@@ -102,6 +106,7 @@ def install_worker_hooks(*, v2: bool) -> None:
 
     runner = _hook_v2() if v2 else _hook_v1()
     patching.replace(runner, "capture_model", "record drafter", _capture)
+    patching.replace(runner, "shutdown", "let drafter go", _shutdown)
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
             patching.replace(worker, "compile_or_warm_up_model", "calibrate", _warm)
@@ -243,6 +248,17 @@ def _capture(original: _Original) -> _Original:
         return taken
 
     return capture_model
+
+
+def _shutdown(original: _Original) -> _Original:
+    """`shutdown` that first lets a drafter of ours go."""
+
+    def shutdown(runner: "GPUModelRunner") -> object:
+        if drafter := _ours(runner):
+            drafter.close()
+        return original(runner)
+
+    return shutdown
 
 
 def _take(original: _Original) -> _Original:

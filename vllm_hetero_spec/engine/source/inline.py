@@ -150,6 +150,9 @@ class InlineSource:
     def wake(self) -> None:
         """See `DraftSource`."""
 
+    def close(self) -> None:
+        """See `DraftSource`."""
+
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         stats.kv_blocks_held = self.pool.held

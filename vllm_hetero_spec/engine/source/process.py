@@ -144,6 +144,10 @@ class ProcessSource:
         """See `DraftSource`: it is loaded while requests go on undrafted."""
         self._process.wake()
 
+    def close(self) -> None:
+        """See `DraftSource`."""
+        self._process.rest()
+
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         counts = self._process.counts

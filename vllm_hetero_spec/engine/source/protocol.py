@@ -69,6 +69,9 @@ class DraftSource(Protocol):
     def wake(self) -> None:
         """It is awake again."""
 
+    def close(self) -> None:
+        """The engine ends; whoever else works for it ends, too."""
+
     def show(self, stats: DraftStats) -> None:
         """Bring the counters that are kept elsewhere up to date."""
 
