@@ -168,6 +168,25 @@ async def test_an_engine_that_is_silent_leaves_its_place() -> None:
 
 
 @in_a_loop
+async def test_an_engine_that_joins_late_is_told_what_was_done_since() -> None:
+    """To it the rest would be the work of its first step."""
+    world = World(1)
+    first = world.engines[0]
+    first.commit(Row(0, -1, [3, 4, 5], [], 4))
+    world.work()
+    late = Engine(world)
+    late.commit(Row(0, -1, [6, 7], [], 2))
+    world.work()
+    await first.hear()
+    await late.hear()
+    assert late.table.counts[1:3] == (2, 2)
+    assert late.table.counts.read == 3
+    assert 0 < late.table.counts.seconds < first.table.counts.seconds
+    assert first.table.counts[1:3] == (6, 6)
+    assert late.table.counts.blocks == first.table.counts.blocks == world.pool.held
+
+
+@in_a_loop
 async def test_no_engine_waits_for_what_another_wants() -> None:
     """One has more lines than a forward takes, and texts that fill it; the other has one line."""
     world = World(2)

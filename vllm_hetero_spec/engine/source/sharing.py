@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit, commit_of
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
+from vllm_hetero_spec.engine.source.table import Counts, Drafted, DraftTable, make_file
 
 # Seconds until an engine is told that there is nothing new, so that it asks again.
 _LONGEST_POLL = 1.0
@@ -28,13 +28,14 @@ class SharingEngine:
     Args:
         number: Which.
         shape: Of its table.
+        before: What had been done before it joined.
 
     Attributes:
         heard: When it was heard of last.
     """
 
-    def __init__(self, number: int, shape: Sequence[int]) -> None:
-        self._number, self._slots = number, shape[0]
+    def __init__(self, number: int, shape: Sequence[int], before: Counts) -> None:
+        self._number, self._slots, self._before = number, shape[0], before
         file = make_file(*shape)
         try:
             self.table = DraftTable(file, *shape)
@@ -62,9 +63,16 @@ class SharingEngine:
         self.table.write(slot, rank, drafted)
         self._written.add((slot, rank))
 
-    def count(self, *done: Any) -> None:
-        """See `DraftTable.count`; if anything was written, it is told now."""
-        self.table.count(*done)
+    def count(self, done: Counts) -> None:
+        """See `DraftTable.count`: since it joined. If anything was written, it is told now."""
+        of = self._before
+        self.table.count(
+            done.forwards - of.forwards,
+            done.tokens - of.tokens,
+            done.blocks,
+            done.read - of.read,
+            done.seconds - of.seconds,
+        )
         if self._written and not self._changed.is_set():
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -98,11 +106,12 @@ class SharedTable:
         self.longest, self.sides, *_ = shape
         self._engines: dict[int, SharingEngine] = {}
         self._numbers = itertools.count()
+        self._done = Counts()
 
     def join(self, slots: int) -> int:
         """One more engine, with so many slots; its number."""
         number = next(self._numbers)
-        self._engines[number] = SharingEngine(number, (slots, *self._shape))
+        self._engines[number] = SharingEngine(number, (slots, *self._shape), self._done)
         return number
 
     def engine(self, number: int) -> SharingEngine:
@@ -132,8 +141,9 @@ class SharedTable:
 
     def count(self, *done: Any) -> None:
         """See `DraftTable`; each engine is told what was done for all of them together."""
+        self._done = Counts(0, *done)
         for engine in list(self._engines.values()):
-            engine.count(*done)
+            engine.count(self._done)
 
 
 AnyTable = DraftTable | SharedTable
