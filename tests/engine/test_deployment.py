@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import importlib
+import os
 import pickle
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
+
+CORE = max(os.sched_getaffinity(0))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def test_a_model_with_code_of_its_own_is_sent_with_it(
     [
         ({}, "cuda:1"),
         ({"drafter_device": "cuda:2"}, "cuda:2"),
-        ({"drafter_device": "2-3"}, "cuda:1"),
+        ({"drafter_device": f"{CORE}"}, "cuda:1"),
         ({"parallel": "ray"}, None),
     ],
 )
@@ -105,7 +108,7 @@ def test_the_drafter_is_beside_the_target_by_default(
     """Also where its threads have cores of their own."""
     given = deployed(demo_pair, target, **keys)
     assert given.device == device
-    assert list(given.cores) == ([2, 3] if keys.get("drafter_device") == "2-3" else [])
+    assert list(given.cores) == ([CORE] if keys.get("drafter_device") == f"{CORE}" else [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", None])
@@ -128,6 +131,22 @@ def test_the_drafter_has_a_device_of_the_targets_type(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"drafter_device is '{device}', .* on cuda:1: .*CPU co"):
         deployed(demo_pair, target, drafter_device=device)
+
+
+def test_the_drafter_has_cores_that_are_there(demo_pair: Path, target: VllmConfig) -> None:
+    """Also some that this process is not on."""
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {CORE})
+    try:
+        for core in ours:
+            assert deployed(demo_pair, target, drafter_device=f"{core}").cores == [core]
+        with pytest.raises(
+            ConfigError, match=rf"is '{CORE},9999', .* core 9999 .* some of .*{CORE}"
+        ):
+            deployed(demo_pair, target, drafter_device=f"{CORE},9999")
+        assert os.sched_getaffinity(0) == {CORE}
+    finally:
+        os.sched_setaffinity(0, ours)
 
 
 def test_an_actor_beside_a_gpu_asks_for_one(demo_pair: Path, target: VllmConfig) -> None:

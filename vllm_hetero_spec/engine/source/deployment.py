@@ -3,6 +3,7 @@
 
 import copy
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -137,7 +138,8 @@ class Deployment:
             beside: The target's device.
 
         Raises:
-            ConfigError: The drafter is to run on a device of another type, or on none.
+            ConfigError: The drafter is to run on a device of another type, on none, or on cores
+                that are not there.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores, ours = where[:1].isdigit(), options.parallel == "process"
@@ -161,7 +163,7 @@ class Deployment:
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
             device=str(beside) if on_cores else where if ours else None,
-            cores=cores_of(where) if on_cores else (),
+            cores=_checked_cores(where) if on_cores else (),
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
             tokenizer=pair.drafter.fingerprint,
@@ -187,6 +189,27 @@ def _without_layers(config: VllmConfig) -> VllmConfig:
     config = copy.copy(config)
     config.compilation_config, config.cache_config = compilation, copy.copy(config.cache_config)
     return config
+
+
+def _checked_cores(where: str) -> list[int]:
+    """The cores of a list, if a child of this process can go to all of them.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    cores, ours = cores_of(where), os.sched_getaffinity(0)
+    try:  # those that this process is on may be fewer; of what is asked for, what may be is given
+        os.sched_setaffinity(0, {*range(os.cpu_count() or 1), *cores})
+        found = os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, ours)
+    missing = [core for core in cores if core not in found]
+    if missing:
+        raise ConfigError(
+            f"drafter_device is {where!r}, and there is no CPU core {missing[0]} for this process; "
+            f"give some of {', '.join(map(str, sorted(found)))}, or leave it out for the engine's."
+        )
+    return cores
 
 
 def cores_of(text: str) -> list[int]:
