@@ -93,6 +93,14 @@ engines_at_once: 2
     assert (suite.seed, suite.engines_at_once, suite.ignore_eos) == (None, 2, True)
 
 
+def test_a_drafter_is_not_called_as_a_setting_of_another(write: Write) -> None:
+    """Or rows would be compared as settings of one drafter, or two of them would be one."""
+    named = GOOD.replace("org/small", "{model: org/small, name: 'small:a'}")
+    said = refused(write(named))[1]
+    assert "name is 'small:a'; " in said
+    assert "write 'small-a'." in said
+
+
 def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     """Named by drafter and setting; a setting wins over the drafter's keys, and is checked."""
     drafter = (

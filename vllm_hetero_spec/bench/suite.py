@@ -74,6 +74,15 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
+def _without_setting(name: str) -> str:
+    if ":" in name:
+        raise Mistake(
+            f"is {name!r}; in the rows a colon parts a drafter's name from its setting's: "
+            f"write {name.replace(':', '-')!r}."
+        )
+    return name
+
+
 EngineArguments = Annotated[dict[str, Any], AfterValidator(_engine_arguments)]
 SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
 Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
@@ -108,7 +117,7 @@ class Drafter(Named):
             a drafter of its own, DRAFTER:SETTING. May set num_speculative_tokens.
     """
 
-    name: Text
+    name: Annotated[Text, AfterValidator(_without_setting)]
     model: DrafterName
     speculative: SpeculativeKeys = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -125,6 +134,7 @@ class Drafter(Named):
 class InSetting(Drafter):
     """A drafter in one of its settings, which may give it a lookahead."""
 
+    name: Text
     speculative: Setting = field(default_factory=dict)
 
 
