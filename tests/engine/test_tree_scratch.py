@@ -118,6 +118,7 @@ REFUSED = [
     ("recurrent states", {"model_config": "is_hybrid"}),
     ("recurrent states", {"model_config": "is_attention_free"}),
     ("logits processors", {"model_config": "logits_processors"}),
+    ("max_num_batched_tokens to be at least 17", {"scheduler_config": "max_num_batched_tokens"}),
     ("kv_sharing_fast_prefill", {"cache_config": "kv_sharing_fast_prefill"}),
 ]
 

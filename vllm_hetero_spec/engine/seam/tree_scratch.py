@@ -66,6 +66,10 @@ def why_not(config: "VllmConfig") -> str:
         "the target keeps recurrent states": model.is_hybrid or model.is_attention_free,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
         "custom logits processors read the text in front of a row": _custom_processors(config),
+        # Else vLLM never schedules a request with one token to compute: it pads that to all rows.
+        f"such trees want max_num_batched_tokens to be at least {rows}": (
+            scheduler.max_num_batched_tokens < rows
+        ),
         f"with LoRA such trees want max_num_batched_tokens to be at least {wanted}, "
         f"{rows} for each of max_num_seqs": config.lora_config is not None
         and scheduler.max_num_batched_tokens < wanted,
