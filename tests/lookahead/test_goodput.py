@@ -5,6 +5,7 @@ Runs take ten simulated seconds, learning and probing included; measurements hav
 """
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -154,6 +155,21 @@ def test_a_machine_that_works_in_tiles() -> None:
         ours, _ = serve(phase, costs=calibration(on), seed=seed)
         shares.append(ours.rate / fixed.rate)
     assert sum(shares) / 3 > LOW
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_rows_that_cost_more_than_those_that_were_timed(batch: int) -> None:
+    """A start-up that ends at six rows sees none of the slope behind them: drafts lose."""
+    on = machine(lambda rows: max(0.1, 0.0125 * rows), 0.08)
+    sizes = (1, 2, 3, 4, 6)
+    costs = CostModel(
+        target=[(rows, on.target(rows)) for rows in sizes],
+        drafter=[(size, on.drafter(size)) for size in sizes],
+    )
+    for seed in range(2):
+        before, _ = serve(Phase(batch, 30.0, GOOD, on), costs=deepcopy(costs), seed=seed)
+        ours, _ = serve(Phase(batch, 60.0, GOOD, on), costs=deepcopy(costs), seed=seed)
+        assert ours.alone - before.alone > LOW * (ours.seconds - before.seconds), seed
 
 
 def test_a_machine_that_wanders() -> None:

@@ -73,6 +73,8 @@ class CostCurve:
         together = np.kron(across, shape**2 * near + growth**2 * np.outer(_OCTAVES, _OCTAVES))
         self._covariance = level**2 + together
         self._drift = _CALIBRATED[0] ** 2 + together
+        # Of all sizes alike, but not quite of the other kind, which is to be measured again.
+        self._jump = np.kron(_JUMP**2 * across, np.ones_like(near))
         self._surprises = 0.0  # in a row: positive above, negative below
         # Results kept until anything is learnt: by kind, by kind and knot, by kind, first and
         # last knot.
@@ -157,10 +159,7 @@ class CostCurve:
         if not first:
             self._covariance += (self._drift - self._covariance) * (_FADE_EVERY / _FADE)
         at, low, high, expected = self._expect(size, kind)
-        column = low * self._covariance[at]
-        if high:
-            column += high * self._covariance[at + 1]
-        variance = float(low * column[at] + high * column[at + 1])
+        column, variance = self._column(at, low, high)
         left, moved, taken = 1.0, 0.0, 0.0  # what is left of column and variance, and what came
         for seconds in measured:
             off = math.log(seconds / expected) - variance * moved
@@ -170,9 +169,9 @@ class CostCurve:
             self._surprises = side + (self._surprises if self._surprises * side > 0 else 0.0)
             if abs(self._surprises) >= _LASTING:
                 self._move(column, moved, taken)
-                self._covariance += _JUMP**2
+                self._covariance += self._jump
                 expected *= math.exp(variance * moved)
-                column, variance = left * column + _JUMP**2, left * variance + _JUMP**2
+                column, variance = self._column(at, low, high)
                 left, moved, taken = 1.0, 0.0, 0.0
                 spread, bound, self._surprises = variance + _NOISE**2, math.inf, 0.0
             moved += left * max(-bound, min(bound, off)) / spread
@@ -180,6 +179,13 @@ class CostCurve:
             left *= _NOISE**2 / spread
         self._move(column, moved, taken)
         self._seen.add(at + (high > low))
+
+    def _column(self, at: int, low: float, high: float) -> tuple[np.ndarray, float]:
+        """Covariances of all knots with one measurement, and its variance."""
+        column = low * self._covariance[at]
+        if high:
+            column += high * self._covariance[at + 1]
+        return column, float(low * column[at] + high * column[at + 1])
 
     def _move(self, column: np.ndarray, moved: float, taken: float) -> None:
         self._log += column * moved
