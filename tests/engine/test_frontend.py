@@ -190,8 +190,8 @@ def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path
     shutil.copytree(demo_pair / "drafter", corrupt)
     (corrupt / "tokenizer.json").write_text('{"model": ')
     cases = {
-        tmp_path / "nowhere": "the drafter .*nowhere.* cannot be used",
-        bare: "no tokenizer can be loaded for the drafter .*bare",
+        tmp_path / "nowhere": "the drafter .*nowhere.* cannot be used: there is no such folder",
+        bare: 'no tokenizer .* the drafter .*bare.* tokenizer; .* with "tokenizer"',
         corrupt: "no tokenizer can be loaded for the drafter .*corrupt",
         _bert(tmp_path / "bert", demo_pair / "drafter"): "BertModel.*decoder-only|bert.*cannot",
     }
@@ -210,6 +210,10 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
         ({"rejection_sample_method": "synthetic"}, "'standard'"),
         ({"translation": "identity"}, "differ"),
         ({"model": None}, "needs a drafter"),
+        ({"dtype": "fp16"}, r"^dtype is 'fp16': Input should be 'auto', 'half'.*'float32'\.$"),
+        ({"revision": 3}, r"^revision is 3: Input should be a valid string\.$"),
+        ({"tokenizer": "/nowhere"}, "^the drafter's tokenizer '/nowhere' .* no such folder;"),
+        ({"tokenizer_mode": "slow"}, "'slow'; set tokenizer_mode to \"auto\", or name a folder"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(slem(drafter) | change).create_engine_config()

@@ -316,7 +316,7 @@ def make_bridge(
     if mode == "identity" and not equal:
         raise ValueError(
             f"the tokenizers of target {target.name!r} and drafter {drafter.name!r} differ, so "
-            "ids cannot be passed through: use mode 'auto' or 'text'"
+            'ids cannot be passed through: leave out "translation": "identity".'
         )
     special = SpecialTokens(target, drafter, target_eos, drafter_eos)
     if equal and mode != "text":

@@ -3,9 +3,11 @@
 
 import contextlib
 import logging
+import os
 import re
 from typing import Any
 
+from pydantic import ValidationError
 from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
 from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
@@ -27,12 +29,14 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         ConfigError: The drafter cannot be read, or cannot draft.
     """
     _check_kernels(options)
+    _check_folders(options)
     failure: Exception | None = None
     for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
         try:
             config = _read(options, target, "draft", dtype)
             VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
         except (OSError, ValueError) as error:
+            _check_values(options, error)
             failure = failure or error
             if "float" not in str(error):  # it has nothing to do with the dtype
                 break
@@ -90,6 +94,24 @@ def _check_kernels(options: HeteroOptions) -> None:
             raise ConfigError(f"{key} is {found!r}: {why}.") from error
 
 
+def _check_values(options: HeteroOptions, error: Exception) -> None:
+    """Say of a value that is none of its key's, which has nothing to do with the drafter."""
+    for each in error.errors() if isinstance(error, ValidationError) else []:
+        key = str(each["loc"][0]) if each["loc"] else ""
+        if getattr(options, key, None) is not None:
+            raise ConfigError(f"{key} is {getattr(options, key)!r}: {each['msg']}.") from error
+
+
+def _check_folders(options: HeteroOptions) -> None:
+    """Say of what can only be a folder that there is none; vLLM would call it a bad repository."""
+    for what, name in (("drafter", options.model), ("drafter's tokenizer", options.tokenizer)):
+        if str(name).startswith(("/", "./", "../")) and not os.path.exists(str(name)):
+            raise ConfigError(
+                f"the {what} {name!r} cannot be used: there is no such folder; give a folder or "
+                "Hugging Face name."
+            )
+
+
 def _check_drafts(config: ModelConfig) -> None:
     what, kind = f"the drafter {config.model!r}", ", ".join(config.architectures)
     if config.runner_type == "pooling" or config.is_encoder_decoder:
@@ -108,7 +130,9 @@ def first_sentence(error: Exception) -> str:
     """What an error of vLLM, pydantic or transformers says, without the frame around it."""
     text = one_line(error)
     text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
-    return re.split(r"[.;] (?=[A-Z])|: \(1\)| \[type=|\.$", text, maxsplit=1)[0][:300]
+    return re.split(r"[.;] (?=[A-Z])|( from one of)?: \(1\)| \[type=|\.$", text, maxsplit=1)[0][
+        :300
+    ]
 
 
 def bound_context(

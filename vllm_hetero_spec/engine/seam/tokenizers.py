@@ -82,10 +82,13 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
     try:
         tokenizer = cached_tokenizer_from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        where = "in the speculative configuration" if role == "drafter" else "with --tokenizer"
+        where = "--tokenizer"
+        if role == "drafter":
+            where = '"tokenizer" in the speculative configuration'
+        mode = "" if config.tokenizer_mode == "auto" else 'set tokenizer_mode to "auto", or '
         raise ConfigError(
             f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: "
-            f"{first_sentence(error)}; name a folder or repository that has one {where}."
+            f"{first_sentence(error)}; {mode}name a folder or repository that has one with {where}."
         ) from error
     if tokenizer is None:
         raise ConfigError(
