@@ -2,6 +2,7 @@
 """Configuration: every spelling is understood, every mistake is refused in one sentence."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -160,6 +161,12 @@ def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) ->
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_home_folders_are_found() -> None:
+    """In JSON no shell does it."""
+    options, _ = parse(GOOD | {"model": "~/D", "tokenizer": "~/T"})
+    assert (options.model, options.tokenizer) == (str(Path.home() / "D"), str(Path.home() / "T"))
 
 
 def test_an_actor_asks_for_what_the_user_says() -> None:

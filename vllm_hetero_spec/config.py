@@ -6,6 +6,7 @@ plus the keys that go on to vLLM's own `SpeculativeConfig` unchanged.
 """
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -236,6 +237,9 @@ def parse(
             f"speculative method {given['method']!r} needs a drafter: add "
             '"model": "<Hugging Face name or folder>" to the speculative configuration.'
         )
+    for key in ("model", "tokenizer"):
+        if isinstance(given.get(key), str):
+            given[key] = os.path.expanduser(given[key])  # no shell does inside of JSON
     given["num_speculative_tokens"] = integer(
         "num_speculative_tokens", given.get("num_speculative_tokens"), 1, MAX_LOOKAHEAD
     )
