@@ -90,6 +90,7 @@ def test_own_keys_reach_the_options() -> None:
     ("change", "words"),
     [
         ({"num_speculative_token": 3}, ["num_speculative_token'", "did you mean"]),
+        ({"drafter": "d"}, ["drafter is no key", 'write "model"']),
         ({"model": None}, ["needs a drafter", "model"]),
         ({"num_speculative_tokens": 0}, ["num_speculative_tokens is 0", "from 1 to 64"]),
         ({"num_speculative_tokens": 65}, ["num_speculative_tokens is 65", "from 1 to 64"]),

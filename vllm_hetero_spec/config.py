@@ -61,6 +61,9 @@ _UPSTREAM_KEYS = (
     "max_model_len",
 )
 
+# What the drafter is called elsewhere; by spelling other keys would be nearest.
+_OTHER_NAMES = ("drafter", "draft_model", "drafter_model", "speculative_model")
+
 
 @dataclass(frozen=True)
 class RayDrafter:
@@ -320,6 +323,8 @@ def _method(upstream: Any, method: Any, required: bool = False) -> Any:
 
 def _check_keys(given: Mapping[str, Any]) -> None:
     for key in given:
+        if key in _OTHER_NAMES:
+            raise ConfigError(f'{key} is no key of the speculative configuration; write "model".')
         if key not in OWN_KEYS:
             supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_UPSTREAM_KEYS})
             raise ConfigError(
