@@ -255,6 +255,17 @@ def test_a_table_fits_a_narrow_terminal(
         assert expected in " ".join(printed.out.split())
 
 
+def test_a_locale_without_our_characters(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it lacks is replaced: an hour's figures are not lost for a character of a text."""
+    monkeypatch.setenv("COLUMNS", "30")  # where tables cut words off with a character of their own
+    with open(tmp_path / "printed", "w", encoding="ascii") as printed:
+        monkeypatch.setattr(sys, "stdout", printed)
+        assert main(["inspect", *pair]) == 0
+    assert "omega" in (tmp_path / "printed").read_text()
+
+
 @pytest.mark.parametrize("content", ["", " \n\n\t\n", None, b"caf\xe9"])
 def test_a_text_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str | bytes | None

@@ -2,6 +2,7 @@
 """Entry point of `vllm-hetero-spec`: subcommands, and one sentence for wrong input."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 on success, 1 where an engine or the machine failed, 2 for wrong input,
         141, without a word, where nobody reads on.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale need not have a completion's characters
     try:
         try:
             return _run(arguments)
