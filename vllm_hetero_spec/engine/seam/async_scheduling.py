@@ -192,7 +192,8 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
             return original(self, *args, **kwargs)
         tree_scratch.settle(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
-        reason = "async_scheduling=False" if asked is False else _why_not(self)
+        # An engine core settles its configuration anew, and finds there what was settled before.
+        reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")
         if not reason:  # named before graphs are planned
             named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
             spec.num_speculative_tokens_per_batch_size = _schedule(named)
