@@ -6,7 +6,7 @@
 
 set -euo pipefail
 
-demo="${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo}"
+demo=${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-~/.cache}/vllm_hetero_spec/demo}
 target="${1:-$demo/target-wide}"
 drafter="${2:-$demo/drafter}"
 shift $(($# < 2 ? $# : 2))

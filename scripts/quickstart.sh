@@ -38,7 +38,7 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [ -z "$target" ]; then
-    demo="${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm_hetero_spec/demo}"
+    demo=${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-~/.cache}/vllm_hetero_spec/demo}
     say "demo models in $demo (trained on first use, in about four minutes)"
     python "$ROOT/scripts/train_demo_models.py" --out "$demo"
     mkdir -p "$ROOT/.cache"

@@ -2,6 +2,7 @@
 """The shell scripts that install, with a GPU and without: fake programs stand for the real ones."""
 
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
@@ -48,19 +49,25 @@ class Machine:
         for name, text in {"in_venv": IN_VENV, "python3.13": PYTHON}.items():
             self._fake(name, text)
 
-    def run(self, script: str, *, gpu: bool, **environment: str) -> tuple[str, list[str], int]:
-        """What a script says, the calls of what it installed, and its exit code."""
+    def run(
+        self, script: str, *, gpu: bool, **environment: str | None
+    ) -> tuple[str, list[str], int]:
+        """What a script says, the calls of what it installed, and its exit code.
+
+        Variables that are None are not there.
+        """
         self._fake("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 1}\n")
         self._log.write_text("")
+        variables = {
+            "PATH": f"{self.fakes}:/usr/bin:/bin",
+            "LOG": str(self._log),
+            "FAKES": str(self.fakes),
+            "HOME": str(self.repo),
+            **environment,
+        }
         done = subprocess.run(
             ["bash", str(self.repo / "scripts" / script)],
-            env={
-                "PATH": f"{self.fakes}:/usr/bin:/bin",
-                "LOG": str(self._log),
-                "FAKES": str(self.fakes),
-                "HOME": str(self.repo),
-                **environment,
-            },
+            env={name: value for name, value in variables.items() if value is not None},
             capture_output=True,
             text=True,
         )
@@ -167,3 +174,14 @@ def test_the_server_has_the_flags_of_the_machine(machine: Machine, gpu: bool) ->
     assert "serve /pair/target-wide " in call
     assert '"model": "/pair/drafter"' in call
     assert ("--dtype float32 --enforce-eager" in call) != gpu
+
+
+def test_a_user_whose_home_no_variable_names(machine: Machine) -> None:
+    """As under some service managers."""
+    shutil.copytree(REPO / "examples", machine.repo / "examples")
+    machine.run("setup.sh", gpu=False)
+    shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")
+    said, (call,), code = machine.run("../examples/serve.sh", gpu=False, HOME=None)
+    assert (said, code) == ("", 0)
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert f"serve {home}/.cache/vllm_hetero_spec/demo/target-wide " in call
