@@ -3,6 +3,7 @@
 it ends.
 """
 
+import io
 import math
 import os
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.engine.source import drafter_process, kept_process
+from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.source import drafter_main, drafter_process, kept_process
 from vllm_hetero_spec.engine.source.answers import Ready
 from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
 from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
@@ -140,3 +142,26 @@ def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> No
             os._exit(ours.fileno() != -1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert ours.send(b"here") == 4
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_an_engine_that_ends_while_its_drafter_loads_is_no_error(
+    loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a stack trace would come long after the user has ended it."""
+
+    def load(*_: Any) -> tuple[None, Ready]:
+        if not loads:
+            raise ConfigError("there is no room")
+        return None, Ready(1, 1)
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    ended: list[int] = []
+    monkeypatch.setattr(drafter_main, "load", load)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", str(theirs.detach()), "0"])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    drafter_main.main()
+    assert ended == [0]

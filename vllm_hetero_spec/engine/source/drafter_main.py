@@ -5,6 +5,7 @@ It loads the drafter alone, as a worker of vLLM with one rank, and drafts until 
 the socket. It goes to its cores before torch is imported, which counts them then.
 """
 
+import contextlib
 import os
 import pickle
 import select
@@ -37,7 +38,8 @@ def main() -> None:
     from vllm_hetero_spec.engine.source.answers import Failed, encode
     from vllm_hetero_spec.engine.source.table import DraftTable
 
-    with tempfile.TemporaryDirectory() as folder:
+    gone = contextlib.suppress(ConnectionError)  # the engine, maybe while the drafter was loaded
+    with gone, tempfile.TemporaryDirectory() as folder:
         try:
             server, ready = load(
                 sys.stdin.buffer.read(),
@@ -46,9 +48,9 @@ def main() -> None:
             )
         except ConfigError as error:
             messages.send(encode(Failed(str(error))))
-            return
-        messages.send(encode(ready))
-        serve(server, messages)
+        else:
+            messages.send(encode(ready))
+            serve(server, messages)
     os._exit(0)  # a group of ranks that ends may look for its folder for minutes
 
 
