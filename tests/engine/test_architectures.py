@@ -13,7 +13,14 @@ import pytest
 from harness import engine, metrics_of, slem
 from scenarios import generate, greedy
 from small_models import save_model
-from transformers import BloomConfig, GPT2Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from vllm_hetero_spec import read_stats
 
@@ -55,3 +62,15 @@ def test_a_model_drafts_for_itself(
         metrics = metrics_of(llm)
         assert "drafter_error" not in read_stats(llm)["skipped"]
     assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 100
+
+
+def test_one_that_attention_has_no_kernel_for_is_refused(demo_pair: Path, tmp_path: Path) -> None:
+    """As a target is: else every round would fail, with a line in the log about the first."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    kind = lambda **ids: LlamaConfig(**sizes, num_attention_heads=4, **ids)  # noqa: E731
+    save_model(kind, demo_pair, tmp_path)
+    with (
+        pytest.raises(Exception, match=r"^the drafter '.*' cannot run on this cpu \(.*\); give"),
+        engine(demo_pair / "target", slem(tmp_path)),
+    ):
+        pass

@@ -16,6 +16,7 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
+from vllm_hetero_spec.errors import ConfigError, one_line
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -55,16 +56,27 @@ class Recording:
         """The largest forward that there will be, where a later one would come at a bad time.
 
         vLLM lets no work space grow once it is warm, has measured by then what memory is left, and
-        a model is compiled for any number of tokens by a forward of several.
+        a model is compiled for any number of tokens by a forward of several. Elsewhere a token
+        tells whether there is a kernel for its attention.
 
         Args:
             budget: Most tokens of a forward.
             requests: Most of them.
+
+        Raises:
+            ConfigError: The drafter cannot run here.
         """
         model = self._drafter.model
         compiled = model.config.compilation_config.mode != CompilationMode.NONE
-        if model.device.type != "cpu" or compiled:
-            self._drafter.read(min(budget, requests * model.max_length))
+        largest = model.device.type != "cpu" or compiled
+        try:
+            self._drafter.read(min(budget, requests * model.max_length) if largest else 1)
+        except Exception as error:
+            raise ConfigError(
+                f"the drafter {model.config.model_config.model!r} cannot run on this "
+                f"{model.device.type} ({type(error).__name__}: {one_line(error)}); give one that "
+                "vLLM can run alone here."
+            ) from error
         if self._graphs is not None:
             self._graphs.rehearse(lambda: self._drafter.read(1))
 
