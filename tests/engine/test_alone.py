@@ -36,13 +36,14 @@ def test_kernels_are_the_drafters_while_it_runs(norm: IrOp) -> None:
     groups = Groups("tensor", "pipeline")  # type: ignore[arg-type]
     alone = Alone(groups, config("native"), config(FUSED, "native"))
     with norm.set_priority(["native"]):
-        held = parallel_state._TP
+        held = parallel_state._TP, parallel_state._EP
         for _ in range(2):
             with alone:
                 assert norm.get_priority()[0] == FUSED
                 assert (parallel_state._TP, parallel_state._PP) == ("tensor", "pipeline")
+                assert parallel_state._EP == "tensor"
             assert norm.get_priority() == ["native"]
-            assert parallel_state._TP is held
+            assert held == (parallel_state._TP, parallel_state._EP)
         with pytest.raises(RuntimeError), alone:
             raise RuntimeError
         assert norm.get_priority() == ["native"]

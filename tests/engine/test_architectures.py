@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import engine, metrics_of, slem
-from scenarios import generate, greedy
+from scenarios import Outputs, generate, greedy
 from small_models import save_model
 from transformers import (
     BloomConfig,
@@ -62,6 +62,17 @@ def test_a_model_drafts_for_itself(
         metrics = metrics_of(llm)
         assert "drafter_error" not in read_stats(llm)["skipped"]
     assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 100
+
+
+def test_a_mixture_of_experts_drafts_for_a_target_without(
+    demo_pair: Path, texts: list[Any], alone: Outputs, tmp_path: Path
+) -> None:
+    """vLLM has a group of ranks for experts only where the target has some."""
+    save_model(_KINDS["experts"], demo_pair, tmp_path)
+    with engine(demo_pair / "target", slem(tmp_path)) as llm:
+        assert generate(llm, texts, greedy()) == alone
+        assert "drafter_error" not in read_stats(llm)["skipped"]
+        assert metrics_of(llm)["num_draft_tokens"] > 0
 
 
 def test_one_that_attention_has_no_kernel_for_is_refused(demo_pair: Path, tmp_path: Path) -> None:

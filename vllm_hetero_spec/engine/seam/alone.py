@@ -5,8 +5,9 @@ vLLM's layers find other ranks, stages and instances in globals of the process, 
 layers bear the names of the target's. While the drafter is built or run, no KV connector is there,
 which would store its KV as the target's; the pipeline has this stage alone; and where it runs whole
 on one rank, the tensor parallel group, from which layers read their shard, is a copy of world
-size 1. The scheduler hands the drafts to all ranks; what sampled ones were drawn from is broadcast
-(`verifier.draft_probs`).
+size 1. Its experts are spread over that group, if at all: beside a target without experts there is
+none of theirs. The scheduler hands the drafts to all ranks; what sampled ones were drawn from is
+broadcast (`verifier.draft_probs`).
 
 Which kernels run an operation is another such global, and the drafter's may be others: it is seldom
 compiled.
@@ -26,7 +27,7 @@ class Groups(NamedTuple):
     """What the drafter's layers ask for their place among ranks.
 
     Attributes:
-        tensor: From which they read their shard.
+        tensor: From which they read their shard, of experts too.
         pipeline: From which they read their stage, which is all of the drafter.
     """
 
@@ -55,6 +56,10 @@ def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordin
     return group
 
 
+def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
+    return parallel_state._TP, parallel_state._PP, parallel_state._EP
+
+
 class Alone:
     """While it is entered, hides the KV connector, and exchanges groups and kernels.
 
@@ -72,18 +77,19 @@ class Alone:
         same = dataclasses.asdict(theirs) == dataclasses.asdict(ours)
         self._exchange = nullcontext if same else ours.set_priority
         self._kernels: AbstractContextManager[None] = nullcontext()
-        self._held = parallel_state._TP, parallel_state._PP
+        self._held = _groups()
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
 
     def __enter__(self) -> None:
         self._kernels = self._exchange()
         self._kernels.__enter__()
-        self._held = parallel_state._TP, parallel_state._PP
+        self._held = _groups()
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         parallel_state._TP, parallel_state._PP = self._groups
+        parallel_state._EP = self._groups.tensor
 
     def __exit__(self, *error: object) -> None:
-        parallel_state._TP, parallel_state._PP = self._held
+        parallel_state._TP, parallel_state._PP, parallel_state._EP = self._held
         kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
         self._kernels.__exit__(None, None, None)
