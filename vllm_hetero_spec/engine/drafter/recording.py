@@ -71,6 +71,8 @@ class Recording:
         largest = model.device.type != "cpu" or compiled
         try:
             self._drafter.read(min(budget, requests * model.max_length) if largest else 1)
+        except torch.OutOfMemoryError:  # what to do about that vLLM's words say
+            raise
         except Exception as error:
             raise ConfigError(
                 f"the drafter {model.config.model_config.model!r} cannot run on this "
