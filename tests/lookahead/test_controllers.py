@@ -67,6 +67,18 @@ def test_confidence_stop() -> None:
     assert controller.continue_drafting([[0.9, 0.5], [0.9, 0.3], []]) == [True, False, True]
 
 
+def test_steps_without_drafts_are_seen_however_much_drafts_seem_to_gain() -> None:
+    """Rarely: what is wrong about the target alone for certain would stay so for ever."""
+    clock = Clock()
+    controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)
+    good_drafts(controller, clock, 100)
+    plain = 0
+    for _ in range(2000):
+        plain += not max(controller.plan(1, [6]).lookahead)
+        good_drafts(controller, clock, 1)
+    assert 1 <= plain <= 20
+
+
 def test_limits_are_kept() -> None:
     clock = Clock()
     controller: Controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)

@@ -23,6 +23,7 @@ _KEEP_WIDE = 0.95  # weight of a round with trees against the next: twenty are r
 _FREE_ROUNDS = 4.0  # such rounds that the belief weighs that their steps take no longer
 _FAR = 0.5  # beyond this much more or less it is a pause, or another machine
 _LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
+_LONG_AGO = 64  # steps since a plain one, from which on it is less and less certain
 _COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
 
@@ -105,9 +106,14 @@ class CostModel:
         if self.knows_drafter:
             self.drafter(batch)
 
-    def plain_stddev(self, batch: int) -> float:
-        """How uncertain a plain step is: standard deviation as a share of its seconds."""
-        return self._target.stddev(batch, _PLAIN)
+    def plain_stddev(self, batch: int, since: int = 0) -> float:
+        """How uncertain a plain step is: standard deviation as a share of its seconds.
+
+        Args:
+            batch: Its requests.
+            since: Steps since one was made: the more, the less is certain.
+        """
+        return self._target.stddev(batch, _PLAIN) * max(1.0, since / _LONG_AGO)
 
     def verify_stddev(self, rows: float) -> float:
         """The same of a step that verifies drafts."""

@@ -285,7 +285,7 @@ class Goodput(Controller):
 
     def _plain_step_is_due(self, gain: float) -> bool:
         """Whether a step without drafts could show that drafting does not pay."""
-        stddev = self._costs.plain_stddev(self._batch)
+        stddev = self._costs.plain_stddev(self._batch, self._since_plain)
         apart = _PLAIN_EARLY if stddev > _UNKNOWN else _PLAIN_EVERY
         return self._since_plain >= apart and 2.0 * stddev > math.log(gain)
 
