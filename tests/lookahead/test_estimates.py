@@ -132,6 +132,7 @@ def spoilt(path: str, value: Any) -> dict[str, Any]:
         ("acceptance.random.by_confidence.information", [[0.0] * 4] * 4),
         ("acceptance.greedy.recent", [[0.5]]),
         ("acceptance.greedy.recent", [[7.0] * LONGEST]),
+        ("acceptance.greedy.recent", [[7.0] * (LONGEST - 1) + [None]]),
         ("acceptance.greedy.recent", 5),
         ("costs.again", -1.0),
         ("trees.greedy.weights", [0.0] * 4),

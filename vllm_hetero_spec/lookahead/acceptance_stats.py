@@ -270,7 +270,7 @@ class _RecentDrafts:
             if (
                 kept.shape != (positions,)
                 or ((kept < 0) & (kept != _ENDED)).any()
-                or kept.max() > 1
+                or (kept > 1).any()
             ):
                 raise ValueError("not confidences")
             drafts._ring[drafts._count % _KEPT] = kept
