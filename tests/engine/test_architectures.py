@@ -5,6 +5,7 @@ Each drafts for itself, and has all accepted: what its positions, experts, sinks
 get in the drafter as they do in the target would show in the first draft.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,5 +84,17 @@ def test_one_that_attention_has_no_kernel_for_is_refused(demo_pair: Path, tmp_pa
     with (
         pytest.raises(Exception, match=r"^the drafter '.*' cannot run on this cpu \(.*\); give"),
         engine(demo_pair / "target", slem(tmp_path)),
+    ):
+        pass
+
+
+def test_weights_that_git_has_not_fetched_are_named(demo_pair: Path, tmp_path: Path) -> None:
+    """What reads them raises a MemoryError without a word."""
+    drafter = shutil.copytree(demo_pair / "drafter", tmp_path / "drafter")
+    (weights,) = drafter.glob("*.safetensors")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with (
+        pytest.raises(Exception, match=r"^the drafter '.*' cannot be loaded: .* `git lfs pull`\.$"),
+        engine(demo_pair / "target", slem(drafter)),
     ):
         pass

@@ -14,6 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_hetero_spec.engine.drafter.loading import faults_named
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
@@ -93,7 +94,7 @@ class HeteroProposer(Proposer):
         """Build the drafter beside the loaded target, where this rank is to draft.
 
         Raises:
-            ConfigError: The drafter's KV cache cannot be built.
+            ConfigError: The drafter's weights are not whole, or its KV cache cannot be built.
         """
         group = get_tp_group()
         self._first_rank, self._alone = group.rank_in_group == 0, group.world_size == 1
@@ -102,7 +103,7 @@ class HeteroProposer(Proposer):
         if group.world_size > 1 and self.options.method != "slem":
             self._verifier.share_among(group, likeliest)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
-            with kept_in_sleep(self.vllm_config):
+            with kept_in_sleep(self.vllm_config), faults_named(self._drafter_config.model):
                 self._drafting = DraftingRank(
                     self.vllm_config,
                     self._drafter_config,

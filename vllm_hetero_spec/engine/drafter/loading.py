@@ -6,6 +6,7 @@ drafter and their block numbers to `KVPool`. Both models register their layers i
 static_forward_contexts, so neither sees the other's.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +31,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
 from vllm_hetero_spec.engine.seam.sleep_mode import dropped_in_sleep
+from vllm_hetero_spec.inputs.weights import missing_weights
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -57,6 +59,24 @@ class LoadedDrafter(NamedTuple):
     num_blocks: int
     block_size: int
     kv_caches: dict[str, torch.Tensor]
+
+
+@contextmanager
+def faults_named(name: str) -> Iterator[None]:
+    """While a drafter is built: what reads weights that are not whole raises whatever it meets.
+
+    Raises:
+        ConfigError: It could not be built, and its folder tells why.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = missing_weights(name) if os.path.isdir(name) else ""
+        if not reason:
+            raise
+        raise ConfigError(f"the drafter {name!r} cannot be loaded: {reason}.") from error
 
 
 def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:
