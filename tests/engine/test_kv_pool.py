@@ -52,6 +52,24 @@ def test_rolling_back_into_a_published_block_gives_it_up() -> None:
     assert pool.open([*ids, 9], None)[1] == 8
 
 
+def test_suspect_blocks_are_cleaned_once_before_they_are_handed_out() -> None:
+    cleaned: list[int] = []
+    pool = KVPool(4, SIZE, cleaned.extend)
+    table, _ = pool.open([1], None)
+    pool.grow(table, 2 * SIZE)
+    assert cleaned == []
+    pool.suspect()
+    other, _ = pool.open([1], None)
+    pool.grow(other, SIZE)
+    assert cleaned == other.blocks
+    pool.close(table)
+    pool.grow(other, 3 * SIZE)
+    assert sorted(cleaned) == [1, 2, 3]
+    pool.close(other)
+    pool.grow(other, 3 * SIZE)
+    assert len(cleaned) == 3
+
+
 def test_grow_is_all_or_nothing() -> None:
     pool = KVPool(4, SIZE)
     table, _ = pool.open([1], None)

@@ -331,6 +331,7 @@ class DraftBatchRunner:
         self._stats.drafter_tokens += count
         if not tokens.finite:
             self._skip(task, "nan_logits")
+            self._pool.suspect()
             task.state.retire("nan_logits", self._pool)
 
     def _skip(self, task: DraftTask, reason: str) -> None:

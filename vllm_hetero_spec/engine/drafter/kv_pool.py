@@ -11,7 +11,7 @@ holds it: rolling back into one gives it up.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,11 +70,18 @@ class KVPool:
     Args:
         num_blocks: Blocks in the tensors, with block 0.
         block_size: Tokens per block.
+        clean: Puts finite numbers into blocks; nothing to do for a pool without tensors.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        clean: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self._clean, self._suspect = clean, set[int]()
         self.reused_tokens = 0
         self._free = list(range(num_blocks - 1, 0, -1))
         self._refs = [0] * num_blocks
@@ -91,6 +98,13 @@ class KVPool:
         self._refs = [0] * self.num_blocks
         for known in (self._cached, self._by_name, self._name_of, self._uid_of):
             known.clear()
+
+    def suspect(self) -> None:
+        """Some KV is not finite: what is in a block is cleaned before that is handed out again.
+
+        Kernels may read a block to its end, and weigh what is behind a text by 0: NaN stays NaN.
+        """
+        self._suspect = set(range(1, self.num_blocks))
 
     @property
     def capacity(self) -> int:
@@ -142,6 +156,9 @@ class KVPool:
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
             table.push(block)
+        if self._suspect and (unclean := self._suspect.intersection(table.blocks[-need:])):
+            self._suspect -= unclean
+            self._clean(sorted(unclean))
         return True
 
     def publish(self, table: BlockTable, ids: Sequence[int], num_tokens: int) -> None:

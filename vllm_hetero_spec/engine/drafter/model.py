@@ -166,6 +166,10 @@ class DrafterModel:
         """
         copy_kv_cache_blocks_inplace(self._kv_caches.values(), self.num_blocks, copies)
 
+    def clean_blocks(self, blocks: Sequence[int]) -> None:
+        """Have nothing but finite KV in blocks: that of block 0, which is no text's."""
+        self.copy_blocks([(0, block) for block in blocks])
+
     @property
     def graph_support(self) -> GraphSupport | None:
         """What its attention can be recorded with; None where it cannot."""

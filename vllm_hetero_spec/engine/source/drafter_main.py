@@ -70,12 +70,14 @@ def load(
     from vllm.plugins import load_general_plugins
 
     from vllm_hetero_spec.config import ConfigError
+    from vllm_hetero_spec.engine.drafter.loading import faults_named
     from vllm_hetero_spec.errors import one_line
 
     try:
         load_general_plugins()  # as vLLM's workers do: models of other packages are among them
         given = pickle.loads(deployment)
-        return _load(given, table_of(given), folder)
+        with faults_named(given.drafter_config.model):
+            return _load(given, table_of(given), folder)
     except ConfigError:
         raise
     except Exception as error:
@@ -145,7 +147,7 @@ def _load(
     recording = Recording(drafter, drafting_mode(options, target), measured=False)
     recording.read_most(given.most_tokens, most_rows)
     recording.record()
-    pool = KVPool(model.num_blocks, model.block_size)
+    pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
     server = DraftingServer(drafter, pool, table, given.ends, given.most_tokens, most_rows)
     return server, Ready(model.num_blocks, model.block_size)
 

@@ -102,7 +102,7 @@ class InlineSource:
         rows = scheduler.max_num_seqs * options.num_speculative_tokens if self.draws else 0
         later = 4 * width * min(rows, most_rows(width))  # the draft_probs of a round
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
-        self.pool = KVPool(model.num_blocks, model.block_size)
+        self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
         with self._alone:

@@ -113,7 +113,9 @@ class DraftingServer:
         for of, made, drawn_from in zip(work, drafted, rows, strict=True):
             of.line.book(of.row, made, self._ends, drawn_from)
             self._tokens += len(made.tokens)
-            if made.finite and not of.rank:
+            if not made.finite:
+                self._pool.suspect()
+            elif not of.rank:
                 state = of.line.state
                 stable = min(state.num_kv_valid, of.text.num_text) - UNSTABLE_TAIL
                 self._pool.publish(of.row.sequence.table, state.context.ids, stable)
