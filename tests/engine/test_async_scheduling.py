@@ -96,6 +96,11 @@ def test_padding_alone_is_no_draft_of_its_request(scheduler: Any) -> None:
     assert vars(own).keys() == vars(others).keys()
 
 
+ROOM: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_num_scheduled_tokens": None,
+    "long_prefill_token_threshold": 0,
+}
 HETERO = SimpleNamespace(num_speculative_tokens=4, tree_nodes=0)
 
 
@@ -104,7 +109,7 @@ def config_of(asked: bool | None = None, **changes: Any) -> Any:
         "speculative_config": SimpleNamespace(
             hetero=HETERO, num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
         ),
-        "scheduler_config": SimpleNamespace(async_scheduling=asked),
+        "scheduler_config": SimpleNamespace(async_scheduling=asked, **ROOM),
         "parallel_config": SimpleNamespace(data_parallel_size=1, distributed_executor_backend="mp"),
         "use_v2_model_runner": True,
     }
@@ -253,6 +258,17 @@ def test_steps_follow_one_another_elsewhere(
 def test_what_cannot_be_had_is_refused(device: None, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"async_scheduling=True is not possible.*Leave"):
         configured(config_of(True, **changes))
+
+
+@pytest.mark.parametrize("key", ROOM)
+def test_a_step_has_room_for_a_draft(device: None, key: str) -> None:
+    """A waiting request with one token left is padded to all rows where steps follow each other."""
+    for room in (5, 4):
+        limits = {"scheduler_config": SimpleNamespace(async_scheduling=None, **ROOM | {key: room})}
+        configured(config_of(**limits))
+    limits["scheduler_config"].async_scheduling = False
+    with pytest.raises(ConfigError, match=f"{key} is 4, too few for drafts of 4 .* at least 5,"):
+        configured(config_of(**limits))
 
 
 def test_nothing_is_ahead_of_a_cpu() -> None:

@@ -25,6 +25,12 @@ from vllm_hetero_spec.engine.seam.tree_scratch import (
 )
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+ROOM: dict[str, Any] = {
+    "max_num_seqs": 40,
+    "max_num_batched_tokens": 40 * 17,
+    "max_num_scheduled_tokens": None,
+    "long_prefill_token_threshold": 0,
+}
 RECURRENT = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
 
 
@@ -47,7 +53,7 @@ def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
             pipeline_parallel_size=1, data_parallel_size=1, use_ubatching=False
         ),
         "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
-        "scheduler_config": SimpleNamespace(max_num_seqs=40, max_num_batched_tokens=40 * 17),
+        "scheduler_config": SimpleNamespace(**ROOM),
         "kv_transfer_config": None,
         "lora_config": None,
         "use_v2_model_runner": True,
@@ -118,7 +124,7 @@ REFUSED = [
     ("recurrent states", {"model_config": "is_hybrid"}),
     ("recurrent states", {"model_config": "is_attention_free"}),
     ("logits processors", {"model_config": "logits_processors"}),
-    ("max_num_batched_tokens to be at least 17", {"scheduler_config": "max_num_batched_tokens"}),
+    *((f"{key} to be at least 17", {"scheduler_config": key}) for key in list(ROOM)[1:]),
     ("kv_sharing_fast_prefill", {"cache_config": "kv_sharing_fast_prefill"}),
 ]
 
@@ -156,13 +162,9 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
 
 def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
     """As vLLM checks it before it is told of the rows of trees."""
-    room, adapters = (
-        {"max_num_seqs": 40, "max_num_batched_tokens": 40 * 17},
-        {"lora_config": "some"},
-    )
+    adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8
-    room["max_num_batched_tokens"] -= 1
-    tight = {"scheduler_config": SimpleNamespace(**room)}
+    tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}
     assert nodes_of(config_of(**tight)) == 8
     config = config_of(**tight, **adapters)
     settle(config)

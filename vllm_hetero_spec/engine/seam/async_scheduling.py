@@ -197,6 +197,8 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         if not reason:  # named before graphs are planned
             named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
             spec.num_speculative_tokens_per_batch_size = _schedule(named)
+        else:
+            tree_scratch.check_room(self)
         original(self, *args, **kwargs)
         if not reason:
             scheduler.async_scheduling = True
