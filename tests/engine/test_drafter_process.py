@@ -30,9 +30,11 @@ def process(drafter: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
-    with engine(demo_pair / "target", process(demo_pair / "drafter")) as llm:
-        yield llm
+def llm(demo_pair: Path, alone: Outputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("of_the_process")))
+        with engine(demo_pair / "target", process(demo_pair / "drafter")) as llm:
+            yield llm
 
 
 def child_of(llm: Any) -> psutil.Process:
@@ -164,6 +166,18 @@ def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
     listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
     assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
     assert child.cpu_affinity() == [CORE]
+
+
+def test_the_process_has_a_name_and_no_folder(
+    llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ps` tells it from a rank, and vLLM, which kills it where a server ends, leaves nothing."""
+    wait_until_up(llm)
+    patient(llm, monkeypatch)
+    assert generate(llm, texts[:1], greedy())["0"] == alone["0"]
+    child = child_of(llm)
+    assert child.cmdline()[0].strip() == "VLLM::HeteroDrafter"
+    assert not list(Path(os.environ["TMPDIR"]).iterdir())
 
 
 def test_a_process_that_is_killed_is_started_again(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Share of a device's memory that has to be free for the drafter's process to start.
 _LEAST_MEMORY = 0.01
+# Behind "VLLM::", as vLLM calls its own processes.
+_TITLE = "HeteroDrafter"
 
 
 def main() -> None:
@@ -38,13 +40,10 @@ def main() -> None:
     from vllm_hetero_spec.engine.source.answers import Failed, encode
     from vllm_hetero_spec.engine.source.table import DraftTable
 
-    gone = contextlib.suppress(ConnectionError)  # the engine, maybe while the drafter was loaded
-    with gone, tempfile.TemporaryDirectory() as folder:
+    with contextlib.suppress(ConnectionError):  # the engine's end, maybe while the drafter loads
         try:
             server, ready = load(
-                sys.stdin.buffer.read(),
-                lambda given: DraftTable(memory, *given.table_shape),
-                folder,
+                sys.stdin.buffer.read(), lambda given: DraftTable(memory, *given.table_shape)
             )
         except ConfigError as error:
             messages.send(encode(Failed(str(error))))
@@ -55,14 +54,13 @@ def main() -> None:
 
 
 def load(
-    deployment: bytes, table_of: "Callable[[Deployment], AnyTable]", folder: str
+    deployment: bytes, table_of: "Callable[[Deployment], AnyTable]"
 ) -> "tuple[DraftingServer, Ready]":
     """The drafter in a process of its own, or in an actor of Ray's.
 
     Args:
         deployment: What it is to run, pickled.
         table_of: Where it puts its drafts.
-        folder: An empty one, to live as long as the process: its group of ranks meets there.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -76,7 +74,9 @@ def load(
     try:
         load_general_plugins()  # as vLLM's workers do: models of other packages are among them
         given = pickle.loads(deployment)
-        with faults_named(given.drafter_config.model):
+        # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
+        folders = tempfile.TemporaryDirectory()
+        with faults_named(given.drafter_config.model), folders as folder:
             return _load(given, table_of(given), folder)
     except ConfigError:
         raise
@@ -154,8 +154,12 @@ def _load(
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:
     """Draft until the engine is gone."""
+    from vllm.utils.system_utils import set_process_title
+
     from vllm_hetero_spec.engine.source.answers import LONGEST
     from vllm_hetero_spec.engine.source.messages import commit_of
+
+    set_process_title(_TITLE)
 
     while True:
         while select.select([messages], [], [], 0 if server.busy else None)[0]:

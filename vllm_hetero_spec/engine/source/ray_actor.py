@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import tempfile
 import threading
 import time
 import traceback
@@ -98,8 +97,7 @@ class DrafterActor:
     def _live(self, deployment: bytes) -> None:
         """All that the thread of the drafter does; the actor ends with it."""
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                self._draft(self._load(deployment, folder))
+            self._draft(self._load(deployment))
         except ConfigError as error:
             self._loaded.set_result(encode(Failed(str(error))))
             time.sleep(_LAST_WORDS)
@@ -107,10 +105,10 @@ class DrafterActor:
             traceback.print_exc()
         os._exit(1)
 
-    def _load(self, deployment: bytes, folder: str) -> "DraftingServer":
+    def _load(self, deployment: bytes) -> "DraftingServer":
         from vllm_hetero_spec.engine.source.drafter_main import load
 
-        server, ready = load(deployment, lambda _: self._table, folder)
+        server, ready = load(deployment, lambda _: self._table)
         self._loaded.set_result(encode(ready))
         return server
 
