@@ -183,14 +183,16 @@ def _bert(folder: Path, tokenizer: Path) -> Path:
 
 
 def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
+    bare, empty = tmp_path / "bare", tmp_path / "empty"
     bare.mkdir()
+    empty.mkdir()
     shutil.copy(demo_pair / "drafter" / "config.json", bare)
     corrupt = tmp_path / "corrupt"
     shutil.copytree(demo_pair / "drafter", corrupt)
     (corrupt / "tokenizer.json").write_text('{"model": ')
     cases = {
         tmp_path / "nowhere": "the drafter .*nowhere.* cannot be used: there is no such folder",
+        empty: "the drafter .*empty.* cannot be used: that folder has no config.json",
         bare: 'no tokenizer .* the drafter .*bare.* tokenizer; .* with "tokenizer"',
         corrupt: "no tokenizer can be loaded for the drafter .*corrupt",
         _bert(tmp_path / "bert", demo_pair / "drafter"): "BertModel.*decoder-only|bert.*cannot",

@@ -15,6 +15,8 @@ from vllm_hetero_spec.errors import one_line
 
 logger = logging.getLogger("vllm.hetero_spec")
 
+_MODEL_FILES = "config.json", "params.json"  # one of which vLLM reads a model's architecture from
+
 # Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
 # part is read.
 _LENGTH_SLACK = 1.5
@@ -103,13 +105,22 @@ def _check_values(options: HeteroOptions, error: Exception) -> None:
 
 
 def _check_folders(options: HeteroOptions) -> None:
-    """Say of what can only be a folder that there is none; vLLM would call it a bad repository."""
+    """Say of what can only be a folder that there is none, or no model in it.
+
+    vLLM would call it a bad repository.
+    """
     for what, name in (("drafter", options.model), ("drafter's tokenizer", options.tokenizer)):
         if str(name).startswith(("/", "./", "../")) and not os.path.exists(str(name)):
             raise ConfigError(
                 f"the {what} {name!r} cannot be used: there is no such folder; give a folder or "
                 "Hugging Face name."
             )
+    files = (os.path.join(options.model, name) for name in _MODEL_FILES)
+    if os.path.isdir(options.model) and not any(map(os.path.exists, files)):
+        raise ConfigError(
+            f"the drafter {options.model!r} cannot be used: that folder has no {_MODEL_FILES[0]}; "
+            "give one that has, in a hub's cache snapshots/REVISION, or a Hugging Face name."
+        )
 
 
 def _check_drafts(config: ModelConfig) -> None:
