@@ -59,6 +59,9 @@ RUN: dict[str, set[str]] = {
     "tight": ALL.keys() & TIGHT,
 }
 ONLY_CHAINS = ("penalties", "bad_words", "min_tokens")
+# Trees in a part of its requests' output alone: how often what is beside a chain is taken there is
+# a matter of the pair.
+SELDOM_TREES = ("stops behind min_tokens",)
 
 
 class Compared(NamedTuple):
@@ -98,7 +101,8 @@ def test_same_tokens_as_the_target_alone(compared: Compared, few: list[str]) -> 
         drafts, taken = trees.drafts, trees.taken
         assert ALL[name](compared.llm, few) == alone, name
         print(f"\n{name}: {trees.drafts - drafts} trees, {trees.taken - taken} sides taken")
-        assert (trees.taken - taken > 4) is (name not in ONLY_CHAINS), name
+        if name not in SELDOM_TREES:
+            assert (trees.taken - taken > 4) is (name not in ONLY_CHAINS), name
     trees.past_the_end = False
     if "preemption" in compared.alone:
         assert metrics_of(compared.llm)["num_preemptions"] > 0
