@@ -23,7 +23,7 @@ _KEEP_WIDE = 0.95  # weight of a round with trees against the next: twenty are r
 _FREE_ROUNDS = 4.0  # such rounds that the belief weighs that their steps take no longer
 _FAR = 0.5  # beyond this much more or less it is a pause, or another machine
 _LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
-_LONG_AGO = 64  # steps since a plain one, from which on it is less and less certain
+_LONG_AGO = 256  # steps since a plain one, from which on it is less and less certain
 _COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
 
