@@ -185,6 +185,27 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
     return _init_candidates
 
 
+def _check_room(config: "VllmConfig") -> None:
+    """Refuse drafts that are longer than a step takes, where steps follow one another.
+
+    vLLM pads a waiting request with one token to compute, as behind a cached prefix, to all rows of
+    a draft. Where these do not fit, it never schedules the request, or its engine ends.
+
+    Args:
+        config: Of an engine of ours, settled.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    rows = 1 + config.speculative_config.num_speculative_tokens
+    room, key = tree_scratch.narrowest(config)
+    if room < rows:
+        raise ConfigError(
+            f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
+            f"{rows}, or num_speculative_tokens lower."
+        )
+
+
 def _wrap_post_init(original: patching.Function) -> patching.Function:
     def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
         spec, scheduler = self.speculative_config, self.scheduler_config
@@ -198,7 +219,7 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
             named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
             spec.num_speculative_tokens_per_batch_size = _schedule(named)
         else:
-            tree_scratch.check_room(self)
+            _check_room(self)
         original(self, *args, **kwargs)
         if not reason:
             scheduler.async_scheduling = True

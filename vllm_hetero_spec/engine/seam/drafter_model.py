@@ -141,9 +141,8 @@ def first_sentence(error: Exception) -> str:
     """What an error of vLLM, pydantic or transformers says, without the frame around it."""
     text = one_line(error)
     text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
-    return re.split(r"[.;] (?=[A-Z])|( from one of)?: \(1\)| \[type=|\.$", text, maxsplit=1)[0][
-        :300
-    ]
+    ends = r"[.;] (?=[A-Z])|(?: from one of)?: \(1\)| \[type=|\.$"
+    return re.split(ends, text, maxsplit=1)[0][:300]
 
 
 def bound_context(

@@ -12,7 +12,6 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import patching
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def why_not(config: "VllmConfig") -> str:
     """Why there can be no trees; empty where a configuration does not rule them out."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler, rows = config.scheduler_config, 1 + 2 * config.speculative_config.hetero.tree_nodes
-    room, key = _narrowest(config)
+    room, key = narrowest(config)
     wanted = scheduler.max_num_seqs * rows
     reasons = {
         "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
@@ -78,27 +77,7 @@ def why_not(config: "VllmConfig") -> str:
     return next((reason for reason, found in reasons.items() if found), "")
 
 
-def check_room(config: "VllmConfig") -> None:
-    """Refuse drafts that are longer than a step takes, where steps follow one another.
-
-    vLLM pads a waiting request with one token to compute, as behind a cached prefix, to all rows of
-    a draft. Where these do not fit, it never schedules the request, or its engine ends.
-
-    Args:
-        config: Of an engine of ours, settled.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
-    (room, key), rows = _narrowest(config), 1 + config.speculative_config.num_speculative_tokens
-    if room < rows:
-        raise ConfigError(
-            f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
-            f"{rows}, or num_speculative_tokens lower."
-        )
-
-
-def _narrowest(config: "VllmConfig") -> tuple[int, str]:
+def narrowest(config: "VllmConfig") -> tuple[int, str]:
     """Most tokens of a request that a step takes, and the key that says so."""
     given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
     return min((room, key) for room, key in given if room)

@@ -68,11 +68,12 @@ def load(
     from vllm.plugins import load_general_plugins
 
     from vllm_hetero_spec.config import ConfigError
-    from vllm_hetero_spec.engine.drafter.loading import faults_named
     from vllm_hetero_spec.errors import one_line
 
     try:
         load_general_plugins()  # as vLLM's workers do: models of other packages are among them
+        from vllm_hetero_spec.engine.drafter.loading import faults_named
+
         given = pickle.loads(deployment)
         # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
         folders = tempfile.TemporaryDirectory()
