@@ -118,7 +118,8 @@ def stops_behind_min_tokens(llm: LLM, prompts: list[str]) -> Outputs:
         least = 2 + number % 11
         stops = {"min_tokens": least, "stop_token_ids": [output[least]]}
         params.append(greedy(max_tokens=16, ignore_eos=True, **stops))
-    return generate(llm, chosen, params)
+    # All that was drafted for is told: the counters count both.
+    return {f"free {key}": ids for key, ids in free.items()} | generate(llm, chosen, params)
 
 
 def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
@@ -151,7 +152,7 @@ def named_tokens(llm: LLM, prompts: list[str]) -> Outputs:
         {},
     ]
     outputs = llm.generate(prompts[:8], [greedy(**kinds[i % 4]) for i in range(8)], use_tqdm=False)
-    found: Outputs = {}
+    found: Outputs = {"first": list(first.outputs[0].token_ids)}
     for index, request in enumerate(outputs):
         tokens, told = list(request.outputs[0].token_ids), request.outputs[0].logprobs
         found[str(index)] = tokens
