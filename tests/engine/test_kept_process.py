@@ -165,3 +165,33 @@ def test_an_engine_that_ends_while_its_drafter_loads_is_no_error(
     monkeypatch.setattr(os, "_exit", ended.append)
     drafter_main.main()
     assert ended == [0]
+
+
+@pytest.mark.parametrize("says", ["there is no room", ""])
+def test_what_ends_with_messages_unread_is_named(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what it has said last is passed on: "Connection reset by peer" would tell nobody."""
+    (tmp_path / "ending.py").write_text(
+        "import select, socket, sys\n"
+        "from vllm_hetero_spec.engine.source.answers import Failed, Ready, encode\n"
+        "engine = socket.socket(fileno=int(sys.argv[1]))\n"
+        "engine.send(encode(Ready(1, 1)))\n"
+        "select.select([engine], [], [])\n"
+        f"if {says!r}:\n    engine.send(encode(Failed({says!r})))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    deployment: Any = SimpleNamespace(
+        table_shape=(1, 1, 1, 0), cores=(), program=lambda lost: ("ending", None)
+    )
+    kept = KeptProcess(deployment)
+    kept.start()
+    assert kept.up
+    assert kept.send(Commit(1, [], []))
+    assert kept._process is not None
+    kept._process._child.wait()
+    kept.send(Commit(2, [], []))
+    assert not kept.up
+    said = says or "the drafter's process has ended"
+    assert f"{said}: started again in 1 s" in caplog.text
+    kept.rest()

@@ -108,19 +108,20 @@ class DrafterProcess:
             message = self._socket.recv(LONGEST)
         except BlockingIOError:
             return None
+        except ConnectionResetError:  # it has not read all; what it said stands behind this
+            message = self._socket.recv(LONGEST)
         if not message:
             raise ConnectionError("the drafter's process has ended")
         return answer_of(message)
 
     def send(self, commit: Commit) -> bool:
-        """Send a commit; False where it does not read what was sent before.
+        """Send a commit; False where it does not read what was sent before, or is gone.
 
-        Raises:
-            ConnectionError: The process is gone.
+        `answer` says then why.
         """
         try:
             self._socket.send(encode(commit))
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return False
         return True
 
