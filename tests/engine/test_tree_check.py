@@ -141,6 +141,14 @@ def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
     assert "Drafts are chains, not trees: the KV cache" in caplog.text
 
 
+def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureFixture) -> None:
+    assert not agreed(room=ROOM._replace(sides=0))
+    assert "Drafts are chains, not trees: one request alone leaves no sequence" in caplog.text
+    caplog.clear()
+    assert agreed(room=ROOM._replace(sides=1))
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("support", [None, *QueryLenSupport])
 def test_chains_where_mla_guesses_contexts(
     support: QueryLenSupport | None, caplog: pytest.LogCaptureFixture

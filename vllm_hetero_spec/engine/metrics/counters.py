@@ -41,7 +41,8 @@ CHAINS = {
     "grammar": "a grammar constrains the request",
     "restricted": "bad words, allowed tokens or min_tokens constrain the request",
     "thinking": "the request has a budget of tokens for thinking",
-    "no_room": "side paths take sequences and KV blocks beside the requests'; raise max_num_seqs",
+    "no_room": "side paths take sequences and KV blocks beside the requests'; raise max_num_seqs, "
+    "or the KV cache",
     "not_worth_it": "the target's rows cost more than side paths bring",
 }
 # Expected now and then in normal operation: counted, but not worth a warning.

@@ -79,6 +79,11 @@ def _why_not(runner: Any, sides: "SideSequences", trial: "type[Trial]") -> str:
             "the KV cache has no block to spare, or not only the KV of full and sliding-window "
             "attention; a larger one may help"
         )
+    if not room.sides:
+        return (
+            "one request alone leaves no sequence or too few KV blocks for a side path; raise "
+            "max_num_seqs, or the KV cache"
+        )
     if _guesses_contexts(runner):
         return "its MLA backend computes drafts of several lengths as it does prompts"
     if room.sides < len(_PATHS) - 1 or rows < 9:
