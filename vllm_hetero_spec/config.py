@@ -18,6 +18,7 @@ from vllm_hetero_spec.config_checks import (
     check_ray_drafter,
     check_rows,
     check_spellings,
+    check_texts,
     check_trees,
     check_verification,
     integer,
@@ -240,6 +241,7 @@ def parse(
             f"speculative method {given['method']!r} needs a drafter: add "
             '"model": "<Hugging Face name or folder>" to the speculative configuration.'
         )
+    check_texts(given)
     for key in ("model", "tokenizer"):
         if isinstance(given.get(key), str):
             given[key] = os.path.expanduser(given[key])  # no shell does inside of JSON

@@ -150,6 +150,17 @@ def check_ray_drafter(given: Any) -> dict[str, Any]:
     return found
 
 
+def check_texts(given: Mapping[str, Any]) -> None:
+    """Values whose kind vLLM names by its classes, or does not look at."""
+    for key, wanted in (
+        ("model", "the drafter's Hugging Face name or folder"),
+        ("attention_backend", 'a name that vLLM knows, as "FLASH_ATTN"'),
+    ):
+        value = given.get(key)
+        if isinstance(value, bool | int | float | list | tuple | Mapping):
+            raise ConfigError(f"{key} is {value!r}; it must be a string: {wanted}.")
+
+
 def check_spellings(user: Mapping[Any, Any]) -> None:
     """A key may be spelt with dashes and with underscores, but not mean two things."""
     found: dict[str, Any] = {}
