@@ -189,12 +189,15 @@ def test_a_process_that_is_killed_is_started_again(
     stats = read_stats(llm)
     assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
     assert len(warnings(caplog, "drafter_down")) == 1
+    assert stats["forwards"] >= before["forwards"] > 0
     wait_until_up(llm)
     patient(llm, monkeypatch)
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
     assert after["restarts"] == 1
     assert after["drafts_ahead"] > stats["drafts_ahead"]
+    for counter in ("forwards", "drafter_tokens", "forward_seconds"):
+        assert after[counter] > stats[counter]
 
 
 def test_a_process_that_is_stopped_holds_nobody_up(

@@ -38,6 +38,7 @@ class KeptProcess:
         self._loaded = False
         self._actor: int | None = None  # the last one's number
         self.life = 0
+        self._past = Counts()  # of the processes that have ended
         self._failures = 0
         self._began = self._again = self._heard = 0.0
         self._beats, self._sent = 0, False  # beats when it was last looked; sent anything since?
@@ -71,6 +72,12 @@ class KeptProcess:
         return Counts() if self._process is None else self._process.table.counts
 
     @property
+    def done(self) -> Counts:
+        """What all of them have done so far; blocks are those of the present one."""
+        sums = map(sum, zip(self._past, self.counts, strict=True))
+        return Counts._make(sums)._replace(blocks=self.counts.blocks)
+
+    @property
     def up(self) -> bool:
         """Whether it can be told anything: looks, and begins to start it again where it is time."""
         now = time.monotonic()
@@ -96,9 +103,8 @@ class KeptProcess:
 
     def rest(self) -> None:
         """End it until `wake`."""
-        if self._process is not None:
-            self._process.close()
-        self._process, self._loaded, self._again = None, False, math.inf
+        self._end()
+        self._again = math.inf
 
     def wake(self) -> None:
         """Begin to start it again where it rests."""
@@ -132,6 +138,10 @@ class KeptProcess:
         logger.warning("%s: started again in %.0f s; requests go on undrafted.", error, rest)
         self._failures += 1
         self._again = time.monotonic() + rest
+        self._end()
+
+    def _end(self) -> None:
+        self._past = self.done
         if self._process is not None:
             self._process.close()
         self._process, self._loaded = None, False

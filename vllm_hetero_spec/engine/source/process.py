@@ -150,7 +150,7 @@ class ProcessSource:
 
     def show(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
-        counts = self._process.counts
+        counts = self._process.done
         stats.restarts, stats.forwards = self._process.restarts, counts.forwards
         stats.drafter_tokens, stats.kv_blocks_held = counts.tokens, counts.blocks
         stats.forward_seconds = counts.seconds
