@@ -130,8 +130,12 @@ class DraftStats:
     off_fraction: Annotated[float, _gauge("Share of recent steps that were off.")] = 0.0
     gain: Annotated[float, _gauge("Foreseen tokens per second over the target's alone.")] = 0.0
     tokens_per_second: Annotated[float, _gauge("Achieved, as the controller sees it.")] = 0.0
-    drafter_step_seconds: Annotated[float, _gauge("Estimate for the present batch.")] = 0.0
-    target_step_seconds: Annotated[float, _gauge("Estimate for the present batch.")] = 0.0
+    drafter_step_seconds: Annotated[
+        float, _gauge("Foreseen for a forward of the drafter, a token for each of the batch.")
+    ] = 0.0
+    target_step_seconds: Annotated[
+        float, _gauge("Foreseen for a step of the target without drafts, for the present batch.")
+    ] = 0.0
     acceptance: Annotated[
         dict[int, float],
         _gauge("Acceptance of a token whose predecessors were.", "position", "acceptance_rate"),
