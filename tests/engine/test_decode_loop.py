@@ -426,6 +426,21 @@ def test_nothing_is_drafted_on_behind_an_end() -> None:
     assert forwards[0] == forwards[1]
 
 
+def test_kv_of_a_text_that_ends_before_its_first_draft_is_not_trusted() -> None:
+    """Whether its logits were finite was never looked at; those of a draft were."""
+    world = World()
+    bridge = IdentityBridge(SimpleNamespace(banned=frozenset(), proposed={}, drafter_eos=()))  # type: ignore[arg-type]
+    rounds = DraftBatchRunner(bridge, world.drafter, world.pool, DraftStats(), 4)
+    task = world.row("a", [3, 4, 5, 6, 7, 8], 0).task
+    task.state.close(world.pool)
+    for sound in (False, True):
+        task.state.align(world.pool, 0)
+        rounds.begin([task], iter(()))
+        assert bool(rounds.finish()) is sound
+        assert task.state.sequence is not None
+        assert task.state.sequence.table.sound is sound
+
+
 class Crossings(TorchFunctionMode):
     """Counts what brings data to a device, or back."""
 

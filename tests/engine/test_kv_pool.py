@@ -70,6 +70,21 @@ def test_suspect_blocks_are_cleaned_once_before_they_are_handed_out() -> None:
     assert len(cleaned) == 3
 
 
+def test_what_nobody_looked_at_is_cleaned_as_well() -> None:
+    """Of a text that ended while it was read."""
+    cleaned: list[int] = []
+    pool = KVPool(6, SIZE, cleaned.extend)
+    for sound in (True, False):
+        table, _ = pool.open([1], None)
+        pool.grow(table, 3 * SIZE)
+        assert cleaned == []
+        blocks, table.sound = sorted(table.blocks), sound
+        pool.close(table)
+    other, _ = pool.open([1], None)
+    pool.grow(other, 5 * SIZE)
+    assert cleaned == blocks
+
+
 def test_grow_is_all_or_nothing() -> None:
     pool = KVPool(4, SIZE)
     table, _ = pool.open([1], None)

@@ -264,6 +264,7 @@ class DraftBatchRunner:
         for row, tokens in zip(rows, drafted, strict=True):
             state = row.task.state
             state.num_kv_valid += len(row.pending) - bool(tokens.known)
+            row.sequence.table.sound = bool(row.steps)  # else its logits were not looked at
             if tokens.finite:
                 stable = state.num_kv_valid - UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)

@@ -31,12 +31,14 @@ class BlockTable:
         blocks: Block numbers in order of position; `row` mirrors them for the attention kernels.
         names: Names of the leading blocks that are published, or whose contents another
             sequence had published before.
+        sound: Whether the drafter's logits behind all of it were finite, as far as they were read.
     """
 
     salt: str | None = None
     blocks: list[int] = field(default_factory=list)
     row: np.ndarray = field(default_factory=lambda: np.zeros(16, np.int32))
     names: list[object] = field(default_factory=list)
+    sound: bool = True
 
     @property
     def parent(self) -> object:
@@ -227,17 +229,22 @@ class KVPool:
                 break
         else:
             return num_tokens
-        for block in table.blocks[keep:]:
-            self._release(block)
-        del table.blocks[keep:]
+        self._give_back(table, keep)
         return keep * self.block_size
 
     def close(self, table: BlockTable) -> None:
         """Give all blocks back; published ones stay findable until evicted."""
-        for block in reversed(table.blocks):
-            self._release(block)
-        table.blocks.clear()
+        self._give_back(table, 0)
         table.names.clear()
+        table.sound = True
+
+    def _give_back(self, table: BlockTable, keep: int) -> None:
+        """All blocks but the first ones; nobody has seen whether those of no draft are finite."""
+        if not table.sound:
+            self._suspect.update(table.blocks[keep:])
+        for block in reversed(table.blocks[keep:]):
+            self._release(block)
+        del table.blocks[keep:]
 
     def _release(self, block: int) -> None:
         self._refs[block] -= 1

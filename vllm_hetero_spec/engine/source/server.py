@@ -113,6 +113,7 @@ class DraftingServer:
         for of, made, drawn_from in zip(work, drafted, rows, strict=True):
             of.line.book(of.row, made, self._ends, drawn_from)
             self._tokens += len(made.tokens)
+            of.row.sequence.table.sound = bool(of.row.steps)  # else nobody saw its logits
             if not made.finite:
                 self._pool.suspect()
             elif not of.rank:
