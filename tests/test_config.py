@@ -149,6 +149,7 @@ def test_own_keys_reach_the_options() -> None:
         (RAY | {"ray_drafter": {"share": "a b"}}, ["share of ray_drafter is 'a b'"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
+        ({"max_model_len": 512, "context": 256}, ["max_model_len=512", "context is 256"]),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
         ({"merge_candidates": 4}, ["merge_candidates belongs to", "slrs"]),
         ({"method": "slrs", "merge_candidates": 99}, ["is 99", "from 0 to 16"]),
@@ -192,6 +193,18 @@ def test_a_split_drafter_does_not_draw() -> None:
         parse(GOOD | split | {"method": "tli"}, target_tensor_parallel=2)
     assert parse(GOOD | split | {"method": "hetero"}, target_tensor_parallel=2)
     assert parse(GOOD | {"method": "tli"}, target_tensor_parallel=2)
+
+
+def test_upstreams_spelling_and_ours_do_not_contradict_each_other() -> None:
+    """Null is none of them."""
+    sharded = {"draft_tensor_parallel_size": 2, "max_model_len": 512}
+    for change in ({}, {"tensor_parallel": None, "context": None}, {"context": 512}):
+        options, _ = parse(GOOD | sharded | change, target_tensor_parallel=2)
+        assert (options.tensor_parallel, options.context) == ("sharded", 512)
+    with pytest.raises(ConfigError, match=r"=2 means tensor_parallel='sharded', .* is 'rank0'"):
+        parse(GOOD | sharded | {"tensor_parallel": "rank0"}, target_tensor_parallel=2)
+    one = {"draft_tensor_parallel_size": 1, "tensor_parallel": "sharded"}
+    assert parse(GOOD | one)[0].tensor_parallel == "sharded"
 
 
 def test_misspelt_method_names_the_nearest() -> None:

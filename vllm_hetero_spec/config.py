@@ -25,6 +25,7 @@ from vllm_hetero_spec.config_checks import (
     listed,
     num_bytes,
     one_of,
+    take_over,
 )
 from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.errors import ConfigError as ConfigError
@@ -230,9 +231,11 @@ def parse(
     given["method"] = _method(given.pop("heterogeneous_vocab_method", None), given.get("method"))
     size = given.pop("draft_tensor_parallel_size", None)
     if size is not None:
-        given.setdefault("tensor_parallel", _mode_of_size(size, target_tensor_parallel))
-    if "max_model_len" in given:
-        given.setdefault("context", given.pop("max_model_len"))
+        mode = _mode_of_size(size, target_tensor_parallel)
+        if target_tensor_parallel > 1:  # of one rank both modes are the same
+            take_over(given, "tensor_parallel", mode, f"draft_tensor_parallel_size={size}")
+    length = given.pop("max_model_len", None)
+    take_over(given, "context", length, f"max_model_len={length}")
     vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
     _check_keys(given)
     check_verification(vllm_keys.get("rejection_sample_method", "standard"))

@@ -174,6 +174,18 @@ def check_spellings(user: Mapping[Any, Any]) -> None:
         found[name] = value
 
 
+def take_over(given: dict[str, Any], key: str, value: Any, spelling: str) -> None:
+    """Put a value in upstream's spelling into our key, which may not say something else."""
+    if value is None:
+        return
+    found = given.get(key)
+    if found is not None and found != value:
+        raise ConfigError(
+            f"{spelling} means {key}={value!r}, and {key} is {found!r}; leave one of them out."
+        )
+    given[key] = value
+
+
 def check_verification(method: Any) -> None:
     if method != "standard":
         raise ConfigError(
