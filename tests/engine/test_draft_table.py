@@ -8,7 +8,7 @@ import random
 import pytest
 
 from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
+from vllm_hetero_spec.engine.source.table import Counts, Drafted, DraftTable, make_file
 
 SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4
 
@@ -57,10 +57,10 @@ def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) 
     assert reader.read(1) == Drafted(8, 2, [], [])
     writer.write(1, 0, Drafted(9, 0, list(range(9)), [1.0] * 9))
     assert reader.read(1).ids == list(range(LONGEST))
-    assert reader.counts == (0, 0, 0, 0, 0, 0.0)
-    writer.count(forwards=3, tokens=5, blocks=2, read=7, seconds=0.25)
-    writer.count(forwards=4, tokens=6, blocks=1, read=8, seconds=0.5)
-    assert reader.counts == (2, 4, 6, 1, 8, 0.5)
+    assert reader.counts == Counts()
+    writer.count(Counts(forwards=3, tokens=5, blocks=2, read=7, seconds=0.25))
+    writer.count(Counts(0, 4, 6, 1, 8, 3, 2, 5, 0.5))
+    assert reader.counts == (2, 4, 6, 1, 8, 3, 2, 5, 0.5)
 
 
 def rows_of(count: int, chance: random.Random) -> tuple[bytes, ...]:

@@ -58,6 +58,7 @@ def test_texts_are_the_targets_own(
     assert generate(llm, texts, greedy()) == alone
     stats = drafted_ahead(llm)
     assert stats["drafter_tokens"] > stats["draft_tokens"]
+    assert stats["catch_up_tokens"] > 20 * len(texts)
 
 
 def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:

@@ -233,6 +233,23 @@ def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
     assert world.pool.held == 0
 
 
+def test_the_engine_is_told_what_was_read_reused_and_replayed() -> None:
+    """Of texts each token once: what the drafter wrote itself is none of it until it is told so."""
+    world, text = World(recorded=True), [3] * 60
+    world.commit(Row(0, -1, text, [], 4))
+    world.work()
+    counts = world.table.counts
+    assert (counts.caught_up, counts.reused) == (60, 0)
+    assert 0 < counts.replays <= counts.forwards
+    ahead = world.drafted(0).ids
+    world.commit(Row(0, 60, [*ahead[:2], 1 + ahead[2] % (VOCAB - 1)], [], 4))
+    world.commit(Row(1, -1, text, [], 4))
+    world.work()
+    counts = world.table.counts
+    assert counts.reused == 28
+    assert counts.caught_up == 60 + 1 + 60 - 28
+
+
 def test_nothing_is_drafted_behind_an_end() -> None:
     first, second, third = alone([3, 4, 5], 3)
     assert third not in (first, second)

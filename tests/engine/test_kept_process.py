@@ -104,15 +104,15 @@ def test_what_was_done_is_not_forgotten_with_the_process_that_did_it(world: Worl
     deployment: Any = None
     kept = KeptProcess(deployment)
     kept.start()
-    kept.table.counts = Counts(9, forwards=7, tokens=5, blocks=3, read=4, seconds=0.5)
+    kept.table.counts = Counts(9, 7, 5, 3, 4, 3, 2, 1, 0.5)
     kept.rest()
     kept.rest()
-    assert kept.done[1:] == (7, 5, 0, 4, 0.5)
+    assert kept.done[1:] == (7, 5, 0, 4, 3, 2, 1, 0.5)
     kept.wake()
-    kept.table.counts = Counts(9, forwards=2, tokens=1, blocks=1, read=1, seconds=0.25)
-    assert kept.done[1:] == (9, 6, 1, 5, 0.75)
+    kept.table.counts = Counts(9, 2, 1, 1, 1, 1, 1, 1, 0.25)
+    assert kept.done[1:] == (9, 6, 1, 5, 4, 3, 2, 0.75)
     kept._lose(OSError("it ended"))
-    assert kept.done[1:] == (9, 6, 0, 5, 0.75)
+    assert kept.done[1:] == (9, 6, 0, 5, 4, 3, 2, 0.75)
 
 
 # A process with a folder of its own, which it says it has; what it does where its engine is gone.

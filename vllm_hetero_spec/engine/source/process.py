@@ -153,7 +153,8 @@ class ProcessSource:
         counts = self._process.done
         stats.restarts, stats.forwards = self._process.restarts, counts.forwards
         stats.drafter_tokens, stats.kv_blocks_held = counts.tokens, counts.blocks
-        stats.forward_seconds = counts.seconds
+        stats.catch_up_tokens, stats.graph_forwards = counts.caught_up, counts.replays
+        stats.reused_tokens, stats.forward_seconds = counts.reused, counts.seconds
 
     def _admit(self, task: DraftTask, outside: Iterator[RequestState]) -> bool:
         """Whether a request has a slot; one outside the batch gives its own up for it."""

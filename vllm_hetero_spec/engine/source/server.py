@@ -27,7 +27,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Draft
 from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
 from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit
 from vllm_hetero_spec.engine.source.sharing import AnyTable
-from vllm_hetero_spec.engine.source.table import Drafted
+from vllm_hetero_spec.engine.source.table import Counts, Drafted
 from vllm_hetero_spec.staging import Receiver
 
 # Of each row of the drafter's, so many tokens may be guesses.
@@ -71,7 +71,7 @@ class DraftingServer:
         self._texts: dict[int, Text] = {}
         row_bytes = np.dtype(np.int32).itemsize * 2 * LIKELIEST
         self._receiver = Receiver(drafter.model.device, row_bytes * most_rows)
-        self._tokens = self._read = self._turn = 0
+        self._tokens = self._read = self._caught_up = self._turn = 0
 
     @property
     def busy(self) -> bool:
@@ -108,7 +108,10 @@ class DraftingServer:
         if not work:
             return
         drafted = self._drafter.run([of.row for of in work])
-        self._read += sum(len(of.row.pending) for of in work)
+        for of in work:
+            pending, unread = len(of.row.pending), of.text.num_text - of.line.state.num_kv_valid
+            self._read += pending
+            self._caught_up += max(0, min(pending, unread))
         rows = self._drawn_from(drafted)
         for of, made, drawn_from in zip(work, drafted, rows, strict=True):
             of.line.book(of.row, made, self._ends, drawn_from)
@@ -128,9 +131,18 @@ class DraftingServer:
         self._count()
 
     def _count(self) -> None:
-        drafter = self._drafter
-        done = drafter.forwards, self._tokens, self._pool.held, self._read
-        self._table.count(*done, drafter.forward_seconds)
+        drafter, pool = self._drafter, self._pool
+        done = Counts(
+            forwards=drafter.forwards,
+            tokens=self._tokens,
+            blocks=pool.held,
+            read=self._read,
+            caught_up=self._caught_up,
+            replays=drafter.replays,
+            reused=pool.reused_tokens,
+            seconds=drafter.forward_seconds,
+        )
+        self._table.count(done)
 
     def _lines(self) -> Iterator[_Ranked]:
         """All lines, with their texts and ranks."""

@@ -8,7 +8,6 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -65,14 +64,8 @@ class SharingEngine:
 
     def count(self, done: Counts) -> None:
         """See `DraftTable.count`: since it joined. If anything was written, it is told now."""
-        of = self._before
-        self.table.count(
-            done.forwards - of.forwards,
-            done.tokens - of.tokens,
-            done.blocks,
-            done.read - of.read,
-            done.seconds - of.seconds,
-        )
+        since = Counts._make(now - then for now, then in zip(done, self._before, strict=True))
+        self.table.count(since._replace(blocks=done.blocks))
         if self._written and not self._changed.is_set():
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -139,11 +132,11 @@ class SharedTable:
         if number in self._engines:
             self._engines[number].write(slot, rank, drafted)
 
-    def count(self, *done: Any) -> None:
+    def count(self, done: Counts) -> None:
         """See `DraftTable`; each engine is told what was done for all of them together."""
-        self._done = Counts(0, *done)
+        self._done = done
         for engine in list(self._engines.values()):
-            engine.count(self._done)
+            engine.count(done)
 
 
 AnyTable = DraftTable | SharedTable

@@ -54,7 +54,10 @@ class Counts(NamedTuple):
         tokens: Drafted.
         blocks: Of its KV that are held at present.
         read: Tokens that the forwards were of.
-        seconds: That they took.
+        caught_up: Those of them that the target had written.
+        replays: Forwards that were replayed graphs.
+        reused: Tokens whose KV another text had left.
+        seconds: That the forwards took.
     """
 
     beats: int = 0
@@ -62,6 +65,9 @@ class Counts(NamedTuple):
     tokens: int = 0
     blocks: int = 0
     read: int = 0
+    caught_up: int = 0
+    replays: int = 0
+    reused: int = 0
     seconds: float = 0.0
 
 
@@ -108,9 +114,9 @@ class DraftTable:
         *whole, seconds = self._counts.tolist()
         return Counts._make([*map(int, whole), seconds])
 
-    def count(self, forwards: int, tokens: int, blocks: int, read: int, seconds: float) -> None:
-        """Let the reader see a sign of life, and what `Counts` says."""
-        self._counts[:] = (self._counts[0] + 1, forwards, tokens, blocks, read, seconds)
+    def count(self, done: Counts) -> None:
+        """Let the reader see what was done, and a sign of life more than last time."""
+        self._counts[:] = done._replace(beats=self._counts[0] + 1)
 
     def write(self, slot: int, rank: int, drafted: Drafted) -> None:
         """Put a record in the place of the one before; that of the chain is number 0."""
