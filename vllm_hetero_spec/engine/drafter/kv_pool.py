@@ -95,7 +95,6 @@ class KVPool:
 
     def reset(self) -> None:
         """Forget everything; every BlockTable handed out before is void."""
-        self.reused_tokens = 0
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._refs = [0] * self.num_blocks
         for known in (self._cached, self._by_name, self._name_of, self._uid_of):
