@@ -233,7 +233,12 @@ class Growth:
         self._last = {n: v for n, v in zero.items() if v == {} or METRICS[n].kind != "gauge"}
 
     def take(self, stats: DraftStats) -> Counted:
-        """The counters that grew, by how much, and the gauges that moved, where to."""
+        """The counters that grew, by how much, and the gauges that moved, where to.
+
+        Nothing before the first step: what trials at start-up take never reaches the front end.
+        """
+        if not stats.steps:
+            return {}
         now, last = stats.as_dict(), self._last
         self._last = now
         return {
