@@ -238,7 +238,7 @@ class KVPool:
         table.sound = True
 
     def _give_back(self, table: BlockTable, keep: int) -> None:
-        """All blocks but the first ones; nobody has seen whether those of no draft are finite."""
+        """Give back all blocks but the first; unsound ones are cleaned before others get them."""
         if not table.sound:
             self._suspect.update(table.blocks[keep:])
         for block in reversed(table.blocks[keep:]):
