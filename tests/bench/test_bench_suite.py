@@ -224,7 +224,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a text"),
         ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),
-        ("org/big", "demo:target", 2, "make the demo pair with `python scripts/train_demo_mod"),
+        ("org/big", "demo:target", 2, "make the demo pair with `python scripts/make_demo"),
         ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
         ("[org/small]", "[]", 3, "targets[0].drafters is []"),
         ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),
@@ -397,15 +397,30 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_rows_of_hugging_face_may_lie_in_a_folder(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the dataset's name in the suite; the library is not needed, and nothing is downloaded."""
+    monkeypatch.setattr(importlib, "import_module", None)
+    monkeypatch.setenv("HETERO_SPEC_PROMPTS", str(tmp_path / "rows"))
+    suite = write(GOOD.replace("{builtin: mixed, count: 2}", HF))
+    line, sentence = refused(suite)
+    assert line == 5
+    assert sentence.startswith(f"HETERO_SPEC_PROMPTS is {tmp_path}/rows, which has no code.jsonl;")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "code.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
+    assert prompts_of(read_suite(suite)) == ("a", "b")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["demo", "long", "lookahead", "parallel", "paper", "spec_bench", "trees"],
+    ["demo", "long", "lookahead", "parallel", "paper", "real", "spec_bench", "trees"],
 )
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("long", "paper", "spec_bench"):  # their prompts are elsewhere
-        monkeypatch.setattr(suite_file, "load_dataset", lambda dataset: ["a prompt"] * 64)
+    if name in ("long", "paper", "real", "spec_bench"):  # their prompts are elsewhere
+        monkeypatch.setattr(suite_file, "load_dataset", lambda dataset, name: ["a prompt"] * 64)
         monkeypatch.setattr(suite_file, "in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)
     file = EXAMPLES / f"{name}.yaml"

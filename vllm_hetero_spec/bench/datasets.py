@@ -2,6 +2,7 @@
 """The prompts of a suite: from a JSONL file, from Hugging Face, or the few that come along."""
 
 import itertools
+import os
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import field
@@ -22,6 +23,7 @@ from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")
 _HF_KEYS = ("config", "data_dir", "split", "revision")
+_FOLDER = "HETERO_SPEC_PROMPTS"  # variable: a folder with a copy of each dataset of Hugging Face
 
 
 def _template(text: str) -> str:
@@ -82,21 +84,26 @@ class Dataset(Part):
         else:
             if self.split is None:
                 raise Mistake("needs a split, as `split: test`.")
-            optional("datasets", f"the dataset {self.hf}")
+            if not os.environ.get(_FOLDER):
+                optional("datasets", f"the dataset {self.hf}")
         if self.repeat and self.count is None:
             raise Mistake("needs a count to come to.", "repeat")
         return self
 
 
-def load_dataset(dataset: Dataset) -> list[str]:
+def load_dataset(dataset: Dataset, name: str) -> list[str]:
     """The prompts of a dataset, before any chat template.
+
+    Args:
+        dataset: What the suite says of it.
+        name: Its name in the suite, and in `$HETERO_SPEC_PROMPTS`, with `.jsonl` behind it.
 
     Raises:
         ConfigError: It cannot be read.
         Mistake: It holds fewer rows than asked for, or an empty prompt.
     """
     count = dataset.count
-    chosen = (row for row in _rows(dataset) if _matches(row, dataset.where))
+    chosen = (row for row in _rows(dataset, name) if _matches(row, dataset.where))
     prompts = [_prompt(row, dataset) for row in itertools.islice(chosen, count)]
     if not prompts:
         raise Mistake("has no prompts.")
@@ -139,11 +146,19 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
     return tuple(text.removeprefix(bos) for text in texts)
 
 
-def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+def _rows(dataset: Dataset, name: str) -> Iterator[dict[str, Any]]:
     if dataset.builtin:
         yield from ({"prompt": text} for text in BUILT_IN_SETS[dataset.builtin])
     elif dataset.file:
         yield from (row for _, row in json_lines(Path(dataset.file)))
+    elif folder := os.environ.get(_FOLDER):
+        file = Path(folder, f"{name}.jsonl")
+        if not file.is_file():
+            raise ConfigError(
+                f"{_FOLDER} is {folder}, which has no {file.name}; put the rows of {dataset.hf} "
+                "there as JSONL, or unset the variable to load them from Hugging Face."
+            )
+        yield from (row for _, row in json_lines(file))
     else:
         yield from _hf_rows(dataset)
 

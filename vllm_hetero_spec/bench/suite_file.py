@@ -95,7 +95,7 @@ def _prompts(
         for name in target.datasets:
             try:
                 if name not in plain:
-                    plain[name] = tuple(load_dataset(datasets[name]))
+                    plain[name] = tuple(load_dataset(datasets[name], name))
                 texts = plain[name]
                 if datasets[name].chat_template:
                     texts = in_chat_template(texts, target.model, target.engine)
