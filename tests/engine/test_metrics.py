@@ -73,6 +73,21 @@ def test_trees_count_their_nodes_and_their_depth() -> None:
     assert (stats.trees, stats.tree_tokens) == (1, 8)
 
 
+def test_drafts_that_are_mostly_not_ready_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Fewer, or beside as many others, are normal."""
+    stats = DraftStats()
+    stats.drafts = 600
+    for others in (300, 0, 0):
+        stats.skip("not_ready", times=450)
+        stats.skip("not_guessed", times=others)
+    stats.skip("not_ready", times=450)
+    (said,) = caplog.messages
+    for word in ("1350 of 2250", "CPU cores", "drafter_device", "ray_drafter", "leave out"):
+        assert word in said
+
+
 def test_off_is_a_share_of_recent_steps() -> None:
     stats, gauges = DraftStats(), Gauges(0)
     shares = []
