@@ -411,9 +411,11 @@ def test_drafters_of_the_same_last_name_are_told_apart(
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["--temperatures", "1", "-1"], "temperatures[0] is -1.0"),
+        (["--temperatures", "1", "-1"], "--temperatures is -1.0"),
+        (["--repeats", "2000"], "--repeats is 2000"),
+        (["--settings", '{"a": {"method": "tli"}}'], "a.method of --settings is set by"),
         (["--batch-sizes", "5"], "batch size 5 needs as many prompts"),
-        (["--engine-args", '{"max_num_seqs": 9}'], "engine.max_num_seqs is the benchmark's own"),
+        (["--engine-args", '{"max_num_seqs": 9}'], "max_num_seqs of --engine-args is the"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens is 65"),
         (["--speculative-config", '{"translatoin": "text"}'], "did you mean 'translation'?"),
         (["--prompts", "absent.jsonl"], "cannot read the prompts in absent.jsonl"),

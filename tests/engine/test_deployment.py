@@ -25,6 +25,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 )
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.source import deployment
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 
 CORE = max(os.sched_getaffinity(0))
@@ -35,13 +36,14 @@ def target(demo_pair: Path) -> VllmConfig:
     return EngineArgs(str(demo_pair / "target"), dtype="float32").create_engine_config()
 
 
-def deployed(demo_pair: Path, target: VllmConfig, **keys: Any) -> Deployment:
-    """Beside a target on the second GPU."""
+def deployed(
+    demo_pair: Path, target: VllmConfig, beside: str = "cuda:1", **keys: Any
+) -> Deployment:
     keys = {"parallel": "process"} | keys
     options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, **keys)
     drafter = drafter_model_config(options, target.model_config)
     pair = load_pair(target.model_config, drafter, options)
-    return Deployment.of(target, drafter, options, pair, None, torch.device("cuda", 1))
+    return Deployment.of(target, drafter, options, pair, None, torch.device(beside))
 
 
 def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: VllmConfig) -> None:
@@ -147,6 +149,27 @@ def test_the_drafter_has_cores_that_are_there(demo_pair: Path, target: VllmConfi
         assert os.sched_getaffinity(0) == {CORE}
     finally:
         os.sched_setaffinity(0, ours)
+
+
+@pytest.mark.parametrize(
+    ("keys", "cores"),
+    [
+        ({}, [6, 7]),
+        ({"drafter_device": "cpu"}, [6, 7]),
+        ({"drafter_device": f"{CORE}"}, [CORE]),
+        ({"parallel": "ray"}, []),
+        ({"beside": "cuda:1"}, []),
+    ],
+)
+def test_beside_a_cpu_the_drafter_has_cores_that_are_free(
+    demo_pair: Path,
+    target: VllmConfig,
+    keys: dict[str, str],
+    cores: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployment, "free_cores", lambda _: [6, 7])
+    assert deployed(demo_pair, target, **{"beside": "cpu"} | keys).cores == cores
 
 
 def test_an_actor_beside_a_gpu_asks_for_one(demo_pair: Path, target: VllmConfig) -> None:

@@ -2,6 +2,7 @@
 """A drafter's actor, without Ray: what cannot be loaded, and what Ray refuses."""
 
 import os
+import pickle
 import sys
 import time
 from types import SimpleNamespace
@@ -46,6 +47,24 @@ def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vllm.plugins, "load_general_plugins", stop)
     monkeypatch.setattr(drafter_main, "_load", pytest.fail)
     assert "RuntimeError: plugins first" in failure(monkeypatch, b"")
+
+
+@pytest.mark.parametrize("device", [None, "1"])
+def test_no_key_is_to_be_left_out_that_was_not_given(
+    monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    given = SimpleNamespace(
+        options=SimpleNamespace(drafter_device=device),
+        drafter_config=SimpleNamespace(model="drafter"),
+    )
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(drafter_main, "_load", fail)
+    said = failure(monkeypatch, pickle.dumps(given))
+    assert 'RuntimeError: no room); leave out "parallel"' in said
+    assert ("drafter_device" in said) is (device is not None)
 
 
 @pytest.mark.parametrize(("says", "seen"), [("1", "3"), ("0", "0,1"), (None, "0,1")])

@@ -73,6 +73,21 @@ def test_trees_count_their_nodes_and_their_depth() -> None:
     assert (stats.trees, stats.tree_tokens) == (1, 8)
 
 
+def test_drafts_that_are_mostly_not_ready_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Fewer, or beside as many others, are normal."""
+    stats = DraftStats()
+    stats.drafts = 600
+    for others in (300, 0, 0):
+        stats.skip("not_ready", times=450)
+        stats.skip("not_guessed", times=others)
+    stats.skip("not_ready", times=450)
+    (said,) = caplog.messages
+    for word in ("1350 of 2250", "CPU cores", "drafter_device", "ray_drafter", "leave out"):
+        assert word in said
+
+
 def test_off_is_a_share_of_recent_steps() -> None:
     stats, gauges = DraftStats(), Gauges(0)
     shares = []
@@ -180,13 +195,38 @@ def test_scheduler_hands_the_growth_to_one_front_end_only() -> None:
     def update(*statistics: Any) -> dict[int, Any]:
         outputs = {i: SimpleNamespace(scheduler_stats=stats) for i, stats in enumerate(statistics)}
         wrapped = metrics._wrap_update(lambda self, scheduled, output: outputs)
-        return wrapped(None, None, SimpleNamespace(hetero_spec={"steps": 1}))
+        scheduler = SimpleNamespace(spec_decode_metrics_level="none")
+        return wrapped(scheduler, None, SimpleNamespace(hetero_spec={"steps": 1}))
 
     outputs = update(None, SimpleNamespace(), SimpleNamespace())
     carrying = [hasattr(o.scheduler_stats, "hetero_spec") for o in outputs.values()]
     assert carrying == [False, True, False]
     assert update() == {}
     assert update(None)[0].scheduler_stats is None  # statistics are off
+
+
+@pytest.mark.parametrize("level", ["none", "summary"])
+def test_figures_of_a_request_with_stop_strings_go_with_each_step(level: str) -> None:
+    """The scheduler hears of its end from the front end, which needs them then."""
+    requests = {
+        name: SimpleNamespace(spec_decode_metrics=name, sampling_params=params)
+        for name, params in {
+            "stops": SimpleNamespace(stop=["."]),
+            "runs": SimpleNamespace(stop=[]),
+            "pools": None,
+        }.items()
+    }
+    outputs = [
+        SimpleNamespace(request_id=name, spec_decode_metrics=None) for name in (*requests, "gone")
+    ]
+    of = SimpleNamespace(scheduler_stats=None, outputs=outputs)
+    scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
+    wrapped = metrics._wrap_update(lambda *_: {0: of})
+    wrapped(scheduler, None, SimpleNamespace())  # of a drafter that is not ours
+    assert [output.spec_decode_metrics for output in outputs] == [None] * 4
+    wrapped(scheduler, None, SimpleNamespace(hetero_spec={}))
+    first = "stops" if level == "summary" else None
+    assert [output.spec_decode_metrics for output in outputs] == [first, None, None, None]
 
 
 # ---- where it ends ------------------------------------------------------------------------------

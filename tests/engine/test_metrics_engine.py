@@ -141,6 +141,20 @@ def test_figures_of_one_request(limited: Any, code_prompts: list) -> None:
     assert any(one["mean_acceptance_length"] > 1 for one in found)
 
 
+def test_figures_of_a_request_that_ends_at_a_stop_string(limited: Any, code_prompts: list) -> None:
+    """The front end ends it, before the scheduler does."""
+    prompt, before = code_prompts[0][:300], metrics_of(limited)
+    whole = limited.generate(prompt, greedy(), use_tqdm=False)[0].outputs[0]
+    among = metrics_of(limited)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    ended = limited.generate(prompt, greedy(stop=stop), use_tqdm=False)[0].outputs[0]
+    after = metrics_of(limited)
+    assert ended.stop_reason == stop
+    for of, first, then in ((whole, before, among), (ended, among, after)):
+        steps = of.spec_decode_metrics.to_dict()["num_spec_steps"]
+        assert steps == then["num_drafts"] - first["num_drafts"] > 0
+
+
 def test_counts_reach_the_front_end_from_other_processes(demo_pair: Path, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     several = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML files checked by pydantic models, every mistake told with its file and line."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,10 +142,20 @@ def read_yaml(file: Path) -> YamlFile:
     return YamlFile(file, node)
 
 
-def refusal(error: ValidationError) -> ConfigError:
-    """The first mistake in values that are in no file."""
+def refusal(error: ValidationError, options: Mapping[str, str]) -> ConfigError:
+    """The first mistake in values that are in no file.
+
+    Args:
+        error: Of a model.
+        options: The command-line options that its fields come from.
+    """
     found = error.errors()[0]
-    return ConfigError(_sentence(found["loc"], _mistake(found)))
+    place, mistake = found["loc"], _mistake(found)
+    if not isinstance(mistake, Mistake) or not place or place[0] not in options:
+        return ConfigError(_sentence(place, mistake))
+    keys = tuple(key for key in (*place[1:], *mistake.place) if isinstance(key, str))
+    within = f"{_name(keys)} of " if keys else ""
+    return ConfigError(f"{within}{options[str(place[0])]} {mistake}")
 
 
 def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:

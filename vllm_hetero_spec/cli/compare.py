@@ -114,8 +114,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _suite(arguments: argparse.Namespace) -> Suite:
-    if arguments.temperature < 0:
-        raise ConfigError(f"--temperature is {arguments.temperature}; it must not be negative.")
+    if not 0 <= arguments.temperature <= 10:
+        raise ConfigError(
+            f"--temperature is {arguments.temperature}; it must be a number from 0 to 10."
+        )
     model = check_model(arguments.target, "target")
     drafter = check_model(arguments.drafter, "drafter")
     # By name, as a refusal calls them.
@@ -132,12 +134,13 @@ def _suite(arguments: argparse.Namespace) -> Suite:
         datasets=(_DATASET,),
         engine=arguments.engine_args,
     )
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    wanted = max(arguments.num_prompts, arguments.batch_size)
+    prompts = load_prompts(arguments.prompts, wanted)
     if arguments.batch_size > len(prompts):
         raise ConfigError(
-            f"batch size {arguments.batch_size} needs as many prompts, and there are "
-            f"{len(prompts)}; raise --num-prompts, give a longer file with --prompts, or a smaller "
-            "--batch-size."
+            f"batch size {arguments.batch_size} needs as many prompts, and "
+            f"{arguments.prompts or 'the built-in text'} holds {len(prompts)}; give a longer file "
+            "with --prompts, or a smaller --batch-size."
         )
     methods, lookahead = (arguments.method,), arguments.num_speculative_tokens
     check_drafter(target, target.drafters[0], methods, lookahead)

@@ -8,6 +8,11 @@ from typing import Any
 
 # Help of an option whose name says all but its default.
 DEFAULT = "default: %(default)s"
+# Of the fields of a suite, what a command line calls them.
+FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
+    field: f"--{field.replace('_', '-')}"
+    for field in ("engines_at_once", "repeats", "settings", "temperatures")
+}
 # Help of an argument that names a model.
 MODEL = "Hugging Face name or folder"
 

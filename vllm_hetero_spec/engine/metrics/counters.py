@@ -47,6 +47,7 @@ CHAINS = {
 }
 # Expected now and then in normal operation: counted, but not worth a warning.
 _QUIET = frozenset({"catching_up", "not_worth_it", "not_guessed", "not_ready"})
+_MANY = 500  # requests left undrafted: one long prompt that the drafter reads takes fewer steps
 _FADE = 0.3  # weight of the newest steps in `off_fraction`
 
 
@@ -143,6 +144,7 @@ class DraftStats:
 
     def __post_init__(self) -> None:
         self._shown = 0, 0  # steps and off_steps when the gauges were last set
+        self._late = False  # whether it was logged that most drafts are not ready
 
     def skip(self, reason: str, detail: str = "", times: int = 1) -> None:
         """Count undrafted requests; the first of each reason is logged once."""
@@ -157,6 +159,17 @@ class DraftStats:
                 f": {detail}" if detail else "",
             )
         self.skipped[reason] += times
+        late, looked_up = self.skipped["not_ready"], self.drafts + self.skipped["not_guessed"]
+        if late >= _MANY and late > looked_up and not self._late:
+            self._late = True
+            logger.warning(
+                "Most drafts are not ready when the target needs them (%d of %d): the drafter's "
+                "process is too slow, or shares CPU cores or a device with the target. Give it "
+                'more of its own ("drafter_device" with "parallel": "process", "ray_drafter" with '
+                '"ray"), or leave out "parallel"; further cases are only counted.',
+                late,
+                late + looked_up,
+            )
 
     def keep_chain(self, because: str) -> None:
         """Count a draft that is to be a chain though trees are on; each cause is logged once."""

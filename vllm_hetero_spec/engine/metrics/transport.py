@@ -180,6 +180,7 @@ def _wrap_update(original: patching.Function) -> patching.Function:
         growth = getattr(model_runner_output, _FIELD, None)
         if growth is not None:
             _hand_on(outputs, growth)
+            _add_figures(self, outputs)
         return outputs
 
     return update_from_output
@@ -192,6 +193,21 @@ def _hand_on(outputs: "dict[int, EngineCoreOutputs]", growth: Counted) -> None:
         if output.scheduler_stats is not None:
             setattr(output.scheduler_stats, _FIELD, growth)
             return
+
+
+@harmless
+def _add_figures(scheduler: "Scheduler", outputs: "dict[int, EngineCoreOutputs]") -> None:
+    """Send the figures of a request with stop strings, if they are asked for, in each step.
+
+    vLLM sends them when the scheduler ends a request. At a stop string the front end ends it.
+    """
+    if scheduler.spec_decode_metrics_level == "none":
+        return
+    for output in (output for of in outputs.values() for output in of.outputs):
+        request = scheduler.requests.get(output.request_id)
+        params = request and request.sampling_params
+        if params and params.stop:
+            output.spec_decode_metrics = request.spec_decode_metrics
 
 
 def _wrap_init(

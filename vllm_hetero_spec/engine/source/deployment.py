@@ -3,7 +3,7 @@
 
 import copy
 import hashlib
-import os
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +16,11 @@ from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.source.cores import checked_cores, free_cores
 from vllm_hetero_spec.engine.source.errand import Errand
 from vllm_hetero_spec.ray_session import own_address
+
+logger = logging.getLogger("vllm.hetero_spec")
 
 # Texts for each request of the largest batch: those of waiting requests are kept as long.
 _SLOTS = 2
@@ -138,8 +141,8 @@ class Deployment:
             beside: The target's device.
 
         Raises:
-            ConfigError: The drafter is to run on a device of another type, on none, or on cores
-                that are not there.
+            ConfigError: The drafter is to run on a device of another type, on none, on cores
+                that are not there, or on a CPU whose cores the target has all.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores, ours = where[:1].isdigit(), options.parallel == "process"
@@ -155,6 +158,9 @@ class Deployment:
                 "take a GPU of its node that Ray has not set aside; give a number of GPUs, or a "
                 "share of one as 0.5."
             )
+        cores = checked_cores(where) if on_cores else []
+        if ours and not on_cores and beside.type == "cpu" and (cores := free_cores(vllm_config)):
+            logger.info("Drafter process: CPU cores %s, which the target leaves free.", cores)
         return cls(
             vllm_config=_without_layers(vllm_config),
             drafter_config=drafter_config,
@@ -163,7 +169,7 @@ class Deployment:
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
             device=str(beside) if on_cores else where if ours else None,
-            cores=_checked_cores(where) if on_cores else (),
+            cores=cores,
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
             tokenizer=pair.drafter.fingerprint,
@@ -189,33 +195,3 @@ def _without_layers(config: VllmConfig) -> VllmConfig:
     config = copy.copy(config)
     config.compilation_config, config.cache_config = compilation, copy.copy(config.cache_config)
     return config
-
-
-def _checked_cores(where: str) -> list[int]:
-    """The cores of a list, if a child of this process can go to all of them.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    cores, ours = cores_of(where), os.sched_getaffinity(0)
-    try:  # those that this process is on may be fewer; of what is asked for, what may be is given
-        os.sched_setaffinity(0, {*range(os.cpu_count() or 1), *cores})
-        found = os.sched_getaffinity(0)
-    finally:
-        os.sched_setaffinity(0, ours)
-    missing = [core for core in cores if core not in found]
-    if missing:
-        raise ConfigError(
-            f"drafter_device is {where!r}, and there is no CPU core {missing[0]} for this process; "
-            f"give some of {', '.join(map(str, sorted(found)))}, or leave it out for the engine's."
-        )
-    return cores
-
-
-def cores_of(text: str) -> list[int]:
-    """The cores of a list like "0-2,5"."""
-    cores: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores

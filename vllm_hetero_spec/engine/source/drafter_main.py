@@ -70,6 +70,7 @@ def load(
     from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.errors import one_line
 
+    given: Deployment | None = None
     try:
         load_general_plugins()  # as vLLM's workers do: models of other packages are among them
         from vllm_hetero_spec.engine.drafter.loading import faults_named
@@ -84,9 +85,11 @@ def load(
     except Exception as error:
         traceback.print_exc()
         why = f"{type(error).__name__}: {one_line(error)}"
+        placed = given is not None and given.options.drafter_device is not None
+        device = ', or "drafter_device" if that is the reason' if placed else ""
         raise ConfigError(
-            f"the drafter cannot be loaded in a process of its own ({why}); "
-            'leave out "parallel", or "drafter_device" where that is the reason.'
+            f"the drafter cannot be loaded in a process of its own ({why}); leave out "
+            f'"parallel"{device}.'
         ) from error
 
 

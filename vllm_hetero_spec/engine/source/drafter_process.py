@@ -128,12 +128,13 @@ class DrafterProcess:
 
 def _environment(cores: Sequence[int]) -> dict[str, str]:
     """Of the child: what this process can import, and a thread on each of its cores."""
-    changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if cores:
-        changes["OMP_NUM_THREADS"] = str(len(cores))
-        changes["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in cores)
-        changes["OMP_PROC_BIND"] = "true"
-    return os.environ | changes
+        variables["OMP_NUM_THREADS"] = str(len(cores))
+        variables["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in cores)
+        variables["OMP_PROC_BIND"] = "true"
+        variables.pop("KMP_AFFINITY", None)  # libiomp prefers it, and it names the target's cores
+    return variables
 
 
 def _end(messages: socket.socket, child: subprocess.Popen[bytes]) -> None:
