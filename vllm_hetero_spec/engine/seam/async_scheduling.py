@@ -197,12 +197,15 @@ def _check_room(config: "VllmConfig") -> None:
     Raises:
         ConfigError: They do not fit.
     """
-    rows = 1 + config.speculative_config.num_speculative_tokens
+    spec = config.speculative_config
+    rows = 1 + spec.num_speculative_tokens
+    own = spec.hetero.num_speculative_tokens
+    given = "num_speculative_tokens" if rows == 1 + own else "tree_nodes"  # a tree has more rows
     room, key = tree_scratch.narrowest(config)
     if room < rows:
         raise ConfigError(
             f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
-            f"{rows}, or num_speculative_tokens lower."
+            f"{rows}, or {given} lower."
         )
 
 
