@@ -147,7 +147,9 @@ _KINDS: dict[str, Callable[[Texts, random.Random], dict[str, Any]]] = {
     "lookahead": lambda texts, rng: {
         "vllm_xargs": {"hetero_spec_lookahead": rng.choice((0, 1, 2, 9, 99))}
     },
-    "odd lookahead": lambda texts, rng: {"vllm_xargs": {"hetero_spec_lookahead": "many"}},
+    "odd lookahead": lambda texts, rng: {
+        "vllm_xargs": {"hetero_spec_lookahead": rng.choice(("2", True, False))}
+    },
     "salt": lambda texts, rng: {"prompt": texts.prompts[0], "cache_salt": rng.choice("ab")},
     "unknown ids": lambda texts, rng: {"prompt": [5, texts.vocab_size + rng.randrange(1 << 20)]},
     "too long": lambda texts, rng: {"prompt": "x y " * 20_000},

@@ -8,7 +8,9 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.errors import ConfigError, nearest
@@ -18,6 +20,7 @@ _DEVICES = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
 # Of a GPU or CPU, the least that Ray counts.
 _LEAST_SHARE = 1e-4
 _MOST_BYTES = 1 << 63
+_NUMBER = TypeAdapter[Any](Annotated[int | float, Field(union_mode="left_to_right")])
 
 
 def check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
@@ -192,6 +195,16 @@ def check_verification(method: Any) -> None:
             f"rejection_sample_method={method!r} is not supported here: this method promises the "
             "target's own distribution, which 'standard' keeps; leave the key out."
         )
+
+
+def number(value: Any) -> Any:
+    """A number, also one given as text, as vLLM (pydantic) reads it; any other value unchanged."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return _NUMBER.validate_python(value)
+    except ValueError:
+        return value
 
 
 def integer(key: str, value: Any, low: int, high: int) -> int:

@@ -16,6 +16,7 @@ from harness import BASE, slem
 
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +66,13 @@ def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_pat
         "import pickle, sys\n"
         "from vllm.v1.metrics.loggers import PrometheusStatLogger\n"
         "from vllm.v1.worker.worker_base import WorkerBase\n"
-        "def patched(): return hasattr(PrometheusStatLogger.record, '__vllm_hetero_spec_patch__')\n"
+        "from vllm import SamplingParams\n"
+        "def patched(): return [hasattr(hook, '__vllm_hetero_spec_patch__') for hook in\n"
+        "    (PrometheusStatLogger.record, SamplingParams._validate_spec_decode)]\n"
         "def answers(): return hasattr(WorkerBase, 'hetero_spec_stats')\n"
-        "before = patched() or answers()\n"
+        "before = any(patched()) or answers()\n"
         "pickle.load(open(sys.argv[1], 'rb'))\n"
-        "print(before, patched() and answers())"
+        "print(before, all(patched()) and answers())"
     )
     command = [sys.executable, "-c", program, str(carried)]
     carried.write_bytes(pickle.dumps(config))
@@ -273,3 +276,33 @@ def test_parameters_that_v1_leaves_out_of_drafts_are_refused_there(
         asked._validate_spec_decode(config.speculative_config)
     config.speculative_config.takes_all_params = True
     asked._validate_spec_decode(config.speculative_config)
+
+
+def test_what_requests_ask_of_us_is_checked(make, demo_pair: Path) -> None:
+    from vllm import SamplingParams
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.exceptions import VLLMValidationError
+
+    config = make(slem(demo_pair / "drafter")).create_engine_config().speculative_config
+    for wrong in ({LOOKAHEAD_ARG: 2.5}, {"hetero_spec_lookahed": 2}):
+        asked = SamplingParams(extra_args=wrong)
+        asked._validate_spec_decode(None)  # another engine's requests are none of our business
+        for config.takes_all_params in (True, False):
+            with pytest.raises(VLLMValidationError, match="hetero_spec_lookahead"):
+                asked._validate_spec_decode(config)
+    for model, given in (
+        (ChatCompletionRequest, {"messages": []}),
+        (CompletionRequest, {"prompt": "x"}),
+        (ResponsesRequest, {"input": "x"}),
+        (AnthropicMessagesRequest, {"messages": [], "model": "m", "max_tokens": 1}),
+    ):
+        for value, kept in ((True, {}), (False, {LOOKAHEAD_ARG: 0}), ("3", {LOOKAHEAD_ARG: "3"})):
+            xargs = {LOOKAHEAD_ARG: value, "another's": 1}
+            found = model.model_validate({**given, "vllm_xargs": xargs}).vllm_xargs
+            assert found == {**kept, "another's": 1}
+        assert model.model_validate(given).vllm_xargs is None
+        with pytest.raises(VLLMValidationError, match="hetero_spec_lookahead is -1"):
+            model.model_validate({**given, "vllm_xargs": {LOOKAHEAD_ARG: -1}})

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts obey what the request's sampling parameters make certain."""
 
-import logging
+import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.exceptions import VLLMValidationError
 
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
-from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
+from vllm_hetero_spec.engine.seam.request_params import (
+    LOOKAHEAD_ARG,
+    RequestParams,
+    params_of,
+    requested_lookahead,
+)
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.staging import Sender
 
@@ -83,13 +90,36 @@ def test_behind_min_tokens_drafts_have_any_length(out: int) -> None:
     assert params_with(min_tokens=5).before_stops(out) > 1000
 
 
-def test_wishes_that_nobody_reads_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "vllm.hetero_spec"):
-        for _ in range(2):
-            found = params_with(extra_args={"hetero_spec_lookahed": 1, "another's": 2})
-            assert found.lookahead is None
-    (said,) = caplog.messages
-    assert "hetero_spec_lookahed, which nobody reads; hetero_spec_lookahead is" in said
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, None), (True, None), (False, 0), (0, 0), ("0", 0), ("3", 3), (2.0, 2), (99, 99)],
+)
+def test_a_request_sets_its_draft_length(given: Any, expected: int | None) -> None:
+    extra = {LOOKAHEAD_ARG: given, "another's": "x"}
+    found = params_with(extra_args=extra).lookahead
+    assert found == requested_lookahead(extra) == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        *(
+            ({LOOKAHEAD_ARG: wrong}, f"{LOOKAHEAD_ARG} is {wrong!r}; it must be a whole number")
+            for wrong in (-1, "-1", 2.5, "2.5", "many", "", [3], math.inf)
+        ),
+        (
+            {"hetero_spec_lookahed": 1},
+            "hetero_spec_lookahed does not exist (did you mean 'hetero_spec_lookahead'?);",
+        ),
+        ({LOOKAHEAD_ARG: 1, "hetero_spec_x": 1}, "hetero_spec_x does not exist"),
+    ],
+)
+def test_what_a_request_cannot_set(extra: dict[str, Any], sentence: str) -> None:
+    """The front end refuses it. An engine core that receives it all the same goes on."""
+    with pytest.raises(VLLMValidationError, match=f"^{re.escape(sentence)}.*\\.$"):
+        requested_lookahead(extra)
+    assert params_with(extra_args=extra).lookahead is None
 
 
 def test_penalty_only_where_there_is_one() -> None:

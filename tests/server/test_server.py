@@ -182,6 +182,32 @@ def test_what_v1_leaves_out_of_drafts_is_refused(server: Server, asked: dict[str
         complete(server, PROMPTS[0], **asked)
 
 
+def test_a_request_sets_its_own_lookahead(server: Server) -> None:
+    """Also as text or as a boolean. What is wrong is HTTP 400, of a stream too."""
+
+    def ask(streams: bool = False, **xargs: Any) -> None:
+        complete(server, PROMPTS[0], stream=streams, extra_body={"vllm_xargs": xargs})
+
+    before = counters(server)
+    ask(hetero_spec_lookahead=False)
+    ask(hetero_spec_lookahead="0")
+    assert counters(server) == before
+    ask(hetero_spec_lookahead=True)
+    assert counters(server)["accepted[1]"] > before["accepted[1]"]
+    for streams in (False, True):
+        for value in (2.5, -1, "many"):
+            with pytest.raises(openai.BadRequestError, match=f"lookahead is {value!r}; it must be"):
+                ask(streams, hetero_spec_lookahead=value)
+        with pytest.raises(openai.BadRequestError, match=r"did you mean 'hetero_spec_lookahead'\?"):
+            ask(streams, hetero_spec_lookahed=1)
+    with pytest.raises(openai.BadRequestError, match="hetero_spec_lookahead is -1; it must be"):
+        server.client.chat.completions.create(
+            model=server.model,
+            messages=CHAT,
+            extra_body={"vllm_xargs": {"hetero_spec_lookahead": -1}},
+        )
+
+
 def test_metrics_agree_with_each_other(server: Server) -> None:
     for prompt in PROMPTS:
         complete(server, prompt)

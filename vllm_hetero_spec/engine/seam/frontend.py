@@ -144,7 +144,7 @@ def _build(
     )
     check_pair(target, config.drafter_model_config, options)
     install_hooks()
-    params_check.install()
+    params_check.install_http()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",

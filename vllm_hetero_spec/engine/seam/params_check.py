@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that Model Runner V1 has no right answer to while it speculates: refused there.
+"""Checks of a request's parameters in the front end. What is refused there is HTTP 400.
 
-vLLM refuses `min_p` and `logit_bias` with every speculation. Its V2 sampler applies them to rows of
-drafts too, and our verification takes what it makes; on V1 they would be left out, and vLLM's
-refusal stands. A `thinking_token_budget` is served on V2; on V1 vLLM takes it, and in steps without
-drafts ends the thinking of whichever request is the first of the batch.
+* Our own parameters (`request_params`) have to exist and to have a value that is supported.
+* vLLM refuses `min_p` and `logit_bias` with every speculation. Its V2 sampler applies them to rows
+  of drafts too, and our verification takes its result; Model Runner V1 would leave them out, and
+  vLLM's refusal stands.
+* A `thinking_token_budget` is served on V2. On V1 vLLM takes it, and in steps without drafts ends
+  the thinking of whichever request is the first of the batch; it is refused there.
 """
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BeforeValidator
 
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, requested_lookahead
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -24,6 +30,34 @@ def install() -> None:
 
     patching.replace(InputProcessor, "__init__", "parameters", _wrap_init)
     patching.replace(SamplingParams, "_validate_spec_decode", "parameters", _wrap_check)
+
+
+@cache
+def install_http() -> None:
+    """Check `vllm_xargs` of HTTP requests when they are parsed. Idempotent; for servers with us.
+
+    A check in `SamplingParams` is too late there: a stream has its HTTP status already, and vLLM
+    has read `true` as 1.
+    """
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for model in (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        AnthropicMessagesRequest,
+    ):
+        model.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_checked))
+        model.model_rebuild(force=True)
+
+
+def _checked(xargs: Any) -> Any:
+    if isinstance(xargs, dict) and requested_lookahead(xargs) is None:
+        return {name: value for name, value in xargs.items() if name != LOOKAHEAD_ARG}
+    return xargs
 
 
 def _wrap_init(original: patching.Function) -> patching.Function:
@@ -42,10 +76,13 @@ def _wrap_check(original: patching.Function) -> patching.Function:
     def _validate_spec_decode(
         self: "SamplingParams", speculative_config: "SpeculativeConfig | None"
     ) -> None:
+        ours = hasattr(speculative_config, "hetero")
+        if ours:
+            requested_lookahead(self.extra_args)
         if getattr(speculative_config, "takes_all_params", False):
             return
         original(self, speculative_config)
-        if hasattr(speculative_config, "hetero") and self.thinking_token_budget is not None:
+        if ours and self.thinking_token_budget is not None:
             raise VLLMValidationError(
                 "The thinking_token_budget sampling parameter is not supported with speculative "
                 "decoding on Model Runner V1; leave it out, or serve without --speculative-config, "

@@ -5,20 +5,20 @@ A token that the target is bound to reject is not worth verifying. Cutting a dra
 lossless; cutting it by what its tokens are is so for greedy drafts, of which nothing was drawn.
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.exceptions import VLLMValidationError
 
+from vllm_hetero_spec.config_checks import number
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.errors import nearest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-
-logger = logging.getLogger("vllm.hetero_spec")
 
 # A request's own lookahead in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0 is off.
 LOOKAHEAD_ARG = "hetero_spec_lookahead"
@@ -130,6 +130,10 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
     """
     if params is None:
         return RequestParams(noise_seed)
+    try:
+        lookahead = requested_lookahead(params.extra_args)
+    except VLLMValidationError:  # from a front end without `params_check`, such as vLLM's in Rust
+        lookahead = None
     penalty = Penalty(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     allowed = params.allowed_token_ids
     return RequestParams(
@@ -146,37 +150,32 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         allowed_ids=None if allowed is None else frozenset(allowed),
         bad_words=params.bad_words_token_ids or (),
         thinks_within=params.thinking_token_budget is not None,
-        lookahead=_requested_lookahead(params),
+        lookahead=lookahead,
     )
 
 
-def _requested_lookahead(params: "SamplingParams") -> int | None:
-    if not params.extra_args:
-        return None
-    for name in params.extra_args:
+def requested_lookahead(extra_args: Mapping[str, Any] | None) -> int | None:
+    """The draft length in target tokens that a request sets; None leaves it to the controller.
+
+    Args:
+        extra_args: Of SamplingParams.
+
+    Raises:
+        VLLMValidationError: A name or value of ours is not supported.
+    """
+    for name in extra_args or ():
         if str(name).startswith(_OURS) and name != LOOKAHEAD_ARG:
-            _complain_of(str(name)[:40])
-    asked = params.extra_args.get(LOOKAHEAD_ARG)
-    if asked is None:
+            raise VLLMValidationError(
+                f"{str(name)[:40]} does not exist{nearest(name, [LOOKAHEAD_ARG])}; a request can "
+                f"set {LOOKAHEAD_ARG}."
+            )
+    given = (extra_args or {}).get(LOOKAHEAD_ARG)
+    if given is None or given is True:
         return None
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
-        _complain(repr(asked)[:40])
-        return None
-    return asked
-
-
-@lru_cache(maxsize=8)
-def _complain(found: str) -> None:
-    logger.warning(
-        "A request asks for %s=%s; it must be a whole number from 0 (no speculation). Such "
-        "requests are drafted as if they had not asked.",
-        LOOKAHEAD_ARG,
-        found,
-    )
-
-
-@lru_cache(maxsize=8)
-def _complain_of(name: str) -> None:
-    logger.warning(
-        "A request asks for %s, which nobody reads; %s is supported.", name, LOOKAHEAD_ARG
-    )
+    asked = number(given)
+    if not isinstance(asked, int) or asked < 0:
+        raise VLLMValidationError(
+            f"{LOOKAHEAD_ARG} is {repr(given)[:40]}; it must be a whole number of at least 0 "
+            "(0 or false: no drafts; true: as without it)."
+        )
+    return int(asked)

@@ -77,10 +77,11 @@ def install_hooks() -> None:
     from vllm_hetero_spec.engine.seam import (
         async_scheduling,
         cache_salt,
+        params_check,
         pipeline,
         runner_choice,
         tree_scratch,
     )
 
-    for part in (cache_salt, runner_choice, async_scheduling, pipeline, tree_scratch):
+    for part in (cache_salt, params_check, runner_choice, async_scheduling, pipeline, tree_scratch):
         part.install()
