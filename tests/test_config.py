@@ -105,8 +105,12 @@ def test_own_keys_reach_the_options() -> None:
         ({"tree_nodes": 8, "tree_values": "ranks"}, ["did you mean 'rank'", "learnt, rank"]),
         ({"tree_values": "rank"}, ["tree_values", "tree_nodes"]),
         ({"tree_nodes": 0, "tree_width": 1}, ["tree_width", "tree_nodes"]),
-        ({"num_speculative_tokens": "5"}, ["num_speculative_tokens is '5'"]),
+        ({"num_speculative_tokens": "five"}, ["num_speculative_tokens is 'five'"]),
+        ({"num_speculative_tokens": "2.5"}, ["num_speculative_tokens is '2.5'", "from 1 to 64"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens is True", "from 1 to 64"]),
         ({"context": 63}, ["context is 63"]),
+        ({"max_model_len": 63}, ["max_model_len is 63", "from 64"]),
+        ({"max-model-len": "long"}, ["max_model_len is 'long'", "whole number"]),
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
         ({"kv_cache_memory_bytes": "0.5"}, ["kv_cache_memory_bytes is '0.5'", "from 1"]),
         ({"kv_cache_memory_bytes": 0.5}, ["kv_cache_memory_bytes is 0.5", "from 1"]),
@@ -167,6 +171,37 @@ def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) ->
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "text", "value"),
+    [
+        ({}, "num_speculative_tokens", "7", 7),
+        ({}, "num_speculative_tokens", "7.0", 7),
+        ({}, "num_speculative_tokens", 7.0, 7),
+        ({}, "tree_nodes", " 8 ", 8),
+        ({"tree_nodes": 8}, "tree_width", "2", 2),
+        ({}, "context", "1024", 1024),
+        ({"method": "slrs"}, "merge_candidates", "4", 4),
+        ({}, "kv_cache_memory_bytes", "67108864", 64 << 20),
+        (FUZZY, "threshold", "1e-1", 0.1),
+        ({"controller": "confidence"}, "confidence_threshold", "0.5", 0.5),
+    ],
+)
+def test_numbers_may_be_text(options: dict, key: str, text: str, value: float) -> None:
+    found = getattr(parse(GOOD | options | {key: text})[0], key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_numbers_under_other_names_may_be_text() -> None:
+    options, _ = parse(GOOD | {"max_model_len": "1024", "context": 1024})
+    assert options.context == 1024
+    size = {"draft_tensor_parallel_size": "2"}
+    assert parse(GOOD | size, target_tensor_parallel=2)[0].tensor_parallel == "sharded"
+    wanted = {"num_gpus": "0.5", "num_cpus": "2"}
+    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
+    assert options.ray_drafter == RayDrafter(num_gpus=0.5, num_cpus=2)
 
 
 def test_home_folders_are_found() -> None:

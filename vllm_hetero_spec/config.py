@@ -23,6 +23,7 @@ from vllm_hetero_spec.config_checks import (
     check_verification,
     integer,
     listed,
+    mode_of_size,
     num_bytes,
     one_of,
     take_over,
@@ -231,11 +232,12 @@ def parse(
     given["method"] = _method(given.pop("heterogeneous_vocab_method", None), given.get("method"))
     size = given.pop("draft_tensor_parallel_size", None)
     if size is not None:
-        mode = _mode_of_size(size, target_tensor_parallel)
+        mode = mode_of_size(size, target_tensor_parallel)
         if target_tensor_parallel > 1:  # of one rank both modes are the same
             take_over(given, "tensor_parallel", mode, f"draft_tensor_parallel_size={size}")
-    length = given.pop("max_model_len", None)
-    take_over(given, "context", length, f"max_model_len={length}")
+    if (length := given.pop("max_model_len", None)) is not None:
+        length = integer("max_model_len", length, MIN_CONTEXT, 1 << 31)
+        take_over(given, "context", length, f"max_model_len={length}")
     vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
     _check_keys(given)
     check_verification(vllm_keys.get("rejection_sample_method", "standard"))
@@ -336,14 +338,3 @@ def _check_keys(given: Mapping[str, Any]) -> None:
                 f"unknown key {key!r} in the speculative configuration"
                 f"{nearest(key, supported)}; supported: {listed(supported)}."
             )
-
-
-def _mode_of_size(size: Any, target: int) -> str:
-    if size == 1:
-        return "rank0"
-    if size == target:
-        return "sharded"
-    raise ConfigError(
-        f"draft_tensor_parallel_size={size!r} is not supported: it can be 1 (the drafter runs "
-        f"whole on the first rank) or {target}, the target's own."
-    )

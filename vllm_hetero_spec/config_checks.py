@@ -2,6 +2,7 @@
 """One clear sentence for each value of a speculative configuration that cannot be used.
 
 Each check takes the configuration as it was given, keys with underscores, and raises ConfigError.
+Checks of numbers replace one that was given as text.
 """
 
 import math
@@ -33,7 +34,7 @@ def check_rows(given: Mapping[str, Any], target_tensor_parallel: int) -> None:
         )
 
 
-def check_fuzzy(given: Mapping[str, Any]) -> None:
+def check_fuzzy(given: dict[str, Any]) -> None:
     if given.get("verification") != "fuzzy":
         for key in ("divergence", "threshold"):
             if given.get(key) is not None:
@@ -42,7 +43,7 @@ def check_fuzzy(given: Mapping[str, Any]) -> None:
                     "ask for that."
                 )
         return
-    threshold = given.get("threshold")
+    threshold = number(given.get("threshold"))
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         threshold = -1
     if not 0 <= threshold <= sys.float_info.max:  # nor NaN
@@ -50,6 +51,7 @@ def check_fuzzy(given: Mapping[str, Any]) -> None:
             f"threshold is {given.get('threshold')!r}; fuzzy verification needs a finite "
             "divergence of at least 0, below which a draft passes, as 0.1."
         )
+    given["threshold"] = threshold
     if given["method"] == "slem":
         raise ConfigError(
             '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli or '
@@ -57,8 +59,8 @@ def check_fuzzy(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_confidence(given: Mapping[str, Any]) -> None:
-    threshold = given.get("confidence_threshold")
+def check_confidence(given: dict[str, Any]) -> None:
+    threshold = number(given.get("confidence_threshold"))
     if threshold is None:
         return
     if given.get("controller") != "confidence":
@@ -73,6 +75,7 @@ def check_confidence(given: Mapping[str, Any]) -> None:
             f"confidence_threshold is {given['confidence_threshold']!r}; it must be a probability "
             "from 0 to 1."
         )
+    given["confidence_threshold"] = threshold
 
 
 def check_trees(given: Mapping[str, Any]) -> None:
@@ -132,22 +135,23 @@ def check_ray_drafter(given: Any) -> dict[str, Any]:
         )
     found = {key: value for key, value in given.items() if value is not None}
     for key in found.keys() & set(keys[:2]):
-        number = found[key]
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not (is_number and (number == 0 or _LEAST_SHARE <= number < math.inf)):
+        share = number(found[key])
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not (is_number and (share == 0 or _LEAST_SHARE <= share < math.inf)):
             raise ConfigError(
-                f"{key} of ray_drafter is {number!r}; it must be 0 or a number of at least "
+                f"{key} of ray_drafter is {found[key]!r}; it must be 0 or a number of at least "
                 f"{_LEAST_SHARE:g}, which Ray sets aside on one node."
             )
-        if key == "num_gpus" and number > 1 and number % 1:
+        if key == "num_gpus" and share > 1 and share % 1:
             raise ConfigError(
-                f"num_gpus of ray_drafter is {number!r}; above 1, Ray sets aside whole GPUs alone: "
-                "give a share of one as 0.5, or a whole number."
+                f"num_gpus of ray_drafter is {found[key]!r}; above 1, Ray sets aside whole GPUs "
+                "alone: give a share of one as 0.5, or a whole number."
             )
-    share = found.get("share", "default")
-    if not isinstance(share, str) or not re.fullmatch(r"[\w.-]+", share):
+        found[key] = share
+    name = found.get("share", "default")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(
-            f"share of ray_drafter is {share!r}; it must be a name of letters, digits, '.', '_' "
+            f"share of ray_drafter is {name!r}; it must be a name of letters, digits, '.', '_' "
             "and '-'."
         )
     return found
@@ -182,11 +186,23 @@ def take_over(given: dict[str, Any], key: str, value: Any, spelling: str) -> Non
     if value is None:
         return
     found = given.get(key)
-    if found is not None and found != value:
+    if found is not None and number(found) != value:
         raise ConfigError(
             f"{spelling} means {key}={value!r}, and {key} is {found!r}; leave one of them out."
         )
     given[key] = value
+
+
+def mode_of_size(size: Any, target: int) -> str:
+    """`tensor_parallel` in the spelling of vLLM."""
+    if number(size) == 1:
+        return "rank0"
+    if number(size) == target:
+        return "sharded"
+    raise ConfigError(
+        f"draft_tensor_parallel_size={size!r} is not supported: it can be 1 (the drafter runs "
+        f"whole on the first rank) or {target}, the target's own."
+    )
 
 
 def check_verification(method: Any) -> None:
@@ -209,10 +225,11 @@ def number(value: Any) -> Any:
 
 def integer(key: str, value: Any, low: int, high: int) -> int:
     """A whole number in a range."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        found = "missing" if value is None else repr(value)
-        raise ConfigError(f"{key} is {found}; it must be a whole number from {low} to {high}.")
-    return value
+    found = number(value)
+    if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
+        given = "missing" if value is None else repr(value)
+        raise ConfigError(f"{key} is {given}; it must be a whole number from {low} to {high}.")
+    return found
 
 
 def num_bytes(value: Any) -> int:
