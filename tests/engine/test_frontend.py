@@ -150,6 +150,19 @@ def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
         make({"method": "eagel", "model": "x", "num_speculative_tokens": 2}).create_engine_config()
 
 
+@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
+def test_vllms_refusal_of_two_vocabularies_names_our_method(
+    make, demo_pair: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    larger = tmp_path / "larger"
+    shutil.copytree(demo_pair / "drafter", larger)
+    config = json.loads((larger / "config.json").read_text())
+    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 100_000}))
+    spec = {**method, "model": str(larger), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=r"same vocabulary size.*\"method\": \"hetero\""):
+        make(spec).create_engine_config()
+
+
 def test_they_do_not_on_a_changed_vllm_either(make, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import speculative
 

@@ -10,7 +10,7 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_hetero_spec.config import METHODS, ConfigError, parse, wants_us
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse, wants_us
 from vllm_hetero_spec.engine.compat import patching, releases
 
 if TYPE_CHECKING:
@@ -28,11 +28,14 @@ _FLAGS = {
 
 def install() -> None:
     """Install the configuration hooks in this process. Idempotent, and inert until asked for."""
+    from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
     patching.replace(EngineArgs, "create_speculative_config", "configuration", _wrap_create)
     patching.replace(EngineArgs, "create_engine_config", "configuration", _wrap_engine_config)
     patching.replace(EngineArgs, "add_cli_args", "command line", _wrap_cli)
+    name = "verify_equal_vocab_size_if_draft_model"
+    patching.replace(SpeculativeConfig, name, "vocabularies", _wrap_vocab_size)
 
 
 def _wrap_create(original: patching.Function) -> patching.Function:
@@ -74,6 +77,19 @@ def _wrap_cli(original: patching.Function) -> patching.Function:
         return parser
 
     return add_cli_args
+
+
+def _wrap_vocab_size(original: patching.Function) -> patching.Function:
+    def verify_equal_vocab_size_if_draft_model(self: "SpeculativeConfig") -> None:
+        try:
+            original(self)
+        except ValueError as error:
+            raise ValueError(
+                f'{error} "method": "{DEFAULT_METHOD}" in the speculative configuration '
+                "(vllm_hetero_spec) serves such pairs."
+            ) from error
+
+    return verify_equal_vocab_size_if_draft_model
 
 
 def _merged(args: "EngineArgs") -> dict[str, Any] | None:
