@@ -17,6 +17,7 @@ from harness import BASE, slem
 import vllm_hetero_spec
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
+from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,22 @@ def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         assert "\n" not in str(refused.value)
 
 
+def test_an_engine_without_text_has_a_drafter(make, demo_pair: Path, tmp_path: Path) -> None:
+    """Translation reads the target's tokenizer by itself."""
+    args = make(slem(demo_pair / "drafter"), skip_tokenizer_init=True)
+    config = args.create_engine_config()
+    assert config.model_config.skip_tokenizer_init
+    spec = config.speculative_config
+    pair = load_pair(config.model_config, spec.drafter_model_config, spec.hetero)
+    assert len(pair.target.encode("def main():")) > 0
+    args.tokenizer = str(tmp_path)
+    sentence = (
+        r"tokenizer can be loaded for the target .* --tokenizer, and give detokenize=False in"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        args.create_engine_config()
+
+
 def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
     drafter = demo_pair / "drafter"
     for change, sentence in (
@@ -237,8 +254,6 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
             make(slem(drafter) | change).create_engine_config()
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         make(slem(drafter), pipeline_parallel_size=2).create_engine_config()
-    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-        make(slem(drafter), skip_tokenizer_init=True).create_engine_config()
     config = make(None).create_engine_config()
     for key, value in (  # refused by vLLM itself on a CPU
         ("enable_elastic_ep", True),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From vLLM's model configurations to the tokenizer bridge."""
 
+import copy
 import logging
 from typing import NamedTuple
 
@@ -79,21 +80,24 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
 
 
 def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
+    # An engine that neither reads nor writes text (skip_tokenizer_init) has to be drafted for too.
+    own = copy.copy(config)
+    own.skip_tokenizer_init = False
     try:
-        tokenizer = cached_tokenizer_from_config(config)
+        tokenizer = cached_tokenizer_from_config(own)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         where = "--tokenizer"
         if role == "drafter":
             where = '"tokenizer" in the speculative configuration'
         mode = "" if config.tokenizer_mode == "auto" else 'set tokenizer_mode to "auto", or '
+        instead = ""
+        if config.skip_tokenizer_init:
+            instead = ", and give detokenize=False in SamplingParams instead of skip_tokenizer_init"
         raise ConfigError(
             f"no tokenizer can be loaded for the {role} {config.tokenizer!r}: "
-            f"{first_sentence(error)}; {mode}name a folder or repository that has one with {where}."
+            f"{first_sentence(error)}; {mode}name a folder or repository that has one with {where}"
+            f"{instead}."
         ) from error
-    if tokenizer is None:
-        raise ConfigError(
-            f"the {role} has no tokenizer (skip_tokenizer_init); translation needs it."
-        )
     try:
         text = load_tokenizer(tokenizer, name=str(config.tokenizer))
         return text.limited_to(config.get_vocab_size()), chat_of(tokenizer)
