@@ -151,6 +151,23 @@ def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
         make({"method": "eagel", "model": "x", "num_speculative_tokens": 2}).create_engine_config()
 
 
+def test_vllms_warning_to_authors_of_proposers_is_not_shown(
+    make, demo_pair: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm import logger
+    from vllm.config import speculative
+
+    for spec, shown in (
+        (slem(demo_pair / "drafter"), 0),
+        ({"method": "custom_class", "model": "any.proposer", "num_speculative_tokens": 2}, 1),
+    ):
+        logger._print_warning_once.cache_clear()
+        caplog.clear()
+        make(spec).create_engine_config()
+        found = [r for r in caplog.records if r.name == speculative.logger.name]
+        assert sum("experimental" in r.getMessage() for r in found) == shown
+
+
 @pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
 def test_vllms_refusal_of_two_vocabularies_names_our_method(
     make, demo_pair: Path, tmp_path: Path, method: dict[str, Any]

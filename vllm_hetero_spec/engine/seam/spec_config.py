@@ -9,10 +9,11 @@ checks refuse the `prompt_lookup_max=0` that `custom_class` sets.
 """
 
 import hashlib
+import logging
 import platform
 
 from pydantic import SkipValidation
-from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config import ModelConfig, SpeculativeConfig, speculative
 from vllm.config.utils import config
 
 from vllm_hetero_spec import __version__, register
@@ -38,6 +39,13 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
     drafter_model_config: SkipValidation[ModelConfig] = None
     takes_all_params: bool = False
     plugin_version: str = __version__
+
+    def __post_init__(self) -> None:
+        speculative.logger.addFilter(_concerns_users)
+        try:
+            super().__post_init__()
+        finally:
+            speculative.logger.removeFilter(_concerns_users)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Unpickled in another process (engine core, worker): install there what it needs.
@@ -70,6 +78,11 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
             f"HeteroSpeculativeConfig(method={self.hetero.method!r}, model={self.hetero.model!r}, "
             f"num_spec_tokens={self.num_speculative_tokens})"
         )
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    """False for vLLM's warning to authors of proposers: supported releases are checked at start."""
+    return "custom class-based proposer" not in record.getMessage()
 
 
 def install_hooks() -> None:
