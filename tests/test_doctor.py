@@ -147,6 +147,15 @@ def test_a_plugin_that_is_kept_out(
     assert "fix: unset VLLM_PLUGINS or add hetero_spec to it" in printed
 
 
+@pytest.mark.parametrize("given", ["x, hetero_spec", "x,hetero_spec ", "x,\thetero_spec"])
+def test_a_space_in_the_list_of_plugins(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", given)
+    found = found_by("plugin")
+    assert not found.good
+    assert found.found.startswith(f"VLLM_PLUGINS={given!r} keeps it out: vLLM reads the space")
+    assert found.fix == "remove the space: VLLM_PLUGINS=x,hetero_spec"
+
+
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Finding:
         raise RuntimeError("no such thing\nand more")

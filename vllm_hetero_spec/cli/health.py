@@ -172,6 +172,13 @@ def _plugin() -> str:
         raise _Fault("vLLM does not see it", "pip install vllm-hetero-spec into vLLM's environment")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN not in allowed.split(","):
+        names = [name.strip() for name in allowed.split(",")]
+        if _PLUGIN in names:
+            raise _Fault(
+                f"VLLM_PLUGINS={allowed!r} keeps it out: vLLM reads the space at {_PLUGIN} as a "
+                "part of the name",
+                f"remove the space: VLLM_PLUGINS={','.join(names)}",
+            )
         raise _Fault(
             f"VLLM_PLUGINS={allowed} keeps it out", f"unset VLLM_PLUGINS or add {_PLUGIN} to it"
         )
