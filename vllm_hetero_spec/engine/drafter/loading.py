@@ -16,7 +16,6 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.offloader import create_offloader, get_offloader, set_offloader
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
@@ -30,6 +29,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
+from vllm_hetero_spec.engine.drafter.filled_weights import load_filled
 from vllm_hetero_spec.engine.seam.sleep_mode import dropped_in_sleep
 from vllm_hetero_spec.inputs.weights import missing_weights
 
@@ -88,11 +88,12 @@ def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) 
         kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
 
     Raises:
-        ConfigError: The drafter's layers cannot share KV blocks, or the budget does not hold two.
+        ConfigError: Its weights are not whole, its layers cannot share KV blocks, or the budget
+            does not hold two.
     """
     with set_current_vllm_config(config):
         with _offloader_of(config), _own_rotary_embeddings(), set_model_tag("draft_model"):
-            model = get_model(vllm_config=config)
+            model = load_filled(config)
         # vLLM settles the target's block size once its layers exist, which is after this; the
         # drafter's is its own, of what its own attention backends take.
         current_platform.update_block_size_for_backend(config)
