@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.drafter.filled_weights import load_filled
+from vllm_hetero_spec.engine.drafter.loading import faults_named
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -209,3 +210,16 @@ def test_quantised_while_they_are_read(demo_pair: Path, tmp_path: Path) -> None:
     gone = without(f"{ATTENTION}k_proj.weight", f"{ATTENTION}o_proj.weight")
     named = f"a part of {ATTENTION}qkv_proj.weight, {ATTENTION}o_proj.weight"
     assert blank(written(tmp_path / "drafter", demo_pair, gone), **online) == named
+
+
+def test_a_quantisation_without_kernels_is_named(demo_pair: Path) -> None:
+    config = EngineArgs(str(demo_pair / "drafter"), quantization="fp8").create_engine_config()
+    with (
+        pytest.raises(ConfigError, match=r"quantization 'fp8' on this cpu \(Runt.*, or none\.$"),
+        faults_named(config.model_config),
+        set_current_vllm_config(config),
+    ):
+        load_filled(config)
+    config.model_config.quantization = None
+    with pytest.raises(LookupError), faults_named(config.model_config):
+        raise LookupError

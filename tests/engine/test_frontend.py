@@ -253,8 +253,12 @@ def test_an_engine_without_text_has_a_drafter(make, demo_pair: Path, tmp_path: P
         args.create_engine_config()
 
 
-def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
+def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path: Path) -> None:
     drafter = demo_pair / "drafter"
+    quantised = shutil.copytree(drafter, tmp_path / "quantised")
+    config_file = quantised / "config.json"
+    fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | fp8))
     for change, sentence in (
         ({"method": "slme"}, "did you mean 'slem'"),
         ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'"),
@@ -263,9 +267,19 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path) -> None:
         ({"translation": "identity"}, "differ"),
         ({"model": None}, "needs a drafter"),
         ({"dtype": "fp16"}, r"^dtype is 'fp16': Input should be 'auto', 'half'.*'float32'\.$"),
+        (
+            {"quantization": "awq"},
+            f"^quantization is 'awq': .* config .*; leave it .*{drafter}",
+        ),
+        ({"quantization": "fp9"}, "^quantization is 'fp9': Unknown quant.*; leave it out, because"),
+        ({"quantization": "torchao"}, "^quantization is 'torchao': .* missing .*; leave it out, "),
         ({"revision": 3}, r"^revision is 3: Input should be a valid string\.$"),
         ({"tokenizer": "/nowhere"}, "^the drafter's tokenizer '/nowhere' .* no such folder;"),
         ({"tokenizer_mode": "slow"}, "'slow'; set tokenizer_mode to \"auto\", or name a folder"),
+        (
+            {"model": str(quantised), "dtype": "float32"},
+            "^dtype is 'float32': .* fp8; leave it",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(slem(drafter) | change).create_engine_config()

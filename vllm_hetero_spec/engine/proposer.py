@@ -103,7 +103,7 @@ class HeteroProposer(Proposer):
         if group.world_size > 1 and self.options.method != "slem":
             self._verifier.share_among(group, likeliest)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
-            with kept_in_sleep(self.vllm_config), faults_named(self._drafter_config.model):
+            with kept_in_sleep(self.vllm_config), faults_named(self._drafter_config):
                 self._drafting = DraftingRank(
                     self.vllm_config,
                     self._drafter_config,

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.compilation.backends import set_model_tag
-from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import (
+    ModelConfig,
+    VllmConfig,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.offloader import create_offloader, get_offloader, set_offloader
@@ -30,6 +35,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
 from vllm_hetero_spec.engine.drafter.filled_weights import load_filled
+from vllm_hetero_spec.engine.seam.drafter_model import first_sentence
 from vllm_hetero_spec.engine.seam.sleep_mode import dropped_in_sleep
 from vllm_hetero_spec.inputs.weights import missing_weights
 
@@ -62,21 +68,28 @@ class LoadedDrafter(NamedTuple):
 
 
 @contextmanager
-def faults_named(name: str) -> Iterator[None]:
-    """While a drafter is built: what reads weights that are not whole raises whatever it meets.
+def faults_named(drafter: ModelConfig) -> Iterator[None]:
+    """While a drafter is built: name the reason of what vLLM and its kernels raise.
 
     Raises:
-        ConfigError: It could not be built, and its folder tells why.
+        ConfigError: Its folder tells why it cannot be built, or its weights are quantised.
     """
+    name = drafter.model
     try:
         yield
-    except ConfigError:
+    except (ConfigError, torch.OutOfMemoryError):  # vLLM's words about memory say what to do
         raise
     except Exception as error:
         reason = missing_weights(name) if os.path.isdir(name) else ""
-        if not reason:
+        if reason:
+            raise ConfigError(f"the drafter {name!r} cannot be loaded: {reason}.") from error
+        if drafter.quantization is None:
             raise
-        raise ConfigError(f"the drafter {name!r} cannot be loaded: {reason}.") from error
+        raise ConfigError(
+            f"the drafter {name!r} cannot be loaded with quantization {drafter.quantization!r} on "
+            f"this {current_platform.device_type} ({type(error).__name__}: "
+            f"{first_sentence(error)}); use another quantization, or none."
+        ) from error
 
 
 def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,8 @@ from vllm_hetero_spec.errors import one_line
 logger = logging.getLogger("vllm.hetero_spec")
 
 _MODEL_FILES = "config.json", "params.json"  # one of which vLLM reads a model's architecture from
+
+_OPTIONAL = "quantization", "dtype", "revision"  # keys that may be what makes a drafter unusable
 
 # Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
 # part is read.
@@ -32,27 +35,27 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
     """
     _check_kernels(options)
     _check_folders(options)
-    failure: Exception | None = None
-    for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
-        try:
-            config = _read(options, target, "draft", dtype)
-            VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
-        except (OSError, ValueError) as error:
-            _check_values(options, error)
-            failure = failure or error
-            if "float" not in str(error):  # it has nothing to do with the dtype
-                break
-        else:
-            _check_drafts(config)
-            if failure is not None:
-                logger.info(
-                    "The drafter runs in %s, not as the target in %s: %s.",
-                    config.dtype,
-                    target.dtype,
-                    first_sentence(failure),
-                )
-            return config
+    config, failure = _first_read(options, target)
+    if config is not None:
+        _check_drafts(config)
+        if failure is not None:
+            logger.info(
+                "The drafter runs in %s, not as the target in %s: %s.",
+                config.dtype,
+                target.dtype,
+                first_sentence(failure),
+            )
+        return config
     assert failure is not None
+    _check_values(options, failure)
+    for key in _OPTIONAL:
+        left_out: dict[str, Any] = {key: None}
+        without = replace(options, **left_out)
+        if without != options and _first_read(without, target)[0] is not None:
+            raise ConfigError(
+                f"{key} is {getattr(options, key)!r}: {first_sentence(failure)}; leave it out, "
+                f"because the drafter {options.model!r} can be read without it."
+            ) from failure
     readable = None
     with contextlib.suppress(OSError, ValueError):
         readable = _read(options, target, "auto", "auto")
@@ -62,6 +65,24 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         f"the drafter {options.model!r} cannot be used: {first_sentence(failure)}; give a folder "
         "or Hugging Face name of a causal language model that this vLLM supports."
     ) from failure
+
+
+def _first_read(
+    options: HeteroOptions, target: ModelConfig
+) -> tuple[ModelConfig | None, Exception | None]:
+    """The configuration in the first dtype that the drafter can have, and what the others met."""
+    failure: Exception | None = None
+    for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
+        try:
+            config = _read(options, target, "draft", dtype)
+            VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
+        except (OSError, ValueError, TypeError) as error:  # TypeError: no quantisation in its files
+            failure = failure or error
+            if "float" not in str(error):  # it has nothing to do with the dtype
+                break
+        else:
+            return config, failure
+    return None, failure
 
 
 def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:

@@ -78,7 +78,7 @@ def load(
         given = pickle.loads(deployment)
         # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
         folders = tempfile.TemporaryDirectory()
-        with faults_named(given.drafter_config.model), folders as folder:
+        with faults_named(given.drafter_config), folders as folder:
             return _load(given, table_of(given), folder)
     except ConfigError:
         raise
