@@ -243,6 +243,12 @@ def test_a_folder_without_a_model_is_refused(
     empty = Path(folder) / "empty"
     empty.mkdir()
     assert "holds no config.json" in refused(capsys, folder, str(empty))
+    file = empty / "model.gguf"
+    file.touch()
+    for name in (file, empty):
+        assert f"{name} cannot be used: this vLLM reads no GGUF;" in refused(
+            capsys, folder, str(name)
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.weights import (
+    NO_GGUF,
     fetch_weights,
     missing_weights,
     tensors_of,
@@ -111,4 +112,12 @@ def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
     assert "pointer of Git LFS" in missing_weights(str(tmp_path))
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert not missing_weights(str(tmp_path))
+
+
+def test_weights_in_gguf_alone_are_none_to_vllm(tmp_path: Path) -> None:
+    assert missing_weights(str(tmp_path)).endswith("holds no weights")
+    (tmp_path / "model.Q4.gguf").touch()
+    assert missing_weights(str(tmp_path)) == NO_GGUF
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     assert not missing_weights(str(tmp_path))

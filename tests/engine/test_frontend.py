@@ -217,9 +217,11 @@ def _bert(folder: Path, tokenizer: Path) -> Path:
 
 
 def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path: Path) -> None:
-    bare, empty = tmp_path / "bare", tmp_path / "empty"
-    bare.mkdir()
-    empty.mkdir()
+    bare, empty, gguf = tmp_path / "bare", tmp_path / "empty", tmp_path / "gguf"
+    for folder in (bare, empty, gguf):
+        folder.mkdir()
+    (gguf / "model.gguf").touch()
+    no_gguf = " cannot be used: this vLLM reads no GGUF; give a folder .* in safetensors"
     shutil.copy(demo_pair / "drafter" / "config.json", bare)
     corrupt = tmp_path / "corrupt"
     shutil.copytree(demo_pair / "drafter", corrupt)
@@ -227,6 +229,9 @@ def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path
     cases = {
         tmp_path / "nowhere": "the drafter .*nowhere.* cannot be used: there is no such folder",
         empty: "the drafter .*empty.* cannot be used: that folder has no config.json",
+        gguf: no_gguf,
+        gguf / "model.gguf": no_gguf,
+        "organisation/model-GGUF": no_gguf,
         bare: 'no tokenizer .* the drafter .*bare.* tokenizer; .* with "tokenizer"',
         corrupt: "no tokenizer can be loaded for the drafter .*corrupt",
         _bert(tmp_path / "bert", demo_pair / "drafter"): "BertModel.*decoder-only|bert.*cannot",

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
-from vllm_hetero_spec.inputs.weights import tensors_of
+from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf, tensors_of
 
 
 def check_model(name: str, role: str) -> str:
@@ -20,10 +20,12 @@ def check_model(name: str, role: str) -> str:
         ConfigError: The name can only be a folder and there is no model in it.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / config).is_file() for config in ("config.json", "params.json")):
-            raise ConfigError(f"the {role} folder {name} holds no config.json.")
+    if any((folder / config).is_file() for config in ("config.json", "params.json")):
         return str(folder)
+    if folder.exists() and only_gguf(name):
+        raise ConfigError(f"the {role} {name} cannot be used: {NO_GGUF}.")
+    if folder.is_dir():
+        raise ConfigError(f"the {role} folder {name} holds no config.json.")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.exists():
         raise ConfigError(f"the {role} folder {name} does not exist.")
     return name

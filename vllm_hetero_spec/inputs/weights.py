@@ -13,6 +13,9 @@ from vllm_hetero_spec.errors import first_line
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # as vLLM looks for them: the first kind that is there
 _LENGTH = 8  # bytes in front of the header of a safetensors file, which say how long it is
 _POINTER = b"version https://git-lfs"
+NO_GGUF = (
+    "this vLLM reads no GGUF; give a folder or Hugging Face name of the same model in safetensors"
+)
 _UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 # With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
 _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
@@ -30,6 +33,22 @@ def local_folder(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def only_gguf(name: str) -> bool:
+    """Whether a model that cannot be read is a GGUF file, or a folder or repository of such files.
+
+    Args:
+        name: A Hugging Face name, a folder or a file.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not _has_weights(path)
+    return "gguf" in path.name.lower()
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(f"*{kind}")) for kind in _WEIGHTS)
 
 
 def missing_weights(name: str) -> str:
@@ -51,10 +70,10 @@ def missing_weights(name: str) -> str:
                 tensors_of(file)
         except ConfigError as error:
             return first_line(error)
-        if any(any(folder.glob(f"*{kind}")) for kind in _WEIGHTS):
+        if _has_weights(folder):
             return ""
         if Path(name).is_dir():
-            return f"{name} holds no weights"
+            return NO_GGUF if only_gguf(name) else f"{name} holds no weights"
     return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
 
 
@@ -103,7 +122,7 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
         ConfigError: They are in no folder, or cannot be downloaded.
     """
     elsewhere = "VLLM_USE_MODELSCOPE" in os.environ or _ELSEWHERE & engine.keys()
-    if elsewhere or "://" in name or name.endswith(".gguf"):
+    if elsewhere or "://" in name:
         return
     reason = missing_weights(name)
     if not reason:

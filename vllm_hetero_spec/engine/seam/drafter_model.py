@@ -13,6 +13,7 @@ from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, V
 
 from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
 from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -61,10 +62,13 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         readable = _read(options, target, "auto", "auto")
     if readable is not None:
         _check_drafts(readable)
-    raise ConfigError(
-        f"the drafter {options.model!r} cannot be used: {first_sentence(failure)}; give a folder "
-        "or Hugging Face name of a causal language model that this vLLM supports."
-    ) from failure
+    why = (
+        NO_GGUF
+        if only_gguf(options.model)
+        else f"{first_sentence(failure)}; give a folder or Hugging Face name of a causal language "
+        "model that this vLLM supports"
+    )
+    raise ConfigError(f"the drafter {options.model!r} cannot be used: {why}.") from failure
 
 
 def _first_read(
@@ -138,10 +142,13 @@ def _check_folders(options: HeteroOptions) -> None:
             )
     files = (os.path.join(options.model, name) for name in _MODEL_FILES)
     if os.path.isdir(options.model) and not any(map(os.path.exists, files)):
-        raise ConfigError(
-            f"the drafter {options.model!r} cannot be used: that folder has no {_MODEL_FILES[0]}; "
-            "give one that has, in a hub's cache snapshots/REVISION, or a Hugging Face name."
+        why = (
+            NO_GGUF
+            if only_gguf(options.model)
+            else f"that folder has no {_MODEL_FILES[0]}; give one that has, in a hub's cache "
+            "snapshots/REVISION, or a Hugging Face name"
         )
+        raise ConfigError(f"the drafter {options.model!r} cannot be used: {why}.")
 
 
 def _check_drafts(config: ModelConfig) -> None:
