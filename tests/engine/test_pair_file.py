@@ -65,9 +65,15 @@ def test_a_folder_that_cannot_be_looked_into_is_told(
     assert "measured anew" in told
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_logged_once(tmp_path: Path, caplog: Any) -> None:
+    """Nor raises it: not at the start, not while requests are served, and not at the end."""
     (tmp_path / "file").write_text("")
-    PairFile(tmp_path / "file" / "pairs", "pair").write(known())
+    pair = PairFile(tmp_path / "file" / "pairs", "pair")
+    for _ in range(3):
+        pair.write(known())
+    (told,) = caplog.messages
+    assert f"kept in {tmp_path / 'file' / 'pairs'} (Not a directory), and" in told
+    assert told.endswith("set XDG_CACHE_HOME to a folder that can be written to.")
 
 
 def test_engines_that_write_at_once_leave_it_whole(tmp_path: Path, caplog: Any) -> None:

@@ -45,6 +45,7 @@ class PairFile:
         self._known: Estimates | None = None
         self._written = time.monotonic()
         self._due = 0  # of what is followed, writes so far that came by themselves
+        self._failed = False  # a write has failed, and the log has it
 
     def read(self, positions: int) -> Estimates | None:
         """What was kept; None where nothing is, or nothing that can be read.
@@ -69,7 +70,7 @@ class PairFile:
             return None
 
     def write(self, known: Estimates) -> None:
-        """Keep what is known; a folder that cannot be written to is only noted."""
+        """Keep what is known; a folder that cannot be written to is logged once."""
         self._written = time.monotonic()
         if self._path is None:
             return
@@ -85,7 +86,14 @@ class PairFile:
                     os.unlink(partial.name)
                     raise
         except OSError as error:
-            logger.info("What is known of this pair is not kept in %s: %s.", self._path, error)
+            if not self._failed:
+                logger.warning(
+                    "What is known of this pair cannot be kept in %s (%s), and the next start "
+                    "measures it anew; set XDG_CACHE_HOME to a folder that can be written to.",
+                    self._path.parent,
+                    error.strerror,
+                )
+            self._failed = True
 
     def follow(self, known: Estimates, owner: object) -> None:
         """Write what becomes of it: in `write_if_due`, and once `owner` is gone.
