@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.engine.compat import cpu_repair, patching
+from vllm_hetero_spec.engine.compat.releases import installed
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="the faults and their repairs are the CPU build's"
@@ -37,6 +38,20 @@ def test_expansion_is_right_and_the_stock_one_is_told_apart() -> None:
 def test_cpu_generators_cannot_be_set_back() -> None:
     # When this fails, the repair is no longer needed.
     assert not cpu_repair.has_offset(torch.Generator())
+
+
+def test_rows_without_adapter_are_left_alone() -> None:
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    repaired = cpu_repair.without_base_rows(lora_ops.bgmv_shrink)
+    inputs, weights, output = torch.ones(3, 2), torch.rand(2, 4, 2), torch.zeros(3, 4)
+    repaired(inputs, weights, output, torch.tensor([1, -1, 0]), 0.5)
+    torch.testing.assert_close(output[[0, 2]], 0.5 * weights.sum(2)[[1, 0]])
+    assert not output[1].any()
+    stock = getattr(lora_ops.bgmv_expand, "__wrapped__", lora_ops.bgmv_expand)
+    assert cpu_repair.leaves_base_rows(cpu_repair.without_base_rows(stock))
+    # When this fails on all supported releases, the repair is no longer needed.
+    assert cpu_repair.leaves_base_rows(stock) is (installed() >= (0, 33))
 
 
 def test_nothing_is_repaired_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

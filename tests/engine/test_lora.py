@@ -43,11 +43,12 @@ def adapter(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def generate(llm: Any, prompts: list[str], adapter: Path | None) -> Outputs:
-    """All requests with the adapter, or none: vLLM on CPU mixes them up within a batch."""
+def generate(llm: Any, prompts: list[str], *adapters: Path | None) -> Outputs:
+    """Each of the adapters, or none, for one request after the other, in turn."""
     from vllm.lora.request import LoRARequest
 
-    lora = LoRARequest("random", 1, str(adapter)) if adapter else None
+    known = [a and LoRARequest("random", 1, str(a)) for a in adapters]
+    lora = [known[i % len(known)] for i in range(len(prompts))]
     outputs = llm.generate(prompts, greedy(), lora_request=lora, use_tqdm=False)
     return {str(i): list(o.outputs[0].token_ids) for i, o in enumerate(outputs)}
 
@@ -59,6 +60,8 @@ def test_same_tokens_as_the_adapted_target(
     limits = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     with engine(target, **limits) as llm:
         plain, adapted = generate(llm, prompts, None), generate(llm, prompts, adapter)
+        mixed = {i: (adapted if int(i) % 2 else plain)[i] for i in plain}
+        assert generate(llm, prompts, None, adapter) == mixed
     assert plain != adapted
     with engine(target, slem(demo_pair / "drafter"), **limits) as llm:
         assert isinstance(proposer_of(llm).seam, RunnerV2) is ("TRITON_INTERPRET" in os.environ)
@@ -66,3 +69,4 @@ def test_same_tokens_as_the_adapted_target(
         before = metrics_of(llm)["num_drafts"]
         assert generate(llm, prompts, adapter) == adapted
         assert metrics_of(llm)["num_drafts"] > before
+        assert generate(llm, prompts, None, adapter) == mixed

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of vLLM's CPU build, in every worker where our plugin is loaded.
 
-vLLM 0.32 and 0.33 have two faults on CPUs that need no drafter of ours. Each is repaired only where
-a small test finds it, and nothing is touched on other platforms.
+vLLM has faults on CPUs that need no drafter of ours. Each is repaired only where a small test finds
+it, and nothing is touched on other platforms.
 
 * Without Triton, a C++ kernel that takes int64 tensors expands sampling parameters to draft rows.
   Float temperatures, top-p and top-k are written to a converted copy and lost: vLLM's own
@@ -10,6 +10,8 @@ a small test finds it, and nothing is touched on other platforms.
 * A request with a seed that samples before its prompt is read, as every chunk of a prompt does,
   has that draw undone by setting its generator's offset back. CPU generators have none: the
   RuntimeError ends the engine.
+* The index of a row without LoRA adapter is -1, which the operations of 0.32 take for the last
+  adapter: a request without one gets its weights if another request of the batch has an adapter.
 """
 
 import logging
@@ -52,6 +54,8 @@ def repair() -> None:
 
     if not current_platform.is_cpu():
         return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -64,6 +68,11 @@ def repair() -> None:
     ):
         patching.replace(GPUModelRunner, "_bookkeeping_sync", "cpu repair", _without_offsets)
         logger.info("Repaired seeded requests with chunked prefill on CPUs.")
+    if not leaves_base_rows(lora_ops.bgmv_expand):
+        for module in (lora_ops, punica_cpu):  # which imports them by name
+            for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"):
+                patching.replace(module, name, "cpu repair", without_base_rows)
+        logger.info("Repaired batches of requests with and without LoRA adapters on CPUs.")
 
 
 def expands(function: patching.Function) -> bool:
@@ -96,6 +105,30 @@ def has_offset(generator: torch.Generator) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def leaves_base_rows(function: patching.Function) -> bool:
+    """Whether `function`, a `bgmv_expand`, adds nothing to a row without adapter."""
+    output = torch.zeros(1, 1)
+    function(torch.ones(1, 1), torch.ones(1, 1, 1), output, torch.tensor([-1]))
+    return not output.any()
+
+
+def without_base_rows(original: patching.Function) -> patching.Function:
+    """Let a LoRA operation multiply zeros in rows without adapter."""
+
+    def bgmv(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
+        inputs = inputs.masked_fill((indices < 0).unsqueeze(1), 0)
+        original(inputs, weights, output, indices, *args, **kwargs)
+
+    return bgmv
 
 
 def _undoing(original: patching.Function) -> patching.Function:
