@@ -19,7 +19,7 @@ Counted = dict[str, Any]
 
 # Why a request went undrafted in a step, and what a user can do about it.
 REASONS = {
-    "no_blocks": "the drafter's KV pool is full; raise its kv_cache_memory_bytes in --speculative-config",
+    "no_blocks": "the drafter's KV pool is full; raise its own kv_cache_memory_bytes",
     "drafter_length": "the text has no place to be cut to the drafter's context",
     "catching_up": "first tokens go before drafts and the reading of long prompts",
     "drafter_error": "the drafter raised an exception",
