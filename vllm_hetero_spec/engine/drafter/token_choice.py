@@ -146,7 +146,7 @@ class OwnPicks:
             picked.overrule(step, index, self._own, len(rows))
         if self.draws is not None and (count := self._num_drawn(step)):
             index = self.draws.index[:count]
-            picked.put(step, index, self.draws.draw(logits[index]))
+            picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 

@@ -242,7 +242,7 @@ def _target_probs(
     target_probs = torch.empty_like(logits) if keep_logits else logits
     for part in slices(*logits.shape):
         rows = apply_top_k_top_p(
-            logits[part] / temperature[part],
+            logits[part].div_(temperature[part]),
             None if top_k is None else top_k[part],
             None if top_p is None else top_p[part],
         )
