@@ -23,6 +23,7 @@ from test_verification import (
     WIDTH,
     Engine,
     Recorder,
+    Tables,
     arguments,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -397,3 +398,14 @@ def test_the_batch_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch.sampler(batch.logits, "a batch") == 0  # type: ignore[arg-type, comparison-overlap]
     assert asked == ["a batch"]
     assert batch.sampler._stats.verify_seconds > 0
+
+
+def test_target_probs_take_one_table_beside_the_logits() -> None:
+    logits = torch.randn(6, WIDTH)
+    rows = torch.arange(6)
+    expected = logits.softmax(-1)
+    with Tables(logits) as tables:
+        found = rejection_sampler_v2._target_probs(logits, rows, kept=False)
+    assert torch.equal(found, expected)
+    assert found.data_ptr() == logits.data_ptr()
+    assert tables.made == 1

@@ -268,5 +268,6 @@ def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> to
     count, width = len(rows), logits.shape[1]
     probs = logits.new_empty((count, width), dtype=torch.float32) if kept else logits[:count]
     for part in slices(count, width):
-        probs[part] = logits.index_select(0, rows[part]).softmax(-1, dtype=torch.float32)
+        some = logits.index_select(0, rows[part])
+        torch.softmax(some, -1, dtype=torch.float32, out=probs[part])
     return probs
