@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import engine, metrics_of, slem
+from huggingface_hub import constants
 from scenarios import generate, greedy
 from vllm.config import LoadConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
@@ -204,6 +205,24 @@ def test_a_dtype_that_the_drafter_cannot_have(
     named = HeteroOptions("slem", str(tmp_path), 4, dtype="float16")
     with pytest.raises(ConfigError, match="does not support float16"):
         drafter_model_config(named, target)
+
+
+def test_a_name_is_a_folder_while_the_hub_is_offline(
+    demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the target: by a name vLLM looks for weights on the hub, and logs errors."""
+    repository = tmp_path / "models--some--drafter"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(demo_pair / "drafter")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    target = target_config(demo_pair).model_config
+    found = drafter_model_config(HeteroOptions("slem", "some/drafter", 4), target)
+    assert (found.model, found.tokenizer) == (str(snapshot), str(snapshot))
+    with pytest.raises(ConfigError, match="the drafter 'other/drafter' cannot be used"):
+        drafter_model_config(HeteroOptions("slem", "other/drafter", 4), target)
 
 
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:

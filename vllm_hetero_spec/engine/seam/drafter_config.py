@@ -106,7 +106,7 @@ def drafter_vllm_config(
     engines = target.parallel_config.data_parallel_size
     if engines > 1 and drafter.is_moe:
         raise ConfigError(
-            f"the drafter {drafter.model!r} is a mixture of experts, as the target is, which vLLM "
+            f"the drafter {options.model!r} is a mixture of experts, as the target is, which vLLM "
             f"spreads over all {engines} engines of data parallelism; give a drafter without "
             "experts, or a data parallel size of 1."
         )

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from huggingface_hub import constants, snapshot_download
 from pydantic import ValidationError
 from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
@@ -38,7 +39,7 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
     _check_folders(options)
     config, failure = _first_read(options, target)
     if config is not None:
-        _check_drafts(config)
+        _check_drafts(config, options.model)
         if failure is not None:
             logger.info(
                 "The drafter runs in %s, not as the target in %s: %s.",
@@ -61,7 +62,7 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
     with contextlib.suppress(OSError, ValueError):
         readable = _read(options, target, "auto", "auto")
     if readable is not None:
-        _check_drafts(readable)
+        _check_drafts(readable, options.model)
     why = (
         NO_GGUF
         if only_gguf(options.model)
@@ -90,20 +91,34 @@ def _first_read(
 
 
 def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
-    trust = options.trust_remote_code
+    trust, revision = options.trust_remote_code, options.tokenizer_revision or options.revision
     return ModelConfig(
-        model=options.model,
-        tokenizer=options.tokenizer or options.model,
+        model=_here(options.model, options.revision),
+        tokenizer=_here(options.tokenizer or options.model, revision),
         tokenizer_mode=options.tokenizer_mode,
         runner=runner,
         trust_remote_code=target.trust_remote_code if trust is None else trust,
         dtype=dtype,
         seed=target.seed,
         revision=options.revision,
-        tokenizer_revision=options.tokenizer_revision or options.revision,
+        tokenizer_revision=revision,
         quantization=options.quantization,
         language_model_only=True,  # it reads text alone
     )
+
+
+def _here(name: str, revision: str | None) -> str:
+    """A model's folder in the hub's cache if the hub is offline, as vLLM has it for the target.
+
+    By its name vLLM would look for the weights' metadata on the hub, retry, and log errors.
+    """
+    if not constants.HF_HUB_OFFLINE or os.path.exists(name):
+        return name
+    try:
+        folder: str = snapshot_download(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        return name  # vLLM says what is wrong with it
+    return folder
 
 
 def _check_kernels(options: HeteroOptions) -> None:
@@ -151,8 +166,8 @@ def _check_folders(options: HeteroOptions) -> None:
         raise ConfigError(f"the drafter {options.model!r} cannot be used: {why}.")
 
 
-def _check_drafts(config: ModelConfig) -> None:
-    what, kind = f"the drafter {config.model!r}", ", ".join(config.architectures)
+def _check_drafts(config: ModelConfig, name: str) -> None:
+    what, kind = f"the drafter {name!r}", ", ".join(config.architectures)
     if config.runner_type == "pooling" or config.is_encoder_decoder:
         raise ConfigError(
             f"{what} is {kind}, which does not "
