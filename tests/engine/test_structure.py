@@ -59,6 +59,7 @@ MOVERS = {
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/tree_control.py": "arrays of the host: what trees are worth",
     "engine/verifier/rejection_sampler_v2.py": "arrays of the host: where requests' rows begin",
+    "engine/verifier/top_k_top_p.py": "rows that vLLM has to sort, on a CPU alone",
 }
 
 _BIRTH = ("__init__", "__post_init__")

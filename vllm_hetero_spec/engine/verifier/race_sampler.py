@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.verifier.top_k_top_p import apply_top_k_top_p
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
@@ -28,6 +27,7 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
 from vllm_hetero_spec.engine.verifier.asked_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.top_k_top_p import apply_top_k_top_p
 from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
 from vllm_hetero_spec.largest import largest
 from vllm_hetero_spec.staging import Send

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k and top-p without a sort keep what vLLM's sort keeps, ties included."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+from vllm_hetero_spec.engine.verifier.rejection_sampler import _target_probs
+from vllm_hetero_spec.engine.verifier.top_k_top_p import _ORDERED, apply_top_k_top_p
+
+WIDTH = 4 * _ORDERED
+TOP_K = torch.tensor([20, WIDTH, 1, 50, WIDTH, 2 * _ORDERED, WIDTH, _ORDERED], dtype=torch.int32)
+TOP_P = torch.tensor([0.8, 0.95, 1.0, 1.0, 1.0, 0.9, 0.9999, 0.5])
+ROWS = len(TOP_K)
+
+
+def peaked() -> torch.Tensor:
+    """Rows as a model's: float32 [ROWS, WIDTH], many of which tie, as they come from 16 bits."""
+    generator = torch.Generator().manual_seed(3)
+    return (8 * torch.randn(ROWS, WIDTH, generator=generator)).bfloat16().float()
+
+
+def flat() -> torch.Tensor:
+    """Rows of which a nucleus has thousands of tokens."""
+    return peaked() / 100
+
+
+@pytest.fixture
+def sorted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows vLLM is given, call by call."""
+    found: list[int] = []
+    real = topk_topp_sampler.apply_top_k_top_p
+
+    def counted(logits: torch.Tensor, *limits: torch.Tensor | None) -> torch.Tensor:
+        found.append(len(logits))
+        return real(logits, *limits)
+
+    monkeypatch.setattr(topk_topp_sampler, "apply_top_k_top_p", counted)
+    return found
+
+
+@pytest.mark.parametrize("rows", [peaked, flat])
+@pytest.mark.parametrize("with_k", [False, True])
+def test_the_same_tokens_are_kept(
+    rows: Callable[[], torch.Tensor], with_k: bool, sorted_rows: list[int]
+) -> None:
+    k = TOP_K if with_k else None
+    expected = apply_top_k_top_p_pytorch(rows(), k, TOP_P)
+    found = apply_top_k_top_p(rows(), k, TOP_P)
+    for line in range(ROWS):
+        ours, theirs = (table[line].isfinite() for table in (found, expected))
+        # Of tokens that tie at the edge of a nucleus any may be in it, and sums round.
+        assert abs(int(ours.sum()) - int(theirs.sum())) <= 1
+        assert torch.equal(found[line][ours], rows()[line][ours])
+        law, other = (table[line].softmax(-1).sort().values for table in (found, expected))
+        assert torch.allclose(law, other, atol=2e-4)
+        if TOP_P[line] == 1:
+            assert torch.equal(ours, theirs)
+    if rows is peaked:
+        assert not sorted_rows  # few tokens are kept: vLLM has nothing to sort
+    else:
+        assert 0 < sum(sorted_rows) < ROWS
+
+
+def test_ties_at_the_kth_token_are_kept() -> None:
+    rows = torch.zeros(2, WIDTH)
+    rows[0, 5], rows[0, 10:40] = 9.0, 8.0
+    rows[1, :1500] = 7.0  # more than are ordered
+    k, p = torch.tensor([3, 3]), torch.tensor([1.0, 0.9999])
+    expected = apply_top_k_top_p_pytorch(rows.clone(), k, p)
+    found = apply_top_k_top_p(rows.clone(), k, p)
+    assert found.isfinite().sum(-1).tolist() == [31, int(expected[1].isfinite().sum())]
+    assert torch.equal(found[0], expected[0])
+
+
+def test_a_row_that_is_nearly_empty_or_not_finite() -> None:
+    rows = torch.full((3, WIDTH), float("-inf"))
+    rows[0, 3], rows[0, 9] = 1.0, 0.0
+    rows[1, 7] = 2.0
+    rows[2] = float("nan")
+    k, p = torch.tensor([20, 20, 20]), torch.tensor([0.5, 1.0, 0.9])
+    found = apply_top_k_top_p(rows, k, p)
+    assert found[0].isfinite().nonzero().tolist() == [[3]]
+    assert found[1].isfinite().nonzero().tolist() == [[7]]
+    assert found[2].isnan().any()
+
+
+def test_verification_sorts_no_row(sorted_rows: list[int]) -> None:
+    sampling = SimpleNamespace(
+        temperature=torch.full((2,), 0.7), top_k=torch.tensor([20, WIDTH]), top_p=TOP_P[:2]
+    )
+    of = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    expected = apply_top_k_top_p_pytorch(peaked() / 0.7, sampling.top_k[of], sampling.top_p[of])
+    found = _target_probs(peaked(), of, sampling, False)  # type: ignore[arg-type]
+    assert not sorted_rows
+    assert torch.allclose(found.sum(-1), torch.ones(ROWS))
+    assert torch.allclose(found.amax(-1), expected.softmax(-1).amax(-1), atol=2e-4)
