@@ -59,6 +59,7 @@ MOVERS = {
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/tree_control.py": "arrays of the host: what trees are worth",
     "engine/verifier/rejection_sampler_v2.py": "arrays of the host: where requests' rows begin",
+    "engine/verifier/row_penalties.py": "tokens and penalties of rows, on a CPU alone",
     "engine/verifier/top_k_top_p.py": "rows that vLLM has to sort, on a CPU alone",
 }
 

@@ -27,6 +27,7 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
 from vllm_hetero_spec.engine.verifier.asked_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.row_penalties import apply_row_penalties
 from vllm_hetero_spec.engine.verifier.top_k_top_p import apply_top_k_top_p
 from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
 from vllm_hetero_spec.largest import largest
@@ -153,6 +154,27 @@ class HeteroRejectionSampler(RejectionSampler):
                 )
         self._stats.verify_seconds += time.perf_counter() - began
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    @staticmethod
+    def apply_penalties(
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        metadata: SpecDecodeMetadata,
+        repeat_indices: torch.Tensor,
+        output_token_ids: list[list[int]],
+    ) -> torch.Tensor:
+        """See RejectionSampler; on a CPU a row costs what its text is long, not its vocabulary."""
+        sampling = sampling_metadata
+        if sampling.no_penalties or logits.device.type != "cpu":
+            return RejectionSampler.apply_penalties(
+                logits, sampling, metadata, repeat_indices, output_token_ids
+            )
+        three = sampling.presence_penalties, sampling.frequency_penalties
+        penalties = torch.stack([*three, sampling.repetition_penalties], 1)
+        apply_row_penalties(
+            logits, sampling.prompt_token_ids, repeat_indices, penalties, output_token_ids
+        )
+        return logits
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [n, V], what users are told of some rows."""
