@@ -234,9 +234,9 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
     assert parallel.data_parallel_size == 1
     assert target.parallel_config.data_parallel_size == 2
     model = drafter_model_config(options(demo_pair), target.model_config)
-    mixture = SimpleNamespace(model="mixture", is_moe=True)
+    mixture = SimpleNamespace(is_moe=True)
     assert not model.is_moe
-    with pytest.raises(ConfigError, match="'mixture' is a mixture of experts"):
+    with pytest.raises(ConfigError, match="drafter' is a mixture of experts"):
         drafter_vllm_config(target, mixture, options(demo_pair), solo=False)  # type: ignore[arg-type]
 
 
