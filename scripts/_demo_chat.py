@@ -30,16 +30,6 @@ def conversations(texts: Sequence[str], share: float = _SHARE) -> list[Messages]
     return found
 
 
-def chat_prompts(named: dict[str, str]) -> list[dict[str, object]]:
-    """For each text with such functions one `{"id", "messages"}` that ends with a user's turn."""
-    prompts: list[dict[str, object]] = []
-    for name, text in named.items():
-        longest = max(_about(text), key=len, default=None)
-        if longest:
-            prompts.append({"id": name, "messages": longest[:-1]})
-    return prompts
-
-
 def _about(text: str) -> Iterator[Messages]:
     functions = _functions(text)
     for count in cycle(_TURNS):

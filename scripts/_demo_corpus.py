@@ -24,18 +24,6 @@ class Corpus:
     train: tuple[str, ...]
     heldout: dict[str, str]
 
-    def prompts(self, characters: int = 800) -> list[dict[str, str]]:
-        """One `{"id", "prompt"}` per held-out text: `characters` long, from a line's start.
-
-        The cut starts at the first line after a third of the text, past licence headers and
-        imports, and ends wherever it ends, so that prompts stop mid-word as real ones do.
-        """
-        prompts = []
-        for name, text in self.heldout.items():
-            start = text.find("\n", len(text) // 3) + 1
-            prompts.append({"id": name, "prompt": text[start : start + characters]})
-        return prompts
-
 
 def _order(name: str) -> str:
     """A stable pseudo-random key: the same files are held out on every machine and run."""

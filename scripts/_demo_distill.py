@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from _demo_training import Budget, bfloat16_pays, token_stream, with_conversations
+from _demo_training import bfloat16_pays, token_stream, with_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 _ROWS, _PROMPT, _CONTINUATION = 96, 64, 128  # texts of a batch; their lengths in target tokens
@@ -19,15 +19,15 @@ _ROWS, _PROMPT, _CONTINUATION = 96, 64, 128  # texts of a batch; their lengths i
 def continuations(
     folder: Path,
     texts: Sequence[str],
-    budget: Budget,
+    batches: int,
     *,
     seed: int = 0,
     report: Callable[[float], None] = lambda spent: None,
 ) -> list[str]:
     """Cut-outs of `texts` and of conversations, each continued greedily by the model in `folder`.
 
-    Turn markers are the model's own. A step of `budget` is one batch of 96 texts;
-    `report(spent)` is called before each.
+    Turn markers are the model's own. A batch has 96 texts; `report(spent)` is called before each
+    with the fraction that is done.
     """
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -35,8 +35,8 @@ def continuations(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     stream = token_stream(tokenizer, with_conversations(tokenizer, texts))
     continued: list[str] = []
-    for spent in budget.progress():
-        report(spent)
+    for batch in range(batches):
+        report(batch / batches)
         starts = torch.randint(len(stream) - _PROMPT, (_ROWS, 1), generator=generator)
         rows = model.generate(
             stream[starts + torch.arange(_PROMPT)],

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one tiny Llama on a corpus within a budget of seconds or steps, and saves it whole."""
+"""Trains one tiny Llama on a corpus, and saves it whole."""
 
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ HEAD_DIM = 64  # every vLLM attention backend takes it
 MAX_POSITIONS = 2048
 _TOKENS = 2048  # of a step
 _SEQUENCE = 256  # a row
-_WARMUP, _FLOOR = 0.05, 0.02  # of the budget; of the peak learning rate
+_WARMUP, _FLOOR = 0.05, 0.02  # share of the steps; share of the peak learning rate
 _HELDOUT_CHARACTERS = 2_000  # of each held-out text, for the loss
 
 
@@ -38,7 +38,7 @@ class ModelSpec:
     vocab_size: int
     layers: int
     heads: int
-    learning_rate: float = 1e-2
+    learning_rate: float = 6e-3
 
     def config(self, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         hidden = self.heads * HEAD_DIM
@@ -58,45 +58,11 @@ class ModelSpec:
         )
 
 
-@dataclass(frozen=True)
-class Budget:
-    """When training ends: after `seconds` of wall time or `steps` optimizer steps; set one.
-
-    A budget of steps makes the result reproducible; one of seconds makes the wait so. Of those
-    seconds a step takes `slowest` at most: a machine that is slower than that trains longer, for
-    what it could do in time would be no model.
-    """
-
-    seconds: float | None = None
-    steps: int | None = None
-    slowest: float = math.inf
-
-    def __post_init__(self) -> None:
-        if (self.seconds is None) == (self.steps is None):
-            raise ValueError("a budget is either seconds or steps")
-
-    def progress(self) -> Iterator[float]:
-        """The fraction spent, in [0, 1), before each step; ends when the budget is spent."""
-        step, seconds = 0, 0.0
-        while True:
-            if self.steps is not None:
-                spent = step / self.steps
-            else:
-                assert self.seconds is not None
-                spent = seconds / self.seconds
-            if spent >= 1:
-                return
-            began = time.monotonic()
-            yield spent
-            step += 1
-            seconds += min(time.monotonic() - began, self.slowest)
-
-
 def train(
     out: Path,
     spec: ModelSpec,
     corpus: Corpus,
-    budget: Budget,
+    steps: int,
     *,
     imitate: Sequence[str] = (),
     seed: int = 0,
@@ -107,9 +73,9 @@ def train(
     A small share of what it reads are conversations in its own chat template.
 
     Where there are texts to `imitate`, half of every batch is cut from them.
-    `report(spent, loss)` is called after each step with the fraction of the budget spent and the
-    step's loss in nats per token. The figures hold the parameter count, the steps done, and the
-    loss on the held-out texts in nats per byte, which compares across tokenizers.
+    `report(spent, loss)` is called after each step with the fraction of steps done and the step's
+    loss in nats per token. The figures contain the parameter count, the steps, and the loss on the
+    held-out texts in nats per byte, which compares across tokenizers.
     """
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(spec.tokenizer, corpus.train, spec.vocab_size)
@@ -118,8 +84,8 @@ def train(
     model = LlamaForCausalLM(spec.config(tokenizer)).train()
     dtype = torch.bfloat16 if bfloat16_pays() else torch.float32
     optimizers = _optimizers(model, spec.learning_rate, dtype)
-    steps = 0
-    for spent in budget.progress():
+    for step in range(steps):
+        spent = step / steps
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _schedule(spent)
@@ -132,7 +98,6 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        steps += 1
         report(spent, loss.item())
     model.eval().to(torch.bfloat16)
     model.generation_config = GenerationConfig(

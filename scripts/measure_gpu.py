@@ -120,7 +120,7 @@ def main() -> int:
     missing = [p for p in (options.target, options.drafter, options.prompts) if not p.exists()]
     if missing:
         parser.error(
-            f"{missing[0]} does not exist; scripts/train_demo_models.py makes the demo pair, other "
+            f"{missing[0]} does not exist; scripts/make_demo.py makes the demo pair, other "
             "models go with --target, --drafter and --prompts"
         )
     codes = {0}

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by every test: where optional data lies, and models trained on this machine."""
+"""Fixtures shared by every test: the demo pair, and where optional data lies."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from make_demo import make_demo
 
 from vllm_hetero_spec.paths import demo_folder
 
@@ -29,7 +28,7 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
 # Engines run in the process that starts them: tests reach into the worker, and children start fast.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# Nothing in the tests may reach a hub: models are trained here or read from disk.
+# Nothing in the tests may reach a hub: models are made here or read from disk.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
@@ -50,29 +49,22 @@ def shared(shared_or_none: Path | None) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Files that start engines come first: of two workers none is left alone with them.
-
-    One of those that need the demo pair begins; while it trains the pair, others have work.
-    """
+    """Files that start engines come first: no worker is left alone with them at the end."""
     starts = {
         item.path for item in items if {"engine", "server"} & {m.name for m in item.iter_markers()}
     }
-    needy = {item.path for item in items if "demo_pair" in item.fixturenames}
-    first = min(starts & needy, default=None)
-    items.sort(key=lambda item: (item.path not in starts, item.path != first, item.path in needy))
+    items.sort(key=lambda item: item.path not in starts)
 
 
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
-    """The demo models: target/, target-wide/, drafter/, prompts.jsonl; trained once and kept."""
+    """The demo models: target/, target-wide/, drafter/, prompts.jsonl and chats.jsonl."""
     out = demo_folder()
-    if "HETERO_SPEC_DEMO" in os.environ:
-        return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    script = REPO / "scripts" / "train_demo_models.py"
-    with FileLock(f"{out}.lock"):  # one of the workers trains, the others wait
-        subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
-    os.environ["HETERO_SPEC_DEMO"] = str(out)  # processes of this one need not look
+    if "HETERO_SPEC_DEMO" not in os.environ:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{out}.lock"):  # one of the workers makes the folder, the others wait
+            make_demo(out)
+        os.environ["HETERO_SPEC_DEMO"] = str(out)  # for child processes
     return out
 
 

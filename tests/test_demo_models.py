@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo pair: trained whole or not at all, loadable, of two tokenizer kinds, kept and reused."""
+"""The demo pair: trained and made whole or not at all, loadable, of two tokenizer kinds."""
 
 import json
-import math
 import re
-from io import StringIO
+import shutil
 from pathlib import Path
 
-import _demo_training
+import make_demo
 import pytest
 import torch
-import train_demo_models
-from _demo_chat import chat_prompts, conversations
+from _demo_chat import conversations
 from _demo_corpus import Corpus, standard_library
 from _demo_muon import Muon
 from _demo_tokenizers import restyled
-from _demo_training import Budget, ModelSpec, train
+from _demo_training import ModelSpec, train
 from _demo_widen import widen
-from rich.console import Console
-from train_demo_models import PairBudget, train_pair
+from train_demo_models import DRAFTER as SHIPPED_DRAFTER
+from train_demo_models import TARGET as SHIPPED_TARGET
+from train_demo_models import Steps, train_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TARGET = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
 DRAFTER = ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=1)
-BUDGET = PairBudget(Budget(steps=3), Budget(steps=1), Budget(steps=3))
+STEPS = Steps(3, 1, 3)
 TEXT = "  def naïve(self):\n\treturn '日本 😀'  # ▁ \n"
 
 
@@ -36,7 +35,7 @@ def corpus() -> Corpus:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus) -> Path:
     out = tmp_path_factory.mktemp("models") / "pair"
-    train_pair(out, TARGET, DRAFTER, BUDGET, corpus=corpus)
+    train_pair(out, TARGET, DRAFTER, STEPS, corpus=corpus)
     return out
 
 
@@ -110,7 +109,6 @@ def test_conversations_are_cut_from_the_texts() -> None:
     assert conversations([text], share=1.0) == [said]
     assert conversations([text], share=0.0) == []
     assert conversations(["def broken(:"], share=1.0) == []
-    assert chat_prompts({"a": text, "b": "x = 1"}) == [{"id": "a", "messages": said[:1]}]
     corpus = standard_library().train[:40]
     cut = conversations(corpus)
     size = sum(len(message["content"]) for messages in cut for message in messages)
@@ -137,33 +135,62 @@ def test_the_drafter_tokenizer_is_sentencepiece_like(pair: Path) -> None:
 def test_a_sentencepiece_vocabulary_must_hold_the_bytes(tmp_path: Path, corpus: Corpus) -> None:
     small = ModelSpec("sentencepiece", vocab_size=300, layers=1, heads=1)
     with pytest.raises(ValueError, match="more than 363 tokens"):
-        train_pair(tmp_path / "pair", TARGET, small, BUDGET, corpus=corpus)
-    assert list(tmp_path.iterdir()) == []
+        train_pair(tmp_path / "pair", TARGET, small, STEPS, corpus=corpus)
+    assert list((tmp_path / "pair").iterdir()) == []
 
 
-def test_prompts_are_cut_from_heldout_files(pair: Path, corpus: Corpus) -> None:
-    prompts = [json.loads(line) for line in (pair / "prompts.jsonl").read_text().splitlines()]
-    assert [prompt["id"] for prompt in prompts] == list(corpus.heldout)
-    assert all(prompt["prompt"] in corpus.heldout[prompt["id"]] for prompt in prompts)
-    assert all(prompt["prompt"] for prompt in prompts)
+def test_shipped_models_are_what_the_script_trains() -> None:
+    """Specs, number format and size: a changed spec needs new weights."""
+    size = 0
+    for role, spec in (("target", SHIPPED_TARGET), ("drafter", SHIPPED_DRAFTER)):
+        folder = make_demo.SHIPPED / role
+        size += (folder / "model.safetensors").stat().st_size
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.dtype == torch.bfloat16
+        wanted = spec.config(tokenizer)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+            assert getattr(model.config, name) == getattr(wanted, name)
+    assert size <= 12e6
 
 
-def test_chats_are_cut_from_heldout_files(pair: Path, corpus: Corpus) -> None:
-    chats = [json.loads(line) for line in (pair / "chats.jsonl").read_text().splitlines()]
-    assert chats
-    for chat in chats:
-        *_, asked = chat["messages"]
-        assert asked["role"] == "user"
-        assert asked["content"].partition("(")[0] in corpus.heldout[chat["id"]]
-        assert chat["prompt"].endswith("<|im_end|>\n" + CHATS["target"][1])
+def test_shipped_chats_end_with_a_user_in_the_target_s_template() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_demo.SHIPPED / "target")
+    lines = (make_demo.SHIPPED / "chats.jsonl").read_text().splitlines()
+    for chat in map(json.loads, lines):
+        assert chat["messages"][-1]["role"] == "user"
+        rendered = tokenizer.apply_chat_template(
+            chat["messages"], add_generation_prompt=True, tokenize=False
+        )
+        assert chat["prompt"] == rendered
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_the_shipped_models_write_python(role: str) -> None:
+    """Most lines of a greedy continuation are those of a program, and not all the same."""
+    folder = make_demo.SHIPPED / role
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    lines = (make_demo.SHIPPED / "prompts.jsonl").read_text().splitlines()
+    written = []
+    for line in lines[:4]:
+        ids = torch.tensor([tokenizer(json.loads(line)["prompt"])["input_ids"]])
+        with torch.inference_mode():
+            row = model.generate(ids, do_sample=False, max_new_tokens=48)[0, ids.shape[1] :]
+        written += tokenizer.decode(row, skip_special_tokens=True).splitlines()
+    code = re.compile(
+        r"\s*(#|@|[\w.]+\(|return|raise|if|for|while|else|try|with|def|class|\w.* = )"
+    )
+    assert sum(bool(code.match(line)) for line in written) > len(written) / 3
+    assert len(set(written)) > len(written) / 3
 
 
 def test_training_learns(tmp_path: Path, corpus: Corpus) -> None:
     def loss(steps: int) -> float:
-        figures = train(tmp_path / str(steps), TARGET, corpus, Budget(steps=steps))
+        figures = train(tmp_path / str(steps), TARGET, corpus, steps)
         return figures["heldout_nats_per_byte"]
 
-    assert loss(25) < 0.8 * loss(1)
+    assert loss(50) < 0.8 * loss(1)
 
 
 def test_a_step_of_muon_is_pytorchs() -> None:
@@ -184,40 +211,52 @@ def test_a_step_of_muon_is_pytorchs() -> None:
             assert (matrix - same).norm() < 0.1 * moved  # PyTorch's multiplies in bfloat16
 
 
-def test_a_kept_pair_is_reused_and_force_retrains(
-    pair: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = []
-    real = train_demo_models.train
-    monkeypatch.setattr(
-        train_demo_models, "train", lambda *a, **k: trained.append(a[1]) or real(*a, **k)
-    )
-    first = json.loads((pair / "manifest.json").read_text())
-    assert train_pair(pair, TARGET, DRAFTER, BUDGET, corpus=corpus) == first
-    assert trained == []
-    train_pair(pair, TARGET, DRAFTER, BUDGET, corpus=corpus, force=True)
-    assert trained == [TARGET, DRAFTER]
-    other = ModelSpec("sentencepiece", vocab_size=600, layers=1, heads=1)
-    train_pair(pair, TARGET, other, BUDGET, corpus=corpus)
-    assert trained == [TARGET, DRAFTER, TARGET, other]
-    train_pair(pair, TARGET, DRAFTER, BUDGET, corpus=corpus)
-
-
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, corpus: Corpus) -> None:
     def interrupt(stage: str, spent: float, status: str) -> None:
         if stage == "drafter":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_pair(tmp_path / "pair", TARGET, DRAFTER, BUDGET, corpus=corpus, report=interrupt)
-    assert list(tmp_path.iterdir()) == []
+        train_pair(tmp_path / "pair", TARGET, DRAFTER, STEPS, corpus=corpus, report=interrupt)
+    assert list((tmp_path / "pair").iterdir()) == []
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path, corpus: Corpus) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+@pytest.fixture
+def shipped(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny pair in the place of the repository's own."""
+    folder = tmp_path / "shipped"
+    shutil.copytree(pair, folder)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(make_demo, "SHIPPED", folder)
+    return folder
+
+
+def test_the_demo_folder_is_made_once_and_again_for_other_weights(
+    shipped: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "cache" / "demo"
+    assert make_demo.make_demo(out, 2e6)
+    assert {entry.name for entry in out.iterdir()} == {
+        "target", "target-wide", "drafter", "prompts.jsonl"
+    }  # fmt: skip
+    assert not make_demo.make_demo(out, 2e6)
+    (shipped / "prompts.jsonl").write_text('{"prompt": "b"}\n')
+    assert make_demo.make_demo(out, 2e6)
+    assert (out / "prompts.jsonl").read_text() == '{"prompt": "b"}\n'
+    shutil.rmtree(out / "target-wide")
+    (out / "prompts.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="no demo pair"):
-        train_pair(tmp_path, TARGET, DRAFTER, BUDGET, corpus=corpus)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+        make_demo.make_demo(out, 2e6)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_folder_of_something_else_is_refused(shipped: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="no demo pair"):
+        make_demo.make_demo(out)
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_widening_keeps_the_logits(pair: Path, tmp_path: Path) -> None:
@@ -236,41 +275,3 @@ def test_widening_keeps_the_logits(pair: Path, tmp_path: Path) -> None:
 def test_widening_refuses_to_narrow(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be widened"):
         widen(pair / "target", tmp_path / "wide", parameters=1000)
-
-
-@pytest.mark.parametrize("budget", [{}, {"seconds": 1.0, "steps": 1}])
-def test_a_budget_is_of_one_kind(budget: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="either"):
-        Budget(**budget)
-
-
-@pytest.mark.parametrize(("slowest", "steps"), [(1.0, 5), (math.inf, 1)])
-def test_a_slow_machine_trains_longer(
-    slowest: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that takes ten seconds counts as one."""
-    now = [0.0]
-    monkeypatch.setattr(_demo_training.time, "monotonic", lambda: now[0])
-    taken = 0
-    for _ in Budget(seconds=5.0, slowest=slowest).progress():
-        now[0] += 10.0
-        taken += 1
-    assert taken == steps
-
-
-def test_what_serves_the_pair_is_told(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One command for machines with a GPU and without; for another folder, with its name."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    models = json.loads((pair / "manifest.json").read_text())["models"]
-    models["target-wide"] = {"parameters": 176_000_000}
-    said = {}
-    for out in (pair, tmp_path / "vllm_hetero_spec" / "demo"):
-        console = Console(file=StringIO())
-        train_demo_models._describe(out, models, console)
-        said[out] = console.file.getvalue().splitlines()[-1].strip()
-    assert list(said.values()) == [
-        f"HETERO_SPEC_DEMO={pair} bash examples/serve.sh",
-        "bash examples/serve.sh",
-    ]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from _demo_corpus import Corpus, standard_library
-from _demo_training import Budget, ModelSpec, train
+from _demo_training import ModelSpec, train
 from _oracle_text import Translator, split_complete, token_bytes
 from oracle_acceptance import DRAFTING, Counts, Drafter, Rule, load, measure, walk
-from train_demo_models import PairBudget, train_pair
+from train_demo_models import Steps, train_pair
 from transformers import AutoTokenizer
 
 # A target whose vocabulary is "ab", "c" and "d"; drafts come a letter at a time.
@@ -93,8 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("oracle") / "pair"
     target = ModelSpec("byte_bpe", vocab_size=512, layers=1, heads=1)
     drafter = ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=1)
-    budget = PairBudget(Budget(steps=30), Budget(steps=1), Budget(steps=30))
-    train_pair(out, target, drafter, budget, corpus=corpus)
+    train_pair(out, target, drafter, Steps(30, 1, 30), corpus=corpus)
     return out
 
 
@@ -141,8 +140,8 @@ def test_a_model_of_bytes_drafting_for_itself_is_always_right(tmp_path: Path) ->
     library = standard_library()
     corpus = Corpus(train=library.train[:8], heldout=library.heldout)
     letters_only = ModelSpec("byte_bpe", vocab_size=257, layers=1, heads=1)
-    train(tmp_path / "model", letters_only, corpus, Budget(steps=30))
-    prompts = [prompt["prompt"][:200] for prompt in corpus.prompts()[:3]]
+    train(tmp_path / "model", letters_only, corpus, 30)
+    prompts = [text[500:700] for text in list(library.heldout.values())[:3]]
     folder = tmp_path / "model"
     rules = [Rule(4, drafting) for drafting in DRAFTING]
     for counts in measure(folder, folder, prompts, 40, rules):

@@ -145,6 +145,7 @@ def test_the_quickstart_says_how_to_go_on(machine: Machine, tmp_path: Path) -> N
     demo = {"HETERO_SPEC_DEMO": str(tmp_path / "pair")}
     said, calls, code = machine.run("quickstart.sh", gpu=False, **demo)
     assert code == 0
+    assert said.startswith("==> This installs vLLM")
     assert said.endswith(f" after: . {machine.repo}/.venv/bin/activate\n")
     assert f"--out {tmp_path}/pair" in calls[-2]
     assert f"compare {tmp_path}/pair/target-wide {tmp_path}/pair/drafter" in calls[-1]

@@ -124,10 +124,7 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted_ahead(llm: Any) -> dict[str, Any]:
-    """What was counted of some texts by a `patient` engine: drafts were there, guesses too.
-
-    How many, hangs on what the models' training came to.
-    """
+    """What was counted of some texts by a `patient` engine: drafts were there, guesses too."""
     from vllm_hetero_spec import read_stats
 
     stats, metrics = read_stats(llm), metrics_of(llm)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from _demo_corpus import Corpus, standard_library
-from _demo_training import Budget, ModelSpec
+from _demo_training import ModelSpec
 from _oracle_text import Translator, token_bytes
 from harness import engine, metrics_of, proposer_of, slem
 from oracle_acceptance import Drafter, Rule, load
 from scenarios import generate, greedy
-from train_demo_models import PairBudget, train_pair
+from train_demo_models import Steps, train_pair
 from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -97,7 +97,7 @@ def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         out,
         ModelSpec("sentencepiece", vocab_size=4096, layers=2, heads=2),
         ModelSpec("sentencepiece", vocab_size=512, layers=1, heads=2),
-        PairBudget(Budget(steps=60), Budget(steps=1), Budget(steps=60)),
+        Steps(60, 1, 60),
         corpus=Corpus(library.train[:150], library.heldout),
     )
     return out

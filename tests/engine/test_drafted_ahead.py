@@ -185,8 +185,6 @@ def test_remainders_of_other_texts_are_not_accepted(
     pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lossless even where the match by bytes is left out, but that shows."""
-    if pair.inline.acceptance_length < 1.5:
-        pytest.skip("models that poorly trained agree on too little to lose any of it")
 
     def unmatched(lines: Any, *_: Any) -> Remainder | None:
         chain = next(iter(lines), None)

@@ -49,9 +49,7 @@ def test_same_tokens_as_the_target_alone(runs: Callable, way: str, scenario: str
     found, gained = runs(way)[scenario]
     assert found == alone
     assert gained["num_drafts"] > 0
-    # What models make of one short scenario hangs on their training: also through text, where a
-    # poorly trained target writes little canonically.
-    assert gained["num_accepted_tokens"] > 0 or way != "identity"
+    assert gained["num_accepted_tokens"] > 0
     assert gained["num_draft_tokens"] <= 4 * gained["num_drafts"]
     assert "drafter_error" not in gained["skipped"]
 

@@ -56,7 +56,7 @@ def located(name: str, info: ValidationInfo) -> str:
     path = demo_folder() / name.removeprefix(_DEMO)
     if not path.exists():
         raise ConfigError(
-            f"{path} does not exist: make the demo pair with `python scripts/train_demo_models.py`."
+            f"{path} does not exist: make the demo pair with `python scripts/make_demo.py`."
         )
     return str(path)
 
