@@ -38,7 +38,7 @@ fi
 cat >&2 <<'END'
 ==> This installs vLLM and the plugin into a virtual environment (about 4 GB with vLLM's CPU build,
 ==> two to three minutes if the packages are cached nearby; nothing if they are installed), and then
-==> measures the target alone and with its drafter (about a minute with the demo pair on two cores).
+==> measures the target alone and with its drafter (two minutes with the demo pair on two cores).
 END
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -48,7 +48,7 @@ if [ -z "$target" ]; then
     mkdir -p "$ROOT/.cache"
     ln -sfn "$(cd "$demo" && pwd)" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
     target="$demo/target-wide" drafter="$demo/drafter"
-    options=(--prompts "$demo/prompts.jsonl" ${options[@]+"${options[@]}"})
+    options=(--prompts "$demo/prompts.jsonl" --max-tokens 64 ${options[@]+"${options[@]}"})
     if nvidia-smi -L >/dev/null 2>&1; then
         say "is drafting right on this GPU? (two or three minutes; a line of JSON for each part)"
         code=0
