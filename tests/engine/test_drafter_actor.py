@@ -55,7 +55,7 @@ def test_no_key_is_to_be_left_out_that_was_not_given(
 ) -> None:
     given = SimpleNamespace(
         options=SimpleNamespace(drafter_device=device),
-        drafter_config=SimpleNamespace(model="drafter"),
+        drafter_config=SimpleNamespace(model="drafter", quantization=None),
     )
 
     def fail(*_: Any) -> None:
