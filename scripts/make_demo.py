@@ -50,7 +50,7 @@ def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
 
 
 def _same(shipped: Path, made: Path) -> bool:
-    """Whether each shipped file is in `made` too, byte by byte."""
+    """Return True if `made` contains each shipped file, byte by byte."""
     files = [file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()]
     return all(
         (made / file).is_file() and filecmp.cmp(shipped / file, made / file, shallow=False)

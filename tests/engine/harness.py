@@ -124,7 +124,7 @@ def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted_ahead(llm: Any) -> dict[str, Any]:
-    """What was counted of some texts by a `patient` engine: drafts were there, guesses too."""
+    """Return the counters of a `patient` engine; assert that it used precomputed drafts."""
     from vllm_hetero_spec import read_stats
 
     stats, metrics = read_stats(llm), metrics_of(llm)

@@ -48,7 +48,7 @@ def load(folder: Path, dtype: str = "bfloat16", **arguments: Any) -> None:
 
 
 def blank(folder: Path, **arguments: Any) -> str:
-    """What a refusal names."""
+    """The parameters that a refusal names."""
     with pytest.raises(ConfigError) as refused:
         load(folder, **arguments)
     said = re.fullmatch(

@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def laws(smollm: Path) -> dict[Setting, dict[Ids, float]]:
-    """Of the first tokens behind the prompt."""
+    """The law of the first three tokens after the prompt, for each setting."""
     model, start = load(smollm, PROMPT)
     settings = [setting for case in CASES.values() for setting in (case[0], case[2])]
     return {setting: law_of(model, start, setting, LENGTH, rare=1e-3) for setting in settings}

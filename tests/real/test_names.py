@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(scope="module")
 def inspected(run_as_user: Callable[..., str]) -> Callable[..., dict[str, Any]]:
-    """What `inspect` says of a target and a drafter."""
+    """The JSON output of `inspect` for a target and a drafter."""
     code = "import sys; from vllm_hetero_spec.cli.main import main; sys.exit(main())"
     return lambda *pair: json.loads(run_as_user("-c", code, "inspect", "--json", *pair))
 

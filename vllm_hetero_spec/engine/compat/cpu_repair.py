@@ -108,7 +108,7 @@ def has_offset(generator: torch.Generator) -> bool:
 
 
 def leaves_base_rows(function: patching.Function) -> bool:
-    """Whether `function`, a `bgmv_expand`, adds nothing to a row without adapter."""
+    """Return True if a `bgmv_expand` adds nothing to a row without adapter."""
     output = torch.zeros(1, 1)
     function(torch.ones(1, 1), torch.ones(1, 1, 1), output, torch.tensor([-1]))
     return not output.any()

@@ -142,7 +142,7 @@ class Deployment:
 
         Raises:
             ConfigError: The drafter is to run on a device of another type, on none, on cores
-                that are not there, or on a CPU whose cores the target has all.
+                that are not there, or on a CPU whose cores are all the target's.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores, ours = where[:1].isdigit(), options.parallel == "process"

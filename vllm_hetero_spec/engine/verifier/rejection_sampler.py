@@ -163,14 +163,14 @@ class HeteroRejectionSampler(RejectionSampler):
         repeat_indices: torch.Tensor,
         output_token_ids: list[list[int]],
     ) -> torch.Tensor:
-        """See RejectionSampler; on a CPU a row costs what its text is long, not its vocabulary."""
+        """Penalise draft rows; on a CPU a row costs as much as its text is long."""
         sampling = sampling_metadata
         if sampling.no_penalties or logits.device.type != "cpu":
             return RejectionSampler.apply_penalties(
                 logits, sampling, metadata, repeat_indices, output_token_ids
             )
-        three = sampling.presence_penalties, sampling.frequency_penalties
-        penalties = torch.stack([*three, sampling.repetition_penalties], 1)
+        each = sampling.presence_penalties, sampling.frequency_penalties
+        penalties = torch.stack([*each, sampling.repetition_penalties], 1)
         apply_row_penalties(
             logits, sampling.prompt_token_ids, repeat_indices, penalties, output_token_ids
         )
