@@ -11,7 +11,10 @@ NONE_HERE = "there are no CUDA graphs on this machine"
 
 def facts(drafting: Any) -> dict[str, Any]:
     """How many graphs a rank that drafts has, and rounds that began anew for a first token."""
-    return {"recorded": len(_recordings(drafting)), "overruled": drafting.source.drafter.overruled}
+    return {
+        "recorded": len(_recordings(drafting)),
+        "restarted_rounds": drafting.source.drafter.restarted_rounds,
+    }
 
 
 def bare_replay(drafting: Any, batch: int, width: int = 0) -> Callable[[], None] | None:

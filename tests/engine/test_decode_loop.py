@@ -17,7 +17,7 @@ from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import draft_batch, first_tokens
+from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, first_tokens
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
@@ -89,24 +89,33 @@ def choice(chance: random.Random) -> Any:
     return choose
 
 
-def alike(first: Sequence[DrafterTokens], second: Sequence[DrafterTokens]) -> None:
-    for one, other in zip(first, second, strict=True):
-        assert one.tokens == other.tokens
+def alike(
+    first: Sequence[DrafterTokens], second: Sequence[DrafterTokens], *, cut: Sequence[int] = ()
+) -> None:
+    """Drafts are the same ones; those at the places in `cut` are one token long in the second."""
+    for place, (one, other) in enumerate(zip(first, second, strict=True)):
+        count = 1 if place in cut else len(one.tokens)
+        assert one.tokens[:count] == other.tokens
         assert one.finite == other.finite
         assert one.known == other.known
-        assert one.confidences == pytest.approx(other.confidences)
+        assert one.confidences[:count] == pytest.approx(other.confidences)
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize(("optimistic", "often"), [(True, 2.0), (True, 0.3), (False, 0.3)])
+@pytest.mark.parametrize(
+    ("optimistic", "often", "few"),
+    [(True, 2.0, 9), (True, 2.0, 2), (True, 0.3, 9), (False, 0.3, 9)],
+)
 def test_graphs_draft_as_without(
-    in_graph: bool, optimistic: bool, often: float, monkeypatch: pytest.MonkeyPatch
+    in_graph: bool, optimistic: bool, often: float, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random rounds: batches of every size, long and short catching up, early ends, other first
     tokens, also in place of the text's last, texts that are taken back, requests that leave. The
     eager drafter takes the same. Where first tokens are often others, they are judged before the
-    steps, of which none is in vain."""
+    steps, of which none is in vain; where not, drafts with another one are that one alone if there
+    are more than a few requests."""
     monkeypatch.setattr(first_tokens, "_OFTEN", often)
+    monkeypatch.setattr(decode_loop, "_FEW", few)
     chance = random.Random(2)
     eager, recorded = World(looks_back=True), World(looks_back=True)
     graphs = record(recorded, in_graph=in_graph)
@@ -127,9 +136,14 @@ def test_graphs_draft_as_without(
                 for name, count in zip(batch, steps, strict=True)
             ]
             drafted.append(world.drafter.run(rows))
-        alike(*drafted)
-        for name, count in zip(batch, steps, strict=True):
-            assert eager.states[name].sequence.kv_ids == recorded.states[name].sequence.kv_ids
+        one_of = [len(two.tokens) == 1 < len(one.tokens) for one, two in zip(*drafted, strict=True)]
+        cut = [place for place, is_one in enumerate(one_of) if is_one]
+        assert not cut or (few < sum(map(bool, steps)) and {batch[at] for at in cut} <= set(wanted))
+        alike(*drafted, cut=cut)
+        for place, (name, count) in enumerate(zip(batch, steps, strict=True)):
+            first, second = (of.states[name].sequence.kv_ids for of in (eager, recorded))
+            assert first[: len(second)] == second
+            assert len(first) - len(second) == (count - 1 if place in cut else 0)
             tokens, known = next(
                 (d.tokens, d.known) for d, n in zip(drafted[0], batch, strict=True) if n == name
             )
@@ -155,9 +169,36 @@ def test_graphs_draft_as_without(
     assert graphs.captured == 3 * 4
     assert graphs.replays > 100
     assert moved > 10
-    vain = recorded.drafter.overruled
-    assert (vain > 10) if often > 1 else (3 < vain < 10) if optimistic else vain == 0
-    assert eager.drafter.overruled == 0
+    vain, short = recorded.drafter.restarted_rounds, recorded.drafter.shortened_drafts
+    assert (vain > 3) if often > 1 else (0 < vain < 10) if optimistic else vain == 0
+    assert (short > 10) if few == 2 else short == 0
+    assert (eager.drafter.restarted_rounds, eager.drafter.shortened_drafts) == (0, 0)
+
+
+def test_where_first_tokens_are_seldom_others_one_round_in_some_is_judged() -> None:
+    """And all are, once more, when others come up; on a CPU all are always."""
+    for waits in (True, False):
+        world = World()
+        record(world, in_graph=True)
+        world.drafter.waits, judged, other = waits, [0], 0
+
+        def choose(ids: Sequence[int], _: Sequence[int], judged: list[int] = judged) -> FirstToken:
+            judged[0] += 1
+            return FirstToken(ids[other])  # noqa: B023
+
+        def judged_of(rounds: int, judged: list[int] = judged) -> int:
+            before = judged[0]
+            for _ in range(rounds):
+                world.drafter.run([world.row("a", [5, 6, 7, 8], 3, choose)])  # noqa: B023
+                world.close("a")  # noqa: B023
+            return judged[0] - before
+
+        assert judged_of(60) == 60
+        judged_of(60)
+        assert judged_of(64) == (4 if waits else 64)
+        other = 1
+        judged_of(32)
+        assert judged_of(10) == 10
 
 
 @pytest.mark.parametrize("may_wait", [True, False])
@@ -175,7 +216,7 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
     recorded.drafter.begin([rows[1]])
     assert graphs.replays == (3 if may_wait else 1)
     alike(eager.drafter.finish(), recorded.drafter.finish())
-    assert (graphs.replays, recorded.drafter.overruled) == (3, 0)
+    assert (graphs.replays, recorded.drafter.restarted_rounds) == (3, 0)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -246,10 +287,11 @@ def behind(text: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
-    waits: bool, graphs: bool
+    waits: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is what the drafter drafts behind that text; the requests beside it draft as ever.
     Texts of one token and of many, of which some have been read before but for the last."""
+    monkeypatch.setattr(decode_loop, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
     world = World(looks_back=True)

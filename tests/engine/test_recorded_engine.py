@@ -128,7 +128,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     rounds = "".join(word[0] for word in order).split("r")
     assert set(rounds) <= {"b", "fb", "f", ""}  # one of each for a step, in this order
     assert "fb" in rounds
-    assert drafter.overruled > 0
+    assert drafter.restarted_rounds > 0
     assert "drafter_error" not in read_stats(llm)["skipped"]
     assert graphs.replays > 0
     assert divided

@@ -13,7 +13,7 @@ from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, emitted, planned, step_of
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree_growth import ValuedTree
-from vllm_hetero_spec.engine.drafter import tree_drafts
+from vllm_hetero_spec.engine.drafter import decode_loop, first_tokens, tree_drafts
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.lookahead.controllers import Fixed
@@ -198,16 +198,18 @@ def test_nothing_follows_an_end(place: int, second: bool, raced: bool) -> None:
     assert seen
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("waits", "few"), [(False, 2), (True, 9), (True, 2)])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("choice", [1, 2])
 def test_paths_leave_the_chain_whose_first_token_was_overruled(
-    choice: int, waits: bool, graphs: bool, monkeypatch: Any
+    choice: int, waits: bool, few: int, graphs: bool, monkeypatch: Any
 ) -> None:
     """By the text, before the steps behind it are taken, or afterwards; perhaps by that with which
-    the second path has left."""
+    the second path has left. Among more than a few requests nothing follows that token."""
     world = World(graphs=graphs)
     world.drafter.waits = waits
+    monkeypatch.setattr(decode_loop, "_FEW", few)
+    monkeypatch.setattr(first_tokens, "_OFTEN", 2.0)
     monkeypatch.setattr(world.bridge, "identity", False)
     monkeypatch.setattr(
         world.bridge, "first_choice", lambda context, ids, last: FirstToken(ids[choice])
@@ -217,7 +219,10 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
         row = world.row(TEXTS[name]).clone()
         row[0] = -torch.inf
         assert draft.tokens[0] == row.topk(3).indices[choice]
-        assert fed(draft) == [[0] if choice == 1 else [0, 1], [0, 1], [0], []]
+        if waits and few < len(TEXTS):
+            assert len(draft.tokens) == 1
+        else:
+            assert fed(draft) == [[0] if choice == 1 else [0, 1], [0, 1], [0], []]
 
 
 def test_races_beside_forks() -> None:

@@ -12,6 +12,7 @@ from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext
 from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.retokenization import TextContext
+from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
@@ -30,8 +31,10 @@ class Bridge(ABC):
         banned: Drafter ids that are never drafted.
         failures: Why something could not be translated -> how often.
         chat: What becomes of turn markers in prompts.
+        tokens_ratio: Drafter ids for each target id, in a text of many kinds.
     """
 
+    tokens_ratio: float = 1.0
     identity: bool
     special: SpecialTokens
     drafter_eos: frozenset[int]
@@ -190,6 +193,7 @@ class TextBridge(Bridge):
         self.drafter_eos, self.banned = special.drafter_eos, special.banned
         self.failures: Counter[str] = Counter()
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
+        self.tokens_ratio = _tokens_ratio(target, drafter)
 
     def open(self, longest: int | None = None) -> TextContext:
         special, failures = self.special, self.failures
@@ -283,6 +287,16 @@ class TextBridge(Bridge):
         context.broken = True
         self.failures["context_error"] += 1
         logger.debug("text could not be translated", exc_info=True)
+
+
+def _tokens_ratio(target: TextTokenizer, drafter: TextTokenizer) -> float:
+    """Drafter ids for each target id of the calibration text; 1 if one of them cannot encode it."""
+    try:
+        theirs, ours = (len(of.encode(CALIBRATION_TEXT)) for of in (target, drafter))
+    except Exception:
+        logger.debug("the calibration text could not be encoded", exc_info=True)
+        return 1.0
+    return ours / theirs if ours and theirs else 1.0
 
 
 def make_bridge(

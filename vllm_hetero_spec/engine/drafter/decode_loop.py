@@ -6,6 +6,7 @@ known on the host, and the next input is what the last step picked. `finish` wai
 was picked. On a CPU controllers and judges of first tokens are asked between steps. On a device
 first tokens are judged while the steps behind them run, which begin anew where another is wanted;
 or before those steps, where that is often so, or tokens are drawn, which cannot be drawn anew.
+A round of many requests does not restart: the draft whose first token is replaced is that token.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,6 +24,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.reading import read_in_parts, read_texts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
+from vllm_hetero_spec.engine.drafter.replaced_tokens import replace_first
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
 from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
@@ -31,6 +33,9 @@ from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftR
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
+# requests; a larger round does not restart for a replaced first token: its steps cost more than the
+# rest of one draft brings.
+_FEW = 2
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 8
 
@@ -56,7 +61,8 @@ class Drafter:
         most_steps: Most drafter tokens of one round.
         forwards: How many there were.
         waits: Whether a look at what was drafted waits for a device; `begin` may if `may_wait`.
-        overruled: Rounds of which the steps began anew behind another first token.
+        restarted_rounds: Rounds whose steps ran again, because a first token was replaced.
+        shortened_drafts: Drafts of one token: it was replaced, and the round did not restart.
 
     Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
     prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
@@ -79,7 +85,7 @@ class Drafter:
         self.model = model
         self.sampling, self.beside, self.max_length = sampling, beside, model.max_length
         self.most_steps = STEPS_PER_TOKEN * lookahead + 2
-        self.forwards = self.overruled = 0
+        self.forwards = self.restarted_rounds = self.shortened_drafts = 0
         self.waits, self.may_wait = device.type != "cpu", False
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
@@ -154,6 +160,8 @@ class Drafter:
         order = sorted(range(len(rows)), key=lambda at: (spans[at], -rows[at].steps))
         self._steps.picked.wide = self.beside > 0 and wide(rows)
         rows = [rows[i] for i in order]
+        if self.waits and any(row.choose for row in rows) and not self._first.due():
+            rows = [row._replace(choose=None) for row in rows]
         read_in_parts(rows, self._steps, self._planner, self._stopwatch)
         singles = len(rows) - sum(spans)
         current = self._round = self._planned(rows, order, singles)
@@ -254,7 +262,7 @@ class Drafter:
         elif any(row.choose for row in current.rows):
             with self._stopwatch:
                 current.candidates = self._first.fetch(behind, current.plan.active[0])
-            often = self._first.often_others
+            often = self._first.often_others(current.plan.active[0])
             if not self.waits or current.own or (often and self.may_wait):
                 self._judge(current)
             elif often:
@@ -291,13 +299,15 @@ class Drafter:
         if stand_ins is not None:
             current.stand_ins = self._receiver_own.fetch(stand_ins)
 
-    def _judge(self, current: Round) -> bool:
-        """Put other first tokens in place where a row's text asks for them; whether any was."""
+    def _judge(self, current: Round) -> None:
+        """Put other first tokens in place, if the texts ask for any."""
+        self._begin_with(current, self._others(current))
+
+    def _others(self, current: Round) -> dict[int, Beginning]:
+        """What drafts begin with in place of the likeliest token, by row; waits for candidates."""
         assert current.candidates is not None
         candidates, current.candidates = current.candidates, None
-        others = self._first.judge(current.rows, candidates)
-        self._begin_with(current, others)
-        return bool(others)
+        return self._first.judge(current.rows, candidates)
 
     def _judge_before_drawing(self, current: Round, behind: CaughtUp) -> None:
         """A draft that begins in the place of a last token is greedy: its first bytes are given."""
@@ -311,33 +321,20 @@ class Drafter:
             current.own = OwnPicks(rows[:count], self._rules, self._send_own, current.plan)
 
     def _begin_with(self, current: Round, others: dict[int, Beginning]) -> None:
-        if not others:
-            return
-        picked, plan = self._steps.picked, current.plan
-        forced = {index: other.id for index, other in others.items()}
-        for index, chosen in list(forced.items()):  # what follows the chain at first, too
-            forced |= {at: chosen for at, step in plan.forks_of(index) if step}
-        current.known = {index: other.known for index, other in others.items() if other.known}
-        moved = list(current.known)
-        peaks = np.array([others[index].confidence for index in moved], np.float32)
-        lists = [np.array(list(of), np.int64) for of in (forced, forced.values(), moved)]
-        rows, ids, lines, confidences = self._send_own(*lists, peaks)
-        picked.put(0, rows, ids)
-        if not moved:
-            return
-        picked.trust(0, lines, confidences)
-        for index in moved:
-            current.rows[index].sequence.kv_ids.pop()
-        if plan.steps > 1:
-            self._planner.step_back(plan, moved)
-            self._steps.moved()
+        if others:
+            replace_first(current, others, self._steps, self._planner, self._send_own)
 
     def _collect(self, current: Round) -> list[DrafterTokens]:
-        if current.candidates is not None and self._judge(current):
-            self.overruled += 1
+        others = {} if current.candidates is None else self._others(current)
+        if others and current.plan.active[0] <= _FEW:
+            self.restarted_rounds += 1
+            self._begin_with(current, others)
             self._steps.again()
             self._take_steps(current, None)
             self._fetch(current)
+        else:
+            self.shortened_drafts += len(others)
+            current.cut = others
         return current.drafted(self._rules.confidences, self._rules.ends, self.sampling)
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:

@@ -5,7 +5,6 @@ The lookahead counts TARGET tokens. How many drafter tokens they take depends on
 round drafts the expected number, translates, and goes on only for requests still short of it.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft, confidences_of
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_length import DraftLength
 from vllm_hetero_spec.engine.drafter.forks import Forks
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.request_state import UNSTABLE_TAIL, RequestState
@@ -96,6 +96,7 @@ class DraftBatchRunner:
         self._pool = pool
         self._stats = stats
         self._budget = budget
+        self._length = DraftLength(bridge, drafter)
         self._forks = Forks(pool, stats)
         self._lent = BlockTable()  # blocks for side branches of this round
         self._trees = TreeDrafts(bridge, drafter.sampling, stats)
@@ -174,14 +175,14 @@ class DraftBatchRunner:
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
         rows, budget, drafter = [], self._budget, self._drafter
-        judged = not self._bridge.identity
+        judged, ratio = not self._bridge.identity, self._length.mean_ratio(tasks)
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
             state, start, known = task.state, task.state.num_kv_valid, task.state.context.ids
             room, pending = drafter.max_length - len(known), len(known) - start
             if room < bool(task.lookahead):
                 self._skip(task, "drafter_length")
                 continue
-            steps = self._steps(task, min(room, drafter.most_steps))
+            steps = self._length.steps(task, min(room, drafter.most_steps), ratio)
             if pending > budget:
                 self._skip(task, "catching_up")
                 pending, steps = budget, 0
@@ -201,28 +202,6 @@ class DraftBatchRunner:
             rows.append(DraftRow(task, state.sequence, ids, steps, choose))
         self._stats.catch_up_tokens += self._budget - budget
         return rows
-
-    def _steps(self, task: DraftTask, room: int) -> int:
-        """Drafter steps expected to cover the lookahead, of which there is `room` for.
-
-        One step more than the ratio says: it completes the last target token, and a step of the
-        whole batch costs less than going on for the few that fell short. Where nobody goes on,
-        because that would be another wait for the device, and a drafter token is a target token or
-        more, that step is not worth its time.
-        """
-        if not task.lookahead:
-            return 0
-        if task.draw is not None:  # a drawn target token takes a step, or half of its span
-            span = max(2, self._drafter.span(task).tokens)
-            return min(room, task.lookahead * span // 2)
-        ratio = task.state.context.ratio
-        one_more = ratio > 1 or not self._drafter.waits
-        return min(room, max(1, math.ceil(task.lookahead * ratio) + one_more))
-
-    def _most_steps(self, task: DraftTask) -> int:
-        """Drafter steps that a greedy draft may take in all."""
-        room = self._drafter.max_length - len(task.state.context.ids)
-        return min(room, math.ceil(2 * task.lookahead * max(1.0, task.state.context.ratio)) + 1)
 
     def _reserve(self, state: RequestState, tokens: int, outside: Iterator[RequestState]) -> bool:
         """KV room for `tokens` more; requests outside the batch give theirs up for it."""
@@ -308,7 +287,7 @@ class DraftBatchRunner:
             return False
         stopped = len(drafted) < made.steps  # the logits were not finite, or it does not pay
         ended = not self._bridge.drafter_eos.isdisjoint(drafted)
-        if stopped or ended or (left := self._most_steps(row.task) - made.steps) <= 0:
+        if stopped or ended or (left := self._length.most_steps(row.task) - made.steps) <= 0:
             return False
         steps = max(1, round(missing * len(drafted) / (len(made.proposal) or 1)))
         steps = min(left, steps, self._drafter.most_steps)

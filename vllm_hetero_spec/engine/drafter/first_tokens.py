@@ -17,9 +17,13 @@ from vllm_hetero_spec.staging import Fetched, Receiver
 _NEXT, _LAST = 8, 32
 # Bytes on their way for each request: ids, ids in the place of the last token, and their logits.
 CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
-# Share of rounds with another first token above which steps wait for the judge, and the weight of
-# the newest round in it: the more requests, the likelier that one of them has another.
-_OFTEN, _FADE = 0.3, 0.1
+# The share of requests whose first token is replaced begins as if it were 5 % of 20 requests, and
+# follows about the last 200 of them.
+_SHARE, _SEEN_FIRST, _SEEN_MOST = 0.05, 20, 200
+_OFTEN = 0.3  # probability of a replaced token in a round, above which its steps wait for the judge
+# Below this share one round in 16 is judged: the draft that is lost for each hundredth request is
+# worth less than the copy of all candidates to the host.
+_SELDOM, _ROUNDS = 0.01, 16
 
 
 class Candidates(NamedTuple):
@@ -58,12 +62,19 @@ class FirstTokens:
     """
 
     def __init__(self, receiver: Receiver) -> None:
-        self._receiver, self._overruling = receiver, 0.0
+        self._receiver = receiver
+        self._share, self._seen = _SHARE, _SEEN_FIRST
+        self._skipped = 0  # rounds in a row
 
-    @property
-    def often_others(self) -> bool:
-        """Whether so many rounds had others of late that steps in vain cost more than a wait."""
-        return self._overruling > _OFTEN
+    def due(self) -> bool:
+        """Whether the round that begins judges its first tokens; counts the round."""
+        seldom = self._share < _SELDOM and self._skipped < _ROUNDS - 1
+        self._skipped = self._skipped + 1 if seldom else 0
+        return not seldom
+
+    def often_others(self, requests: int) -> bool:
+        """Whether at least one of so many requests probably replaces its first token."""
+        return 1 - (1 - self._share) ** requests > _OFTEN
 
     def fetch(self, behind: CaughtUp, requests: int) -> Candidates:
         """Begin to bring the candidates of the first so many requests to the host."""
@@ -88,12 +99,13 @@ class FirstTokens:
         fetched = candidates.fetched.wait()
         start = candidates.num_next
         values = (fetched.shape[1] + start) // 2  # where they begin, behind the ids in the place
-        found = {}
+        found, judged = {}, 0
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
             task, own = row.task, ids[:start]
             draws = task.draw is not None
             if row.choose is None or (draws and not drawn):
                 continue
+            judged += 1
             looked_back = not task.paths and len(row.sequence.kv_ids) > 1
             first = row.choose(own, ids[start:] if looked_back else ())
             if first.known:
@@ -102,5 +114,7 @@ class FirstTokens:
                 found[index] = Beginning(first.id, first.known, share)
             elif first.id != own[0] and not draws:
                 found[index] = Beginning(first.id, 0, 0.0)
-        self._overruling += _FADE * (bool(found) - self._overruling)
+        if judged:
+            self._seen = min(self._seen + judged, _SEEN_MOST)
+            self._share += (len(found) / judged - self._share) * min(1, judged / self._seen)
         return found

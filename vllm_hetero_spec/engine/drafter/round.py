@@ -27,6 +27,8 @@ class Round:
         confidences: By request, of the tokens so far, where a controller looks at them.
         candidates: For the first tokens, on their way: see `FirstTokens`.
         others: What drafts begin with, where that had to be known before tokens were drawn.
+        cut: By row, the replaced first token of a draft that has no other: the steps followed the
+            drafter's own.
         known: Of the requests whose draft begins in the place of the text's last token, the bytes
             of that.
         fetched: What was picked, on its way.
@@ -42,6 +44,7 @@ class Round:
     confidences: dict[str, list[float]] = field(default_factory=dict)
     candidates: Candidates | None = None
     others: dict[int, Beginning] | None = None
+    cut: dict[int, Beginning] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
@@ -78,6 +81,9 @@ class Round:
         for index, (row, ids, peaks, sound) in enumerate(
             zip(self.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
         ):
+            if (other := self.cut.get(index)) is not None:
+                drafted.append(self._first_alone(row, other, peaks, picked, index))
+                continue
             wanted = min(row.steps, self.taken)
             count = min(wanted, sound)
             del ids[count:]
@@ -105,3 +111,21 @@ class Round:
                 draft = drawn.draft(task, sampling, ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted
+
+    def _first_alone(
+        self,
+        row: DraftRow,
+        other: Beginning,
+        peaks: Sequence[float],
+        picked: PickedTokens,
+        index: int,
+    ) -> DrafterTokens:
+        """A draft of one token. The KV of the steps does not belong to the text, so it is void."""
+        finite = picked.sound[index] > 0
+        if other.known:
+            row.sequence.kv_ids.pop()
+            peaks = [other.confidence] if peaks else ()
+        tokens = DrafterTokens([other.id][:finite], finite, peaks[:finite], known=other.known)
+        if row.task.paths:
+            tokens = tokens._replace(beside=picked.beside(index, int(finite)))
+        return tokens

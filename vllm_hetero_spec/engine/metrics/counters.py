@@ -95,6 +95,12 @@ class DraftStats:
     catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
     forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
     graph_forwards: Annotated[int, _count("Forwards of the drafter replayed as CUDA graphs.")] = 0
+    restarted_rounds: Annotated[
+        int, _count("Drafting rounds that restarted because a first token was replaced.")
+    ] = 0
+    shortened_drafts: Annotated[
+        int, _count("Drafts of one token: it was replaced, and the round did not restart.")
+    ] = 0
     reused_tokens: Annotated[int, _count("Context tokens whose KV another request had left.")] = 0
     media_tokens: Annotated[int, _count("Prompt tokens for images and the like, left out.")] = 0
     skipped: Annotated[

@@ -160,3 +160,5 @@ class InlineSource:
         stats.forward_seconds = self.drafter.forward_seconds
         stats.forwards = self.drafter.forwards
         stats.graph_forwards = self.drafter.replays
+        stats.restarted_rounds = self.drafter.restarted_rounds
+        stats.shortened_drafts = self.drafter.shortened_drafts

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put other first tokens into a round whose requests have been caught up."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from vllm_hetero_spec.engine.drafter.first_tokens import Beginning
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round_plan import Planner
+from vllm_hetero_spec.engine.drafter.steps import Steps
+from vllm_hetero_spec.staging import Send
+
+
+def replace_first(
+    current: Round, others: Mapping[int, Beginning], steps: Steps, planner: Planner, send: Send
+) -> None:
+    """Replace what was picked behind the text, before the steps that follow it.
+
+    A token that takes the place of the text's last one moves the steps of its request back by one.
+
+    Args:
+        current: The round.
+        others: By row, at least one.
+        steps: Of the drafter.
+        planner: Of the round.
+        send: Brings arrays to the device.
+    """
+    picked, plan = steps.picked, current.plan
+    forced = {index: other.id for index, other in others.items()}
+    for index, chosen in list(forced.items()):  # what follows the chain at first, too
+        forced |= {at: chosen for at, step in plan.forks_of(index) if step}
+    current.known = {index: other.known for index, other in others.items() if other.known}
+    moved = list(current.known)
+    peaks = np.array([others[index].confidence for index in moved], np.float32)
+    lists = [np.array(list(of), np.int64) for of in (forced, forced.values(), moved)]
+    rows, ids, lines, confidences = send(*lists, peaks)
+    picked.put(0, rows, ids)
+    if not moved:
+        return
+    picked.trust(0, lines, confidences)
+    for index in moved:
+        current.rows[index].sequence.kv_ids.pop()
+    if plan.steps > 1:
+        planner.step_back(plan, moved)
+        steps.moved()
