@@ -178,6 +178,11 @@ class Fetched(NamedTuple):
     tensor: torch.Tensor
     copied: "torch.cuda.Event | None" = None
 
+    @property
+    def there(self) -> bool:
+        """Whether a wait would be none."""
+        return self.copied is None or self.copied.query()
+
     def wait(self) -> np.ndarray:
         """Its values; good until the memory they were fetched from, or into, is used again."""
         if self.copied is not None:
@@ -211,6 +216,28 @@ class Receiver:
         here.copy_(tensor, non_blocking=True)
         self._copied.record()
         return Fetched(here, self._copied)
+
+
+class Mark:
+    """A moment in the work that a device has queued, which on a CPU is now.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now = time.perf_counter()
+        self._event = None if device.type == "cpu" else _event()
+        if self._event is not None:
+            self._event.record()
+
+    def since(self, earlier: "Mark") -> float | None:
+        """Seconds since another; None where the device has not come that far."""
+        if self._event is None or earlier._event is None:
+            return self._now - earlier._now
+        if not self._event.query():
+            return None
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class Stopwatch:

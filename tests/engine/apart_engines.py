@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from chain_pair import PROMPT
-from device_apart import DEVICE, Apart, Queued, device_apart
+from device_apart import DEVICE, Apart, Event, Queued, device_apart
 from vllm.utils import torch_utils
 
 copied_there = torch_utils.async_tensor_h2d
@@ -29,6 +29,7 @@ from vllm.v1.worker import cpu_model_runner  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
 from vllm_hetero_spec import read_stats  # noqa: E402
+from vllm_hetero_spec.lookahead.controllers import Fixed  # noqa: E402
 
 V2 = os.environ.get("TRITON_INTERPRET") == "1"
 ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 64}  # prompts come in parts
@@ -158,6 +159,65 @@ def test_few_operations_are_queued_in_a_step(
         steps = read_stats(llm)["steps"] - steps
     print(f"{queued.ours.total() / steps:.0f} operations in a step at temperature {heat}")
     assert queued.ours.total() <= most * steps, queued.ours.most_common(30)
+
+
+@pytest.mark.skipif(not V2, reason="Model Runner V1 schedules one step after the other")
+def test_at_rest_nothing_of_ours_waits(
+    demo_pair: Path, queued: Queued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without drafts are seen once or not at all, when they have ended: two later here.
+
+    Requests join and end, in more places than there are. What is drafted begins within four steps
+    of the controller's wish.
+    """
+    spec = slem(demo_pair / "drafter", 3)
+    prompts = [f"def function_{number}(self, value):\n" for number in range(9)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30 + 20 * number, ignore_eos=True)
+        for number in range(len(prompts))
+    ]
+    room = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with engine(demo_pair / "target", **room) as llm:
+        alone = [of.outputs[0].token_ids for of in llm.generate(prompts, params, use_tqdm=False)]
+    with engine(demo_pair / "target", spec, **room) as llm:
+        proposer, views, hurries = proposer_of(llm), list[Any](), list[bool]()
+        proposer.controller = Fixed(0)
+        llm.generate(prompts[:2], params[0], use_tqdm=False)  # the scheduler hears of it
+        look_back = proposer.look_back
+
+        def noted(view: Any, num_requests: int, *, hurried: bool) -> None:
+            hurries.append(hurried)
+            look_back(lambda: views.append(view()) or views[-1], num_requests, hurried=hurried)
+
+        monkeypatch.setattr(proposer, "look_back", noted)
+        monkeypatch.setattr(Event, "lag", 7)
+        before = read_stats(llm)
+        queued.events.clear()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == alone
+        steps = read_stats(llm)["steps"] - before["steps"]
+        assert steps > 200
+        assert not [wait for wait in queued.events if wait.ours]
+        assert queued.events  # vLLM's own, for what has been sampled
+        seen = len(views)
+        assert 0.8 * steps < seen < steps
+        assert sum(hurries) < 10  # behind a pause alone
+        lengths: dict[str, int] = {}
+        for view in views:
+            for request in view.requests:
+                assert len(request.token_ids) > lengths.get(request.req_id, 0)
+                lengths[request.req_id] = len(request.token_ids)
+        driver, drafts = llm.llm_engine, read_stats(llm)["drafts"]
+        driver.add_request("x", prompts[0], params[-1])
+        for _ in range(20):
+            driver.step()
+        proposer.controller, wanted = Fixed(3), read_stats(llm)["steps"]
+        while read_stats(llm)["drafts"] == drafts:
+            driver.step()
+        waited = read_stats(llm)["steps"] - wanted
+        print(f"{seen} of {steps} steps seen at rest, drafts after {waited} steps")
+        assert waited <= 4
+        driver.abort_request(["x"])
 
 
 def test_what_a_device_refuses_is_refused() -> None:

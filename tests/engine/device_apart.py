@@ -4,7 +4,8 @@
 Tensors of this device have their values in host memory, out of the host's reach. An operation on
 tensors of host and device is refused where it is written here or in vLLM's workers. Noted, with the
 lines that asked for them, are reads of values, masks as indices, and copies that are not made in
-the background. PyTorch gives a process one such device, for good: for processes of their own.
+the background; beside them waits for events that have not happened. PyTorch gives a process one
+such device, for good: for processes of their own.
 """
 
 import sys
@@ -80,10 +81,12 @@ class Queued(NamedTuple):
     Attributes:
         waits: What waited for it.
         ours: Operations that are written here, by line; views, and memory without values, are none.
+        events: Waits for events that had not happened.
     """
 
     waits: list[Wait]
     ours: Counter[str]
+    events: list[Wait]
 
 
 class Apart(torch.Tensor):
@@ -228,22 +231,32 @@ library.impl("aten::_copy_from", "PrivateUse1", _copied)
 
 
 class Event:
-    """Of what has been queued, all of which is done."""
+    """Happens when so many later ones have been recorded, or is waited for.
+
+    Attributes:
+        lag: How many.
+    """
+
+    lag, _recorded, _happened = 0, 0, 0  # the last two: how many, of all events
 
     def __init__(self, **_: Any) -> None:
-        pass
+        self._number = 0
 
     def record(self, *_: Any) -> None:
-        pass
+        Event._recorded += 1
+        self._number = Event._recorded
 
     def query(self) -> bool:
-        return True
+        Event._happened = max(Event._happened, Event._recorded - Event.lag)
+        return self._number <= Event._happened
 
     def synchronize(self) -> None:
-        pass
+        if not self.query():
+            _QUEUED[-1].events.append(Wait("an event", _lines()))
+            Event._happened = max(Event._happened, self._number)
 
-    def elapsed_time(self, _: "Event") -> float:
-        return 1.0
+    def elapsed_time(self, later: "Event") -> float:
+        return float(later._number - self._number)
 
 
 class _Generator(torch.Generator):
@@ -254,7 +267,7 @@ class _Generator(torch.Generator):
 @contextmanager
 def device_apart() -> Iterator[Queued]:
     """In which the device is there; what is queued is added to what this gives."""
-    queued = Queued([], Counter())
+    queued = Queued([], Counter(), [])
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (torch, "Event", Event),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.seam import speculator_v2
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
@@ -108,7 +107,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     seam.begins(output_of(new("a", temperature=0.5, seed=3), a=[7, 8]))
     seam.begins(output_of(new("b"), a=[7, 8]))
-    step = seam.view(batch, SAMPLED)
+    step = seam.view(seam.sampled(batch, SAMPLED))
     a, b = step.requests
     assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens) == ("a", 3, 2)
     assert a.token_ids.tolist() == [20, 21, 22, 23, 24]
@@ -119,7 +118,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert (step.started, set(step.live)) == ({"a": None, "b": None}, {"a", "b"})
     assert step.target_seconds is step.step_seconds is None
     seam.handed_out()
-    again = seam.view(batch, SAMPLED)
+    again = seam.view(seam.sampled(batch, SAMPLED))
     assert 0 <= again.target_seconds <= again.step_seconds
 
 
@@ -137,15 +136,15 @@ def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
     seam = RunnerV2(runner)
     seam.begins(output_of(new("a"), new("b", temperature=0.5)))
     seam.begins(output_of(preempted="b"))
-    assert set(seam.view(batch, SAMPLED).live) == {"a", "b"}  # it waits
+    assert set(seam.view(seam.sampled(batch, SAMPLED)).live) == {"a", "b"}  # it waits
     seam.begins(output_of(new("b", temperature=0.5)))
-    assert seam.view(batch, SAMPLED).started == {}
+    assert seam.view(seam.sampled(batch, SAMPLED)).started == {}
     seam.begins(output_of(new("b", temperature=0.9), preempted="a"))
-    again = seam.view(batch, SAMPLED)
+    again = seam.view(seam.sampled(batch, SAMPLED))
     assert again.started == {"b": None}
     assert again.requests[1].params.temperature == 0.9
     seam.begins(output_of(new("a"), finished="a"))  # a preempted one is aborted, its id taken
-    assert seam.view(batch, SAMPLED).started == {"a": None}
+    assert seam.view(seam.sampled(batch, SAMPLED)).started == {"a": None}
     seam.begins(output_of(finished="ab"))
     assert not seam._new
     assert not seam._params
@@ -214,7 +213,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     made_up.scheduled_new_reqs = []
     seam.begins(made_up)
     assert seam.batch(batch).lengths == [2, 0]
-    step = seam.view(batch, SAMPLED)
+    step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(2, 2), (0, 4)]
     assert (step.tiers, step.decodes_only) == ([0, 2, 4], False)
     output = SimpleNamespace()
@@ -233,7 +232,7 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
     seam.begins(output_of(preempted="a"))
     seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
-    step = seam.view(batch, SAMPLED)
+    step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(0, 4), (0, 0)]
 
 
@@ -261,7 +260,7 @@ class _Proposer:
         self.warm = False
         self.calls: list[str] = []
         self.drafts: list[list[int]] = []
-        self.looks = Looks()
+        self.seen: list[Any] = []
 
     def bind(self, seam: Any) -> None:
         self.seam = seam
@@ -276,9 +275,12 @@ class _Proposer:
         return self.drafts
 
     def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
-        passes = self.looks.passes(bool(without_drafts), num_requests)
-        self.calls += [f"{num_requests} pass by"] * passes
-        return passes
+        self.calls += [f"{num_requests} pass by"] * bool(without_drafts)
+        return bool(without_drafts)
+
+    def look_back(self, view: Any, num_requests: int, *, hurried: bool) -> None:
+        self.calls.append("look back" + " in a hurry" * hurried)
+        self.seen.append(view())
 
     def finish(self) -> None:
         self.calls.append("finish")
@@ -337,13 +339,13 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     runner: Any, batch: Any, following: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look waits for the device, and the tokens of the step before would wait with it. Where no
-    request goes on, nobody knows for how long the engine has done nothing."""
+    request goes on, nobody knows for how long the engine has done nothing until the next one."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     after_step = proposer.after_step
     proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
-    outputs = [output_of(new("a"), new("b")), output_of(), output_of(new("c"))]
-    scheduled = ["ab", "ab", following]
+    outputs = [output_of(new("a"), new("b")), output_of(), output_of(new("c")), output_of()]
+    scheduled = ["ab", "ab", following, "abc"]
     for output, names in zip(outputs, scheduled, strict=True):
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
         speculator.begins(output)
@@ -352,9 +354,9 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
         speculator.propose(batch, *(None,) * 4, SAMPLED)
         assert proposer.calls == calls
         speculator.seam.handed_out()
-    assert proposer.calls[1:] == ["begin", "finish"] * 2
-    assert views[0].target_seconds is not None
-    assert (views[1].target_seconds is None) == (following == "c")
+    assert proposer.calls[1:] == ["begin", "finish"] * 3
+    assert all(view.target_seconds is not None for view in views)
+    assert [view.step_seconds is None for view in views] == [True, False, following == "c"]
     assert speculator.seam._output is outputs[-1]
 
 
@@ -425,31 +427,25 @@ def test_pipeline_stages_are_given_drafts_at_once(
     assert speculator.seam.hand_out(others, [[]]).req_ids == ["a", "c"]
 
 
-def test_few_steps_are_looked_at_where_none_may_have_drafts(
+def test_steps_that_may_have_no_drafts_go_by(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look waits for the device. New requests are not missed, and no long step is timed."""
+    """Each is seen later, as it has ended by then. The next view names all that have started."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     proposer.after_step = lambda view, _: views.append(view()) or [[], []]
-    speculator.seam.begins(output_of(new("a"), new("b")))
-    looked_at = []
-    for number in range(100):
-        output = output_of(new("b")) if number == 20 else output_of()
-        output.num_spec_tokens_to_schedule = 0 if number < 99 else 2
-        speculator.seam.begins(output)
-        before = len(views)
-        speculator.propose(batch, *(None,) * 4, SAMPLED) if number else None
-        speculator.finish()
-        speculator.seam.handed_out()
-        if len(views) > before:
-            looked_at.append(number)
-    assert looked_at == [1, 2, 3, 65, 66, 99]
-    assert proposer.calls[1:].count("2 pass by") == 99 - len(looked_at)
-    by_number = dict(zip(looked_at, views, strict=True))
-    assert by_number[1].started == {"a": None, "b": None}
-    assert by_number[65].started == {"b": None}
-    assert [n for n, view in by_number.items() if view.step_seconds is None] == [1, 65, 99]
+    for number in range(10):
+        output = output_of(new("a"), new("b")) if number == 0 else output_of()
+        output.num_spec_tokens_to_schedule = 0 if number < 8 else 2
+        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
+        speculator.begins(output)
+        forward_of(runner)
+        speculator.propose(batch, *(None,) * 4, SAMPLED)
+    assert proposer.calls[1:].count("2 pass by") == 8
+    assert len(proposer.seen) == 8
+    (view,) = views
+    assert view.started == {"a": None, "b": None}
+    assert view.step_seconds is not None
 
 
 def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
@@ -490,3 +486,105 @@ def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
     assert len(choose(config_of(watermark_config="some"))) == 2
     sharded = SimpleNamespace(enable_batch_sharded_sampling=True)
     assert len(choose(config_of(parallel_config=sharded))) == 2
+
+
+class _Counts:
+    """Counts that are on their way until the test says that they are there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.there = values, False
+
+    def wait(self) -> np.ndarray:
+        assert self.there, "a look that waits"
+        return self.values.numpy()
+
+
+@pytest.fixture
+def at_rest(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[HeteroSpeculator, Any, list[_Counts]]:
+    """A speculator of steps that may have no drafts, and the counts of each."""
+    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    counts: list[_Counts] = []
+    fetch = SimpleNamespace(fetch=lambda values: counts.append(_Counts(values)) or counts[-1])
+    speculator.seam._counts = [fetch]
+    return speculator, proposer, counts
+
+
+def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any) -> None:
+    """One step without drafts."""
+    output = output_of(*started, **changes)
+    output.num_spec_tokens_to_schedule = 0
+    output.num_scheduled_tokens = dict.fromkeys("ab", 1)
+    speculator.begins(output)
+    forward_of(speculator.seam._runner)
+    speculator.propose(batch, *(None,) * 4, torch.ones(batch.num_reqs, dtype=torch.int32))
+
+
+def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
+    runner: Any, batch: Any, at_rest: Any
+) -> None:
+    """When a later one has been queued. The newest that has ended is seen, and none twice."""
+    speculator, proposer, counts = at_rest
+    rest(speculator, batch, new("a"), new("b"))
+    for _ in range(3):
+        rest(speculator, batch)
+    assert proposer.calls[1:] == ["2 pass by"] * 3
+    for step in counts[:3]:
+        step.there = True
+    rest(speculator, batch)
+    assert proposer.calls[-2:] == ["2 pass by", "look back"]
+    (seen,) = proposer.seen
+    assert [list(request.new_tokens) for request in seen.requests] == [[24], [5]]
+    assert (seen.started, seen.lookahead, seen.num_rows) == ({}, 0, 6)
+    assert 0 <= seen.target_seconds <= seen.step_seconds
+    rest(speculator, batch)
+    assert len(proposer.seen) == 1
+    counts[3].there = counts[4].there = True  # the newest but for the one that is being queued
+    rest(speculator, batch)
+    assert proposer.calls[-1] == "look back"
+    counts[5].there = counts[6].there = True
+    rest(speculator, batch)
+    assert proposer.calls[-1] == "look back in a hurry"
+    assert len(proposer.seen) == 3
+
+
+def test_drafts_are_looked_at_before_steps_without_them(
+    runner: Any, batch: Any, at_rest: Any
+) -> None:
+    """Which are over, and not looked at any more."""
+    speculator, proposer, counts = at_rest
+    rest(speculator, batch, new("a"), new("b"))
+    rest(speculator, batch)
+    for number in range(3):
+        output = output_of()
+        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
+        for step in counts:
+            step.there = True
+        speculator.begins(output)
+        forward_of(runner)
+        speculator.propose(batch, *(None,) * 4, torch.tensor([1, 1]))
+        expected = ["look back in a hurry"] if number == 0 else ["begin", "finish"]
+        assert proposer.calls[-len(expected) :] == expected
+    assert len(proposer.seen) == 1
+
+
+@pytest.mark.parametrize("how", ["finished", "preempted", "back", "another"])
+def test_who_has_gone_since_is_left_out_of_a_late_look(
+    runner: Any, batch: Any, at_rest: Any, how: str
+) -> None:
+    """Its place may have another's text by now, also one of the same name."""
+    speculator, proposer, counts = at_rest
+    rest(speculator, batch, new("a"), new("b"))
+    if how in ("finished", "preempted"):
+        rest(speculator, batch_of_a(batch), **{how: "b"})
+    elif how == "back":
+        rest(speculator, batch, preempted="b")
+        rest(speculator, batch, new("b"))
+    else:
+        rest(speculator, batch, new("b"), finished="b")
+    counts[0].there = True
+    rest(speculator, batch_of_a(batch))
+    (seen,) = proposer.seen
+    assert [request.req_id for request in seen.requests] == ["a"]
+    assert not seen.decodes_only  # nor is it known what it would have taken without

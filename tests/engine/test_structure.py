@@ -55,6 +55,7 @@ MOVERS = {
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
+    "engine/seam/sampled_step.py": "arrays of the host: what requests sampled",
     "engine/seam/tree_rows_v1.py": "arrays of the host: tokens of a step",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/tree_control.py": "arrays of the host: what trees are worth",
@@ -83,9 +84,9 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The others put drafts into it, show attention another batch than the scheduler's, and make up
-    # a request.
-    files = ("runner_v1", "runner_v2", "draft_inputs_v2")
+    # The others are parts of runner_v2, put drafts into the batch, show attention another batch
+    # than the scheduler's, and make up a request.
+    files = ("runner_v1", "runner_v2", "sampled_step", "lora_rows_v2", "draft_inputs_v2")
     files += ("tree_rows_v1", "tree_rows_v2", "tree_check")
     assert readers == {f"engine/seam/{file}.py" for file in files}
 

@@ -175,6 +175,20 @@ class DraftingRank:
         self._stats.off_steps += 1
         self._stats.skip("not_worth_it", times=num_requests)
 
+    def look_back(self, step: StepView) -> None:
+        """See a step that was passed by, once it is over: what it took, and who is there.
+
+        Ranks that draft together may see different ones, so nothing that they share is changed.
+        """
+        self._looked = time.monotonic()
+        try:
+            self.control.observe(step)
+            self.control.plan(step, self.requests.num_unread(step))
+            self.control.learn()
+            self._show_gauges()
+        except Exception as error:
+            self._failed(step, error)
+
     def reset(self) -> None:
         """Forget every request and all KV; texts are read afresh in the next step."""
         self._step = None
@@ -249,6 +263,9 @@ class DraftingRank:
 
     def _count(self, plan: StepPlan) -> None:
         self._stats.off_steps += not any(plan.lookahead)
+        self._show_gauges()
+
+    def _show_gauges(self) -> None:
         if self._stats.steps >= self._gauges_due:
             self._gauges_due = self._stats.steps + _STEPS_BETWEEN_GAUGES
             self._stats.show(self.control.controller.gauges())

@@ -113,8 +113,7 @@ class LookaheadControl:
             self._notes.append(partial(controller.observe_step, *took))
         if controller.learns_first:
             self.learn()
-        if timed is not None:
-            assert step.step_seconds is not None
+        if timed is not None and step.step_seconds is not None:  # not behind a pause
             controller.emitted(step.num_new_tokens, step.step_seconds)
 
     def learn(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps of the target a drafter looks at.
+"""Which steps of the target a drafter at rest looks at.
 
-A look takes time of the host for each request and, where steps are scheduled ahead, waits for the
-device, which then waits for the host in its turn. So while nothing is drafted, it is taken now and
-then: at two steps in a row, the second of which can be timed.
+A look takes the host some time for each request. While nothing is drafted, and nothing on a device
+hides that time, looks are taken now and then: at two steps in a row, the second of which can be
+timed.
 """
 
 from vllm_hetero_spec.lookahead.on_off import other_batch

@@ -164,16 +164,31 @@ class HeteroProposer(Proposer):
 
     def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
         """See `Proposer`: where looks do not wait, steps go by as long as the drafter rests."""
-        rests = bool(without_drafts)
-        if without_drafts is None and self._alone and self._drafting is not None:
-            rests = self._drafting.rests
-        if not self._looks.passes(rests, num_requests) or (begun and not without_drafts):
+        if without_drafts:
+            passes = True
+        elif without_drafts is None:
+            rests = self._alone and self._drafting is not None and self._drafting.rests
+            passes = self._looks.passes(rests, num_requests) and not begun
+        else:
+            passes = self._looks.passes(False, num_requests)
+        if not passes:
             return False
         if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
         if self._drafting is not None:
             self._drafting.pass_by(num_requests)
         return True
+
+    def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
+        """See `Proposer`: where the device would wait for it, few are looked at."""
+        if self._drafting is None or (hurried and self._looks.passes(True, num_requests)):
+            return
+        began = time.perf_counter()
+        try:
+            self._drafting.look_back(view())
+        except Exception as error:
+            self._failed(error)
+        self.stats.propose_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def finish(self) -> None:

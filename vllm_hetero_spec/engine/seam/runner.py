@@ -6,11 +6,12 @@ between its own file and its hooks.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_hetero_spec.staging import Mark
 from vllm_hetero_spec.verify.tree_rows import TreeRows
 
 
@@ -70,3 +71,38 @@ class StepClock:
     def handed_out(self) -> None:
         """The last view's drafts are out."""
         self._handed_out = time.perf_counter()
+
+
+class DeviceClock:
+    """The same by the device's own time, of steps that the host has queued and not waited for.
+
+    A step lasts from the moment its drafts are handed out, or its forward begins where it has none,
+    to the moment it has sampled.
+
+    Args:
+        device: Where the target runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began: Mark | None = None
+        self._ended: Mark | None = None  # the step before
+
+    def begins(self) -> None:
+        """The step that is being queued begins, unless it has."""
+        self._began = self._began or Mark(self._device)
+
+    def ends(self) -> Callable[[], StepTimes]:
+        """The step has been queued as far as its sampling; what it took, once the device knows."""
+        began, before, ended = self._began, self._ended, Mark(self._device)
+        self._began, self._ended = None, ended
+
+        def times() -> StepTimes:
+            target, step = (None if m is None else ended.since(m) for m in (began, before))
+            return StepTimes(target, step)
+
+        return times
+
+    def idle(self) -> None:
+        """The device may have had nothing to do since the last step."""
+        self._began = self._ended = None

@@ -17,10 +17,11 @@ from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
-from vllm_hetero_spec.engine.seam.media import media_of
+from vllm_hetero_spec.engine.seam.lora_rows_v2 import map_adapters_by_row
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
-from vllm_hetero_spec.engine.seam.runner import StepClock
-from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.engine.seam.runner import DeviceClock, StepClock
+from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
+from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
 from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
 from vllm_hetero_spec.staging import Receiver
 from vllm_hetero_spec.verify.tree_rows import TreeRows
@@ -74,7 +75,9 @@ class RunnerV2:
         self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
-        self._counts = Receiver(runner.device, 2 * 4 * runner.max_num_reqs)
+        self._device_clock = DeviceClock(runner.device) if self.tiers else None
+        size = 2 * 4 * runner.max_num_reqs
+        self._counts = [Receiver(runner.device, size) for _ in range(ON_THEIR_WAY)]
         self.inputs = DraftInputs(runner)
 
     @property
@@ -130,61 +133,63 @@ class RunnerV2:
         self._verified |= self._sides.nodes
         return self._sides.uneven
 
-    def bring_home(self, batch: "InputBatch", num_sampled: torch.Tensor) -> None:
-        """Copy the KV of what was sampled to where the requests have theirs: first of all.
-
-        Args:
-            batch: The step's.
-            num_sampled: See `view`.
-        """
-        if self._sides is None or not self._sides.uneven:
-            return
-        sampled, texts = self._texts(batch, num_sampled)
-        emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
-        self._sides.bring_home(dict(zip(batch.req_ids, emitted, strict=True)))
-
-    def _texts(
-        self, batch: "InputBatch", num_sampled: torch.Tensor
-    ) -> tuple[list[int], list[np.ndarray]]:
-        """How many tokens each request has sampled, and its text; waits for the device."""
-        states = self._runner.req_states
-        counts = torch.stack((num_sampled.int(), states.total_len.gpu[batch.idx_mapping]))
-        sampled, lengths = self._counts.fetch(counts).wait().tolist()
-        texts = states.all_token_ids._uva_buf.np
-        slots = zip(batch.idx_mapping_np.tolist(), lengths, strict=True)
-        return sampled, [texts[slot, :length] for slot, length in slots]
-
-    def view(self, batch: "InputBatch", num_sampled: torch.Tensor) -> StepView:
-        """The step that has just sampled, once the device has.
+    def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
+        """The step that has just been queued, with its counts on their way to the host.
 
         Args:
             batch: The step's.
             num_sampled: int32 [B] on the device, target tokens that each request sampled.
         """
-        output = self._output
-        assert output is not None, "no step has begun"
-        sampled, texts = self._texts(batch, num_sampled)
-        times = self._clock.viewed(time.perf_counter())
-        prompts = self._runner.req_states.prompt_len.np[batch.idx_mapping_np].tolist()
-        drafted, rows = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
-        self._lengths = dict(zip(batch.req_ids, map(len, texts), strict=True))
-        requests = []
-        for index, (req_id, text) in enumerate(zip(batch.req_ids, texts, strict=True)):
-            new, verified = self._new[req_id], self._verified.get(req_id, 0)
-            requests.append(
-                RequestView(
-                    req_id=req_id,
-                    params=self._params_of(req_id),
-                    token_ids=text,
-                    num_prompt_tokens=prompts[index],
-                    new_tokens=text[len(text) - sampled[index] :].tolist(),
-                    num_drafted=verified,
-                    num_padding=len(drafted.get(req_id, ())) - verified,
-                    has_text=new.prompt_embeds is None,
-                    media=media_of(new.mm_features),
-                )
-            )
-        started, self._started = self._started, {}
+        assert self._output is not None, "no step has begun"
+        lengths = self._runner.req_states.total_len.gpu[batch.idx_mapping]
+        self._counts.append(self._counts.pop(0))
+        return SampledStep(
+            req_ids=batch.req_ids,
+            slots=batch.idx_mapping_np.copy(),
+            came=[self._new.get(req_id) for req_id in batch.req_ids],
+            counts=self._counts[0].fetch(torch.stack((num_sampled.int(), lengths))),
+            output=self._output,
+            verified=self._verified,
+            times=None if self._device_clock is None else self._device_clock.ends(),
+        )
+
+    def bring_home(self, step: SampledStep) -> None:
+        """Copy the KV of what a step sampled to where the requests have theirs: first of all."""
+        if self._sides is None or not self._sides.uneven:
+            return
+        sampled, texts = self._texts(step)
+        emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
+        self._sides.bring_home(dict(zip(step.req_ids, emitted, strict=True)))
+
+    def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
+        """How many tokens each request has sampled, and its text; waits for the device."""
+        sampled, lengths = step.counts.wait().tolist()
+        texts = self._runner.req_states.all_token_ids._uva_buf.np
+        places = zip(step.slots.tolist(), lengths, strict=True)
+        return sampled, [texts[slot, :length] for slot, length in places]
+
+    def view(self, step: SampledStep, *, late: bool = False) -> StepView:
+        """A step, once it has sampled.
+
+        Args:
+            step: The step.
+            late: Others have begun since. Requests that have ended or lost their places are left
+                out, as their texts may be another's by now; who started is seen in a later view.
+        """
+        output = step.output
+        sampled, texts = self._texts(step)
+        times = self._clock.viewed(time.perf_counter()) if step.times is None else step.times()
+        prompts = self._runner.req_states.prompt_len.np[step.slots].tolist()
+        rows, requests = output.num_spec_tokens_to_schedule, []
+        for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
+            if late and (req_id in self._preempted or not step.came_as(index, self._new)):
+                continue
+            new, params = self._new[req_id], self._params_of(req_id)
+            requests.append(step.request(index, text, sampled[index], prompts[index], new, params))
+        started: Mapping[str, str | None] = {}
+        if not late:
+            self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))
+            started, self._started = self._started, {}
         return StepView(
             requests=requests,
             started=started,
@@ -209,8 +214,10 @@ class RunnerV2:
         return not drafts if self.tiers else None
 
     def untimed(self) -> None:
-        """What the present step takes is not known: it has no view, or one that may come late."""
+        """What the present step takes is not known: it has no view, or comes behind a pause."""
         self._clock = StepClock()
+        if self._device_clock is not None:
+            self._device_clock.idle()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """See Runner."""
@@ -272,6 +279,12 @@ class RunnerV2:
     def handed_out(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
         self._clock.handed_out()
+        self.forward_begins()
+
+    def forward_begins(self) -> None:
+        """All of a step is prepared: its forward is queued next."""
+        if self._device_clock is not None:
+            self._device_clock.begins()
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
@@ -312,21 +325,8 @@ class RunnerV2:
         self._runner.draft_tokens_handler = handler
 
     def map_adapters_by_row(self) -> None:
-        """Have the head's LoRA adapter of each row of logits be that of its request.
-
-        vLLM names one for each request, as if none had a draft.
-        """
-        state = self._runner.lora_state
-        by_request = state.make_lora_inputs
-
-        def make_lora_inputs(req_ids: Sequence[str], *args: Any) -> tuple[Any, ...]:
-            assert self._output is not None, "no step has begun"
-            adapters, *rest = by_request(req_ids, *args)
-            drafts = self._output.scheduled_spec_decode_tokens
-            rows = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
-            return (tuple(np.repeat(adapters, rows)), *rest)
-
-        state.make_lora_inputs = make_lora_inputs
+        """See `lora_rows_v2`."""
+        map_adapters_by_row(self._runner.lora_state, lambda: self._output)
 
     def check_trees(self) -> None:
         """See Runner."""

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2, SampledStep
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_hetero_spec.engine.seam.worker_hooks import Proposer
+
+# Steps without drafts that may still be running: two are queued at a time, more in stages.
+_UNSEEN = 6
 
 
 class HeteroSpeculator(BaseSpeculator):
@@ -41,8 +44,9 @@ class HeteroSpeculator(BaseSpeculator):
     def __init__(self, proposer: "Proposer") -> None:
         self.proposer = proposer
         self._seam: RunnerV2 | None = None  # from `load` on
-        # The last step's batch and counts of sampled tokens, until it is looked at.
-        self._sampled: tuple[InputBatch, torch.Tensor] | None = None
+        # The last step and its batch, until it is looked at.
+        self._sampled: tuple[InputBatch, SampledStep] | None = None
+        self._unseen: list[SampledStep] = []  # steps without drafts, the newest last
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed: list[list[int]] = []  # the same on every rank
@@ -94,9 +98,10 @@ class HeteroSpeculator(BaseSpeculator):
         self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:
             return self.seam.inputs.nothing(input_batch)
-        self._sampled = input_batch, num_sampled
+        self._sampled = input_batch, self.seam.sampled(input_batch, num_sampled)
         if self.seam.staged or not self.seam.tiers:
             self._begin()
+        self._look_back()
         if self.seam.staged and self._batch is not None:
             self.finish()
             return self.seam.inputs.of(input_batch)
@@ -106,14 +111,27 @@ class HeteroSpeculator(BaseSpeculator):
         """Look at the last step, once it has sampled, and begin its drafts."""
         if self._sampled is None:
             return
-        (batch, num_sampled), self._sampled = self._sampled, None
-        self.seam.bring_home(batch, num_sampled)
+        (batch, step), self._sampled = self._sampled, None
+        self.seam.bring_home(step)
         if self.proposer.passes_by(batch.num_reqs, self.seam.without_drafts, self._begun):
-            self.seam.untimed()
+            if self.seam.tiers:
+                self._unseen = [*self._unseen, step][-_UNSEEN:]
+            else:
+                self.seam.untimed()
         else:
-            view = partial(self.seam.view, batch, num_sampled)
-            self._drafts = self.proposer.after_step(view, batch.num_reqs)
+            self._unseen = []
+            self._drafts = self.proposer.after_step(partial(self.seam.view, step), batch.num_reqs)
             self._batch = batch
+
+    def _look_back(self) -> None:
+        """Look at the newest step that went by and has ended; those before it are never seen."""
+        ended = [step for step in self._unseen if step.counts.there]
+        if ended:
+            step = ended[-1]
+            self._unseen = self._unseen[self._unseen.index(step) + 1 :]
+            # Where the newest step is over, the device may be waiting for the host.
+            view = partial(self.seam.view, step, late=True)
+            self.proposer.look_back(view, len(step.req_ids), hurried=not self._unseen)
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""
@@ -121,7 +139,7 @@ class HeteroSpeculator(BaseSpeculator):
     def begins(self, scheduler_output: "SchedulerOutput") -> None:
         """A step begins, of which the last step's drafts are a part."""
         if self._sampled is not None:
-            goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[0].req_ids
+            goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[1].req_ids
             if not goes_on:  # and the engine may have had nothing to do for long
                 self.seam.untimed()
         self.seam.ended = scheduler_output.finished_req_ids
@@ -136,6 +154,7 @@ class HeteroSpeculator(BaseSpeculator):
             fill = self.seam.inputs.filling(batch)
             self._hand_out(late=True)
             fill(self.seam.late_drafts())
+        self.seam.forward_begins()
 
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""

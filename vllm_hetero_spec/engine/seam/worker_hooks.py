@@ -63,6 +63,16 @@ class Proposer(transport.Reporter):
         """
 
     @abstractmethod
+    def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
+        """Look at a step that went by and has ended, behind which nothing can be drafted.
+
+        Args:
+            view: Makes its view, without waiting.
+            num_requests: Of it.
+            hurried: The time that this takes may be the device's.
+        """
+
+    @abstractmethod
     def finish(self) -> None:
         """The scheduler asks for the drafts."""
 

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters of Model Runner V2's language model head, by row of the logits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def map_adapters_by_row(state: Any, present: Callable[[], Any]) -> None:
+    """Have the head's adapter of each row of logits be that of its request.
+
+    vLLM names one adapter for each request, as if no request had a draft.
+
+    Args:
+        state: The runner's `lora_state`; changed.
+        present: The present step's SchedulerOutput.
+    """
+    by_request = state.make_lora_inputs
+
+    def make_lora_inputs(req_ids: Sequence[str], *args: Any) -> tuple[Any, ...]:
+        output = present()
+        assert output is not None, "no step has begun"
+        adapters, *rest = by_request(req_ids, *args)
+        drafts = output.scheduled_spec_decode_tokens
+        rows = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+        return (tuple(np.repeat(adapters, rows)), *rest)
+
+    state.make_lora_inputs = make_lora_inputs
