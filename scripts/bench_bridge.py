@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice, permutations
+from itertools import permutations
 from pathlib import Path
 
 import tokenizers
@@ -24,8 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from vllm_hetero_spec.report.tables import Column, terminal_table
-from vllm_hetero_spec.report.values import number, percent
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -139,39 +137,6 @@ def measure(
     ]
 
 
-def in_engine(batch: int, target: str, drafter: str, prompts: str) -> None:
-    """Prints what a round of proposing is made of, and what it is for each draft."""
-    from vllm_hetero_spec.measure.load import Load
-    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
-
-    known = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
-    texts = list(islice(cycle(known), 4 * batch))
-    spec = {
-        "method": "slem",
-        "model": drafter,
-        "num_speculative_tokens": 4,
-        "controller": "fixed",
-    }
-    with VllmEngine(EngineSpec(target, spec, max_batch_size=batch)) as engine:
-        worker = engine.run(Load(texts, max_tokens=96, batch_size=batch)).worker
-    rounds, drafts, whole = worker["steps"], worker["drafts"], worker["propose_seconds"]
-    forwards, translating = worker["forward_seconds"], worker["translate_seconds"]
-    columns: list[Column[tuple[str, float]]] = [
-        Column("part", lambda part: part[0]),
-        Column("ms", lambda part: number(1e3 * part[1] / rounds)),
-        Column("us per draft", lambda part: number(1e6 * part[1] / drafts)),
-        Column("share", lambda part: percent(part[1] / whole)),
-    ]
-    parts = [
-        ("drafter forwards, tokens picked", forwards),
-        ("translation", translating),
-        ("other host time", whole - forwards - translating),
-        ("beside it: verification", worker["verify_seconds"]),
-    ]
-    title = f"one round of proposing, batch {batch}, mean of {rounds}"
-    Console().print(terminal_table(columns, parts, title))
-
-
 def look_ups(pair: Sequence[TextTokenizer], text: str, steps: int) -> None:
     """Prints what it takes to find drafts that were made ahead, and to translate them."""
     from _bridge_lookups import DRAFT, LookUps
@@ -205,23 +170,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument(
-        "--engine",
-        nargs=3,
-        metavar=("TARGET", "DRAFTER", "PROMPTS"),
-        help="measure proposing in a vLLM engine instead: how much is not the drafter's",
-    )
-    parser.add_argument("--batch", type=int, default=8, help="requests of that engine")
-    parser.add_argument(
         "--lookups",
         nargs=2,
         metavar=("TARGET", "DRAFTER"),
         help="measure look-ups of drafts that were made ahead instead, with two tokenizer.json",
     )
     options = parser.parse_args()
-    if options.engine:
-        in_engine(options.batch, *options.engine)
-        return
-
     if options.lookups:
         pair = [load_tokenizer(Tokenizer.from_file(file), file) for file in options.lookups]
         look_ups(pair, "\n".join(standard_library().train)[:3_000_000], options.steps)
