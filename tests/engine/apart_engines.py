@@ -127,7 +127,7 @@ def test_nothing_waits_and_nothing_is_on_the_other_side(
     assert drafts["num_accepted_tokens"] > 0 or way == "timed"
     assert (stats["trees"] > 0) is ("trees" in way)
     if way == "hetero":
-        assert graphs.replays > 20
+        assert graphs.replays > 15
 
 
 def test_copies_between_host_and_device_are_not_recorded() -> None:
