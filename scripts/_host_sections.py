@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of a round: the methods that each is made of, and what wraps them from outside."""
+"""Sections of a drafting round by their methods, and wrappers that time them from outside."""
 
 import functools
 import importlib
@@ -48,7 +48,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 
 def wrap_sections(around: Callable[[str], AbstractContextManager[Any]]) -> None:
-    """Run every method of every section of this process inside what `around` makes of its name."""
+    """Run each method of a section inside the context that `around` returns for its name."""
     for section, methods in SECTIONS.items():
         for method in methods:
             module, _, name = method.partition(":")
@@ -69,13 +69,13 @@ def _wrapped(
 
 
 class OwnTime:
-    """Adds up the time of sections that lie inside each other, each without those inside it.
+    """Add up the time of nested sections, each without the sections inside it.
 
     Args:
-        clock: Tells seconds.
+        clock: Returns seconds.
 
     Attributes:
-        seconds: By section.
+        seconds: Sum of each section.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -83,11 +83,11 @@ class OwnTime:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, section: str) -> "_Section":
-        """What a section runs inside of."""
+        """Return the context that times a section."""
         return _Section(self, section)
 
     def turn(self, section: str | None) -> None:
-        """A section begins; the innermost one ends where it is None."""
+        """Start a section, or end the innermost one if it is None."""
         now = self._clock()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

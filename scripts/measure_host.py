@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round of drafting takes the host: thread CPU time by section, for some batch sizes.
+"""Measure the host time of a drafting round: thread CPU time by section and batch size.
 
     python scripts/measure_host.py                                  # the demo pair
     python scripts/measure_host.py --target DIR --drafter DIR --prompts FILE.jsonl --lookahead 5
 
-It runs on a CPU: what is there named "model" a GPU does beside the host. Thread CPU time leaves out
-what other processes took.
+It runs on a CPU. A GPU runs the section "model" beside the host. Thread CPU time excludes other
+processes.
 """
 
 import argparse
@@ -35,14 +35,14 @@ _TEXTS = 3  # for each request of a batch
 def measure(
     target: str, drafter: str, texts: Sequence[str], batches: Sequence[int], lookahead: int
 ) -> dict[int, dict[str, float]]:
-    """Microseconds of each round by section, and the number of rounds, for each batch size.
+    """Return microseconds per round by section and the number of rounds, for each batch size.
 
     Args:
-        target: Name or folder.
-        drafter: The same.
-        texts: Prompts, as many as there are; they are used again where more are needed.
+        target: Name or folder of the target.
+        drafter: Name or folder of the drafter.
+        texts: Prompts; they repeat if a load needs more.
         batches: Requests in flight.
-        lookahead: Always so far.
+        lookahead: Draft length, in target tokens.
     """
     spent = OwnTime(time.thread_time)
     wrap_sections(spent)

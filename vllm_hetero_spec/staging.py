@@ -180,7 +180,7 @@ class Fetched(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether a wait would be none."""
+        """Return True if `wait` returns at once."""
         return self.copied is None or self.copied.query()
 
     def wait(self) -> np.ndarray:
@@ -219,10 +219,10 @@ class Receiver:
 
 
 class Mark:
-    """A moment in the work that a device has queued, which on a CPU is now.
+    """A point in the queued work of a device. On a CPU the work is done, so it is the present.
 
     Args:
-        device: Where the work runs.
+        device: The device of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -232,7 +232,7 @@ class Mark:
             self._event.record()
 
     def since(self, earlier: "Mark") -> float | None:
-        """Seconds since another; None where the device has not come that far."""
+        """Return the seconds since an earlier mark; None if the device has not reached this one."""
         if self._event is None or earlier._event is None:
             return self._now - earlier._now
         if not self._event.query():

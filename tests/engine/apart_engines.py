@@ -202,6 +202,7 @@ def test_at_rest_nothing_of_ours_waits(
         seen = len(views)
         assert 0.8 * steps < seen < steps
         assert sum(hurries) < 10  # behind a pause alone
+        assert all(view.target_seconds is not None for view in views)
         lengths: dict[str, int] = {}
         for view in views:
             for request in view.requests:
@@ -211,12 +212,22 @@ def test_at_rest_nothing_of_ours_waits(
         driver.add_request("x", prompts[0], params[-1])
         for _ in range(20):
             driver.step()
+        drafted, after_step = list[Any](), proposer.after_step
+
+        def kept(view: Any, num_requests: int) -> Any:
+            return after_step(lambda: drafted.append(view()) or drafted[-1], num_requests)
+
+        monkeypatch.setattr(proposer, "after_step", kept)
         proposer.controller, wanted = Fixed(3), read_stats(llm)["steps"]
         while read_stats(llm)["drafts"] == drafts:
             driver.step()
         waited = read_stats(llm)["steps"] - wanted
         print(f"{seen} of {steps} steps seen at rest, drafts after {waited} steps")
         assert waited <= 4
+        for _ in range(10):
+            driver.step()
+        assert len(drafted) >= 10
+        assert all(view.target_seconds is not None for view in drafted)
         driver.abort_request(["x"])
 
 

@@ -84,7 +84,7 @@ class Document:
 
     @property
     def same_bytes(self) -> bool:
-        """Whether both tokenizers spell the text."""
+        """True if both tokenizers spell the text."""
         return bool(self.target[-1] == self.drafter[-1])
 
     def drafter_tokens(self, place: int) -> int:

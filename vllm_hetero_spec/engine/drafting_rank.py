@@ -176,11 +176,10 @@ class DraftingRank:
         self._stats.skip("not_worth_it", times=num_requests)
 
     def look_back(self, step: StepView) -> None:
-        """See a step that was passed by, once it is over: what it took, and who is there.
+        """Report a skipped step to the controller, and plan the next ones.
 
-        Ranks that draft together may see different ones, so nothing that they share is changed.
+        Ranks that draft together may read different steps, so this changes no state of requests.
         """
-        self._looked = time.monotonic()
         try:
             self.control.observe(step)
             self.control.plan(step, self.requests.num_unread(step))

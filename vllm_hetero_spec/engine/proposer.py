@@ -180,7 +180,7 @@ class HeteroProposer(Proposer):
         return True
 
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
-        """See `Proposer`: where the device would wait for it, few are looked at."""
+        """Report a skipped step to the controller; few of them if the device may be idle."""
         if self._drafting is None or (hurried and self._looks.passes(True, num_requests)):
             return
         began = time.perf_counter()

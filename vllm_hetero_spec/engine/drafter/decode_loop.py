@@ -33,8 +33,8 @@ from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftR
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
-# requests; a larger round does not restart for a replaced first token: its steps cost more than the
-# rest of one draft brings.
+# requests; a larger round does not restart for a replaced first token, because its steps cost more
+# than the rest of one draft brings (estimated).
 _FEW = 2
 # Packets that what is drawn, penalised or judged in one round may take.
 _OWN_PACKETS = 8
@@ -300,11 +300,11 @@ class Drafter:
             current.stand_ins = self._receiver_own.fetch(stand_ins)
 
     def _judge(self, current: Round) -> None:
-        """Put other first tokens in place, if the texts ask for any."""
+        """Replace first tokens that do not continue their text."""
         self._begin_with(current, self._others(current))
 
     def _others(self, current: Round) -> dict[int, Beginning]:
-        """What drafts begin with in place of the likeliest token, by row; waits for candidates."""
+        """Return the replaced first tokens by row. Waits for the copy of the candidates."""
         assert current.candidates is not None
         candidates, current.candidates = current.candidates, None
         return self._first.judge(current.rows, candidates)

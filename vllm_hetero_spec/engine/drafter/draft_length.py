@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafter tokens a draft of so many target tokens takes.
+"""Plan the number of drafter tokens that cover a draft's target tokens.
 
-That depends on the text. On a CPU a round may go on where a draft falls short, so each request is
-planned by its own text, with one step more. A device drafts a round without the host, and the round
-is as long as its longest draft: there all requests are planned by their mean.
+The number depends on the text. On a CPU a round continues if a draft falls short, so the plan of a
+request follows its own text and adds one step. On a device a round runs without the host and is as
+long as its longest draft, so the plan of all requests follows their mean.
 """
 
 import math
@@ -13,8 +13,8 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.text.bridge import Bridge
 
-# Drafter tokens of a text at which its own ratio counts as much as the pair's. Over n tokens the
-# ratio of a text is known to about 0.6 / sqrt(n); texts differ from one another by about 0.1.
+# tokens; a text of this length and the pair have equal weight in the ratio. The variance per token
+# within a text, over that between texts, is 6 to 74 for seven pairs of tokenizers; median 34.
 _EVEN = 32
 
 
@@ -32,7 +32,7 @@ class DraftLength:
     def mean_ratio(self, tasks: Sequence[DraftTask]) -> float:
         """Drafter tokens for each target token, the mean over the greedy drafts of a round.
 
-        The ratio of each text is weighed by the text's length against the ratio of the pair.
+        The weight of a text's own ratio against the pair's grows with the length of the text.
         """
         texts = [task.state.context for task in tasks if task.lookahead and task.draw is None]
         pair = self._bridge.tokens_ratio
@@ -42,12 +42,12 @@ class DraftLength:
         return pair + sum(known) / len(texts)
 
     def steps(self, task: DraftTask, room: int, mean_ratio: float) -> int:
-        """Drafter steps of a round that are to cover a request's lookahead; at most `room`.
+        """The number of drafter steps that cover a request's lookahead in one round.
 
         Args:
             task: The request.
-            room: Most steps.
-            mean_ratio: Of the round.
+            room: Upper bound of the result.
+            mean_ratio: The round's `mean_ratio`; unused on a CPU.
         """
         if not task.lookahead:
             return 0
@@ -60,6 +60,6 @@ class DraftLength:
         return min(room, max(1, math.ceil(task.lookahead * task.state.context.ratio)) + 1)
 
     def most_steps(self, task: DraftTask) -> int:
-        """Drafter steps that a greedy draft may take in all, over all its rounds."""
+        """The upper bound of a greedy draft's drafter steps, over all its rounds."""
         room = self._drafter.max_length - len(task.state.context.ids)
         return min(room, math.ceil(2 * task.lookahead * max(1.0, task.state.context.ratio)) + 1)

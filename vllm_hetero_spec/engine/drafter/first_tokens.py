@@ -21,8 +21,8 @@ CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
 # follows about the last 200 of them.
 _SHARE, _SEEN_FIRST, _SEEN_MOST = 0.05, 20, 200
 _OFTEN = 0.3  # probability of a replaced token in a round, above which its steps wait for the judge
-# Below this share one round in 16 is judged: the draft that is lost for each hundredth request is
-# worth less than the copy of all candidates to the host.
+# Below this share one round in 16 is judged: a lost draft for each hundredth request costs less
+# than the copy of all candidates to the host (estimated).
 _SELDOM, _ROUNDS = 0.01, 16
 
 
@@ -64,16 +64,16 @@ class FirstTokens:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._share, self._seen = _SHARE, _SEEN_FIRST
-        self._skipped = 0  # rounds in a row
+        self._skipped = 0  # consecutive rounds that were not judged
 
     def due(self) -> bool:
-        """Whether the round that begins judges its first tokens; counts the round."""
+        """Count a round. Return True if it judges its first tokens."""
         seldom = self._share < _SELDOM and self._skipped < _ROUNDS - 1
         self._skipped = self._skipped + 1 if seldom else 0
         return not seldom
 
     def often_others(self, requests: int) -> bool:
-        """Whether at least one of so many requests probably replaces its first token."""
+        """Return True if a round of so many requests often has a replaced first token."""
         return 1 - (1 - self._share) ** requests > _OFTEN
 
     def fetch(self, behind: CaughtUp, requests: int) -> Candidates:

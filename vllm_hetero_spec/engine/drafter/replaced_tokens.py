@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put other first tokens into a round whose requests have been caught up."""
+"""Replace first tokens of drafts before the steps that follow them."""
 
 from collections.abc import Mapping
 
@@ -15,16 +15,16 @@ from vllm_hetero_spec.staging import Send
 def replace_first(
     current: Round, others: Mapping[int, Beginning], steps: Steps, planner: Planner, send: Send
 ) -> None:
-    """Replace what was picked behind the text, before the steps that follow it.
+    """Write the replaced tokens to the device, in place of the picked ones.
 
-    A token that takes the place of the text's last one moves the steps of its request back by one.
+    A token that replaces the last one of the text moves the steps of its request back by one.
 
     Args:
-        current: The round.
-        others: By row, at least one.
-        steps: Of the drafter.
-        planner: Of the round.
-        send: Brings arrays to the device.
+        current: The round; its plan and the KV of its rows change.
+        others: At least one replaced token, by row.
+        steps: The drafter's steps.
+        planner: The planner that made the round's plan.
+        send: Sends arrays to the device.
     """
     picked, plan = steps.picked, current.plan
     forced = {index: other.id for index, other in others.items()}

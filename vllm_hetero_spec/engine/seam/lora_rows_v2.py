@@ -8,13 +8,13 @@ import numpy as np
 
 
 def map_adapters_by_row(state: Any, present: Callable[[], Any]) -> None:
-    """Have the head's adapter of each row of logits be that of its request.
+    """Apply each request's adapter to all rows of its logits.
 
-    vLLM names one adapter for each request, as if no request had a draft.
+    vLLM lists one adapter for each request, as if no request had a draft.
 
     Args:
-        state: The runner's `lora_state`; changed.
-        present: The present step's SchedulerOutput.
+        state: The runner's `lora_state`; its `make_lora_inputs` is replaced.
+        present: Returns the SchedulerOutput of the current step.
     """
     by_request = state.make_lora_inputs
 

@@ -74,10 +74,10 @@ class StepClock:
 
 
 class DeviceClock:
-    """The same by the device's own time, of steps that the host has queued and not waited for.
+    """Device time of steps, without a wait of the host.
 
-    A step lasts from the moment its drafts are handed out, or its forward begins where it has none,
-    to the moment it has sampled.
+    A step lasts from the hand-out of its drafts, or from the start of its forward if it has none,
+    to the end of its sampling.
 
     Args:
         device: Where the target runs.
@@ -89,11 +89,11 @@ class DeviceClock:
         self._ended: Mark | None = None  # the step before
 
     def begins(self) -> None:
-        """The step that is being queued begins, unless it has."""
+        """Mark the start of the step that is being queued, if it is not marked yet."""
         self._began = self._began or Mark(self._device)
 
     def ends(self) -> Callable[[], StepTimes]:
-        """The step has been queued as far as its sampling; what it took, once the device knows."""
+        """Mark the end of the step's sampling. The result returns its times once it has ended."""
         began, before, ended = self._began, self._ended, Mark(self._device)
         self._began, self._ended = None, ended
 
@@ -104,5 +104,5 @@ class DeviceClock:
         return times
 
     def idle(self) -> None:
-        """The device may have had nothing to do since the last step."""
+        """Drop both marks, because the device may have been idle since the last step."""
         self._began = self._ended = None

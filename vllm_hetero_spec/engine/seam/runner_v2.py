@@ -75,7 +75,7 @@ class RunnerV2:
         self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
-        self._device_clock = DeviceClock(runner.device) if self.tiers else None
+        self._device_clock = DeviceClock(runner.device)  # with asynchronous scheduling
         size = 2 * 4 * runner.max_num_reqs
         self._counts = [Receiver(runner.device, size) for _ in range(ON_THEIR_WAY)]
         self.inputs = DraftInputs(runner)
@@ -134,13 +134,15 @@ class RunnerV2:
         return self._sides.uneven
 
     def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
-        """The step that has just been queued, with its counts on their way to the host.
+        """Describe the step that has just been queued, and start to copy its counts.
 
         Args:
             batch: The step's.
             num_sampled: int32 [B] on the device, target tokens that each request sampled.
         """
         assert self._output is not None, "no step has begun"
+        # Before the copy, so that the times are known when the counts have arrived.
+        times = self._device_clock.ends() if self.tiers else None
         lengths = self._runner.req_states.total_len.gpu[batch.idx_mapping]
         self._counts.append(self._counts.pop(0))
         return SampledStep(
@@ -150,7 +152,7 @@ class RunnerV2:
             counts=self._counts[0].fetch(torch.stack((num_sampled.int(), lengths))),
             output=self._output,
             verified=self._verified,
-            times=None if self._device_clock is None else self._device_clock.ends(),
+            times=times,
         )
 
     def bring_home(self, step: SampledStep) -> None:
@@ -169,12 +171,12 @@ class RunnerV2:
         return sampled, [texts[slot, :length] for slot, length in places]
 
     def view(self, step: SampledStep, *, late: bool = False) -> StepView:
-        """A step, once it has sampled.
+        """Build the view of a step. Waits until it has sampled.
 
         Args:
             step: The step.
-            late: Others have begun since. Requests that have ended or lost their places are left
-                out, as their texts may be another's by now; who started is seen in a later view.
+            late: Later steps are queued. The view lacks requests that have ended or were preempted,
+                because others may have their places, and its `started` is empty.
         """
         output = step.output
         sampled, texts = self._texts(step)
@@ -216,8 +218,7 @@ class RunnerV2:
     def untimed(self) -> None:
         """What the present step takes is not known: it has no view, or comes behind a pause."""
         self._clock = StepClock()
-        if self._device_clock is not None:
-            self._device_clock.idle()
+        self._device_clock.idle()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """See Runner."""
@@ -283,8 +284,7 @@ class RunnerV2:
 
     def forward_begins(self) -> None:
         """All of a step is prepared: its forward is queued next."""
-        if self._device_clock is not None:
-            self._device_clock.begins()
+        self._device_clock.begins()
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
@@ -325,7 +325,7 @@ class RunnerV2:
         self._runner.draft_tokens_handler = handler
 
     def map_adapters_by_row(self) -> None:
-        """See `lora_rows_v2`."""
+        """Apply each request's LoRA adapter to all rows of its logits."""
         map_adapters_by_row(self._runner.lora_state, lambda: self._output)
 
     def check_trees(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of Model Runner V2 between its launch and the moment at which the host reads it."""
+"""A step of Model Runner V2 that is queued, and that the host has not read yet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,25 @@ from vllm_hetero_spec.staging import Fetched
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-# Steps whose counts may be on their way at a time: the newest, and steps without drafts before it,
-# which the host reads later.
-ON_THEIR_WAY = 8
+# steps without drafts that may still be running: two are queued at a time, more in pipeline stages
+MOST_UNREAD = 6
+# Buffers for counts: the newest step and the one before it are not among the unread ones.
+ON_THEIR_WAY = MOST_UNREAD + 2
 
 
 @dataclass(frozen=True, eq=False)
 class SampledStep:
-    """A step that has been queued as far as its sampling.
+    """A step that is queued up to its sampling.
 
     Attributes:
-        req_ids: Its requests, in the batch's order.
-        slots: int64 [B], their places in the runner.
-        came: As they came last.
-        counts: int32 [2, B], tokens that each has sampled, and of its text, on their way.
-        output: What the step is made of.
-        verified: Tokens of each draft that the step verifies.
-        times: What it took, by the device's clock, once it has ended; None where that is not used.
+        req_ids: Requests, in the batch's order.
+        slots: int64 [B], places of the requests in the runner.
+        came: The newest NewRequestData of each request.
+        counts: int32 [2, B], sampled tokens and length of the text of each request.
+        output: vLLM's SchedulerOutput of the step.
+        verified: Number of draft tokens that the step verifies, by request.
+        times: Returns the step's device times once `counts` has arrived; None if the step is timed
+            on the host.
     """
 
     req_ids: Sequence[str]
@@ -44,7 +46,7 @@ class SampledStep:
     times: Callable[[], StepTimes] | None
 
     def came_as(self, index: int, present: "Mapping[str, NewRequestData]") -> bool:
-        """Whether a request came as the present one of its name: it has the same place then."""
+        """Return True if a request is still the one of its name, and so has the same place."""
         came = self.came[index]
         return came is not None and present.get(self.req_ids[index]) is came
 
@@ -57,15 +59,15 @@ class SampledStep:
         new: "NewRequestData",
         params: RequestParams,
     ) -> RequestView:
-        """The view of a request.
+        """Build the view of a request.
 
         Args:
-            index: Its place in the batch.
-            text: int32 [n], its target ids.
-            sampled: How many of them the step has sampled.
-            num_prompt: How many of them are its prompt.
-            new: As it came last.
-            params: What it asks for.
+            index: Place in the batch.
+            text: int32 [n], target ids.
+            sampled: Number of ids at the end of the text that the step has sampled.
+            num_prompt: Number of ids of the prompt.
+            new: The request's newest NewRequestData.
+            params: The request's parameters.
         """
         req_id = self.req_ids[index]
         verified = self.verified.get(req_id, 0)

@@ -16,7 +16,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2, SampledStep
+from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
+from vllm_hetero_spec.engine.seam.sampled_step import MOST_UNREAD, SampledStep
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_hetero_spec.engine.seam.worker_hooks import Proposer
-
-# Steps without drafts that may still be running: two are queued at a time, more in stages.
-_UNSEEN = 6
 
 
 class HeteroSpeculator(BaseSpeculator):
@@ -46,7 +44,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._seam: RunnerV2 | None = None  # from `load` on
         # The last step and its batch, until it is looked at.
         self._sampled: tuple[InputBatch, SampledStep] | None = None
-        self._unseen: list[SampledStep] = []  # steps without drafts, the newest last
+        self._unread: list[SampledStep] = []  # steps without drafts, in order
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed: list[list[int]] = []  # the same on every rank
@@ -115,23 +113,23 @@ class HeteroSpeculator(BaseSpeculator):
         self.seam.bring_home(step)
         if self.proposer.passes_by(batch.num_reqs, self.seam.without_drafts, self._begun):
             if self.seam.tiers:
-                self._unseen = [*self._unseen, step][-_UNSEEN:]
+                self._unread = [*self._unread, step][-MOST_UNREAD:]
             else:
                 self.seam.untimed()
         else:
-            self._unseen = []
+            self._unread = []
             self._drafts = self.proposer.after_step(partial(self.seam.view, step), batch.num_reqs)
             self._batch = batch
 
     def _look_back(self) -> None:
-        """Look at the newest step that went by and has ended; those before it are never seen."""
-        ended = [step for step in self._unseen if step.counts.there]
+        """Read the newest skipped step that has ended. Older ones are never read."""
+        ended = [step for step in self._unread if step.counts.there]
         if ended:
             step = ended[-1]
-            self._unseen = self._unseen[self._unseen.index(step) + 1 :]
-            # Where the newest step is over, the device may be waiting for the host.
+            self._unread = self._unread[self._unread.index(step) + 1 :]
+            # If the newest step is over, the device may be waiting for the host.
             view = partial(self.seam.view, step, late=True)
-            self.proposer.look_back(view, len(step.req_ids), hurried=not self._unseen)
+            self.proposer.look_back(view, len(step.req_ids), hurried=not self._unread)
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """See DraftTokensHandler; there are none yet."""

@@ -64,12 +64,12 @@ class Proposer(transport.Reporter):
 
     @abstractmethod
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
-        """Look at a step that went by and has ended, behind which nothing can be drafted.
+        """Read a skipped step that has ended. Nothing is drafted after it.
 
         Args:
-            view: Makes its view, without waiting.
-            num_requests: Of it.
-            hurried: The time that this takes may be the device's.
+            view: Builds the step's view without a wait.
+            num_requests: Requests of the step.
+            hurried: The device may be idle meanwhile.
         """
 
     @abstractmethod
