@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter, parse, wants_us
+from vllm_hetero_spec.config import ConfigError, HeteroOptions, parse, wants_us
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
 FUZZY = {"method": "tli", "verification": "fuzzy"}
-PROCESS, RAY = {"parallel": "process"}, {"parallel": "ray"}
+PROCESS = {"parallel": "process"}
 
 
 @pytest.mark.parametrize(
@@ -18,16 +18,7 @@ PROCESS, RAY = {"parallel": "process"}, {"parallel": "ray"}
     [
         GOOD,
         {"method": "slem", "model": "D", "num-speculative-tokens": 5},
-        {
-            "method": "draft_model",
-            "use_heterogeneous_vocab": True,
-            "heterogeneous_vocab_method": "slem",
-            "model": "D",
-            "num_speculative_tokens": 5,
-        },
         GOOD | {"num-speculative-tokens": 5},
-        GOOD | {"heterogeneous_vocab_method": "slem"},
-        GOOD | {"heterogeneous_vocab_method": None, "use_heterogeneous_vocab": None},
     ],
 )
 def test_spellings_mean_the_same(user: dict) -> None:
@@ -59,11 +50,11 @@ def test_own_keys_reach_the_options() -> None:
             "trust-remote-code": True,
             "quantization": "fp8",
             "dtype": "bfloat16",
-            "max_model_len": 512,
+            "context": 512,
             "enforce_eager": False,
             "chat_template": "off",
             "kv_cache_memory_bytes": "64MiB",
-            "draft_tensor_parallel_size": 2,
+            "tensor_parallel": "sharded",
             "rejection_sample_method": "standard",
         },
         target_tensor_parallel=2,
@@ -109,8 +100,8 @@ def test_own_keys_reach_the_options() -> None:
         ({"num_speculative_tokens": "2.5"}, ["num_speculative_tokens is '2.5'", "from 1 to 64"]),
         ({"num_speculative_tokens": True}, ["num_speculative_tokens is True", "from 1 to 64"]),
         ({"context": 63}, ["context is 63"]),
-        ({"max_model_len": 63}, ["max_model_len is 63", "from 64"]),
-        ({"max-model-len": "long"}, ["max_model_len is 'long'", "whole number"]),
+        ({"context": "long"}, ["context is 'long'", "whole number"]),
+        ({"max-model-len": 512}, ["max_model_len is no key", 'write "context"']),
         ({"kv_cache_memory_bytes": "lots"}, ["kv_cache_memory_bytes is 'lots'", "64MiB"]),
         ({"kv_cache_memory_bytes": "0.5"}, ["kv_cache_memory_bytes is '0.5'", "from 1"]),
         ({"kv_cache_memory_bytes": 0.5}, ["kv_cache_memory_bytes is 0.5", "from 1"]),
@@ -123,13 +114,15 @@ def test_own_keys_reach_the_options() -> None:
         (FUZZY | {"threshold": 10**400}, ["threshold is 1000", "finite", "0.1"]),
         (FUZZY | {"threshold": -1}, ["threshold is -1", "at least 0"]),
         (FUZZY | {"threshold": None}, ["threshold is None", "at least 0"]),
-        ({"heterogeneous_vocab_method": "bogus"}, ["method='bogus' does not exist", "slem, "]),
-        ({"heterogeneous_vocab_method": "slam"}, ["did you mean 'slem'"]),
-        ({"heterogeneous_vocab_method": "tli"}, ["'tli' and method='slem' name two", "leave one"]),
+        ({"use_heterogeneous_vocab": True}, ["use_heterogeneous_vocab is no key", "leave it out"]),
+        ({"heterogeneous_vocab_method": "tli"}, ["vocab_method is no key", 'write "method"']),
         ({"num-speculative-tokens": 4}, ["num_speculative_tokens is given twice", "5 and 4"]),
         ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
         ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
-        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process, ray"]),
+        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process"]),
+        ({"parallel": "ray"}, ["parallel is 'ray'", "supported: off, process", 'write "process"']),
+        ({"parallel": "ray", "ray_drafter": {}}, ["ray_drafter is no key", "leave it out"]),
+        ({"pipeline": "one_batch"}, ["unknown key 'pipeline'", "supported: "]),
         ({"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
         (PROCESS | {"method": "slrs"}, ["'slrs'", "slem, push_forward, tli", "hetero"]),
         (PROCESS | {"method": "union"}, ["'union'", "slem, push_forward, tli"]),
@@ -139,21 +132,8 @@ def test_own_keys_reach_the_options() -> None:
         (PROCESS | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
         (PROCESS | {"drafter_device": "5-2"}, ["drafter_device is '5-2'", "smaller number"]),
         (PROCESS | {"drafter_device": "1,5-2"}, ["drafter_device is '1,5-2'", "smaller number"]),
-        (RAY | {"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
-        (PROCESS | {"ray_drafter": {}}, ["ray_drafter", '"parallel": "ray"']),
-        (RAY | {"tree_nodes": 8}, ["tree_nodes is 8", '"parallel": "ray"']),
-        (RAY | {"ray_drafter": 1}, ["ray_drafter is 1", "num_gpus, num_cpus, share"]),
-        (RAY | {"ray_drafter": {"gpus": 1}}, ["num_gpus, num_cpus, share"]),
-        (RAY | {"ray_drafter": {"num_cpus": -1}}, ["num_cpus of ray_drafter is -1"]),
-        (RAY | {"ray_drafter": {"num_gpus": True}}, ["num_gpus of ray_drafter is True"]),
-        (RAY | {"ray_drafter": {"num_gpus": 1.5}}, ["num_gpus of ray_drafter is 1.5", "whole"]),
-        (RAY | {"ray_drafter": {"num_gpus": 1e-5}}, ["ray_drafter is 1e-05", "0.0001"]),
-        (RAY | {"ray_drafter": {"num_cpus": math.inf}}, ["num_cpus of ray_drafter is inf"]),
-        (RAY | {"ray_drafter": {"num_cpus": math.nan}}, ["num_cpus of ray_drafter is nan"]),
-        (RAY | {"ray_drafter": {"share": "a b"}}, ["share of ray_drafter is 'a b'"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
-        ({"draft_tensor_parallel_size": 3}, ["draft_tensor_parallel_size=3", "1"]),
-        ({"max_model_len": 512, "context": 256}, ["max_model_len=512", "context is 256"]),
+        ({"draft_tensor_parallel_size": 1}, ["is no key", 'write "tensor_parallel": "rank0"']),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
         ({"merge_candidates": 4}, ["merge_candidates belongs to", "slrs"]),
         ({"method": "slrs", "merge_candidates": 99}, ["is 99", "from 0 to 16"]),
@@ -194,32 +174,10 @@ def test_numbers_may_be_text(options: dict, key: str, text: str, value: float) -
     assert type(found) is type(value)
 
 
-def test_numbers_under_other_names_may_be_text() -> None:
-    options, _ = parse(GOOD | {"max_model_len": "1024", "context": 1024})
-    assert options.context == 1024
-    size = {"draft_tensor_parallel_size": "2"}
-    assert parse(GOOD | size, target_tensor_parallel=2)[0].tensor_parallel == "sharded"
-    wanted = {"num_gpus": "0.5", "num_cpus": "2"}
-    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
-    assert options.ray_drafter == RayDrafter(num_gpus=0.5, num_cpus=2)
-
-
 def test_home_folders_are_found() -> None:
     """In JSON no shell does it."""
     options, _ = parse(GOOD | {"model": "~/D", "tokenizer": "~/T"})
     assert (options.model, options.tokenizer) == (str(Path.home() / "D"), str(Path.home() / "T"))
-
-
-def test_an_actor_asks_for_what_the_user_says() -> None:
-    wanted = {"num_gpus": 0.5, "num_cpus": None, "share": "night"}
-    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
-    assert options.ray_drafter == RayDrafter(num_gpus=0.5, share="night")
-
-
-@pytest.mark.parametrize("wanted", [{"num_gpus": 0}, {"num_gpus": 2.0}, {"num_cpus": 1.5}])
-def test_quantities_that_ray_takes(wanted: dict) -> None:
-    options, _ = parse(GOOD | RAY | {"method": "slem", "ray_drafter": wanted})
-    assert options.ray_drafter == RayDrafter(**wanted)
 
 
 def test_a_split_drafter_does_not_draw() -> None:
@@ -230,24 +188,16 @@ def test_a_split_drafter_does_not_draw() -> None:
     assert parse(GOOD | {"method": "tli"}, target_tensor_parallel=2)
 
 
-def test_upstreams_spelling_and_ours_do_not_contradict_each_other() -> None:
-    """Null is none of them."""
-    sharded = {"draft_tensor_parallel_size": 2, "max_model_len": 512}
-    for change in ({}, {"tensor_parallel": None, "context": None}, {"context": 512}):
-        options, _ = parse(GOOD | sharded | change, target_tensor_parallel=2)
-        assert (options.tensor_parallel, options.context) == ("sharded", 512)
-    with pytest.raises(ConfigError, match=r"=2 means tensor_parallel='sharded', .* is 'rank0'"):
-        parse(GOOD | sharded | {"tensor_parallel": "rank0"}, target_tensor_parallel=2)
-    one = {"draft_tensor_parallel_size": 1, "tensor_parallel": "sharded"}
-    assert parse(GOOD | one)[0].tensor_parallel == "sharded"
+def test_our_method_under_vllms_name_is_ours_to_refuse() -> None:
+    """vLLM would refuse the key without naming ours."""
+    user = {"method": "draft_model", "use_heterogeneous_vocab": True, "model": "D"}
+    assert wants_us(user | {"heterogeneous_vocab_method": "slem"}, ("draft_model",))
+    with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab is no key"):
+        parse(user | {"heterogeneous_vocab_method": "slem"})
 
 
 def test_misspelt_method_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'slem'"):
         wants_us({"method": "slen", "model": "D"}, ("eagle", "ngram"))
-    with pytest.raises(ConfigError, match=r"heterogeneous_vocab_method='slam'.*'slem'"):
-        wants_us({"use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "slam"})
-    with pytest.raises(ConfigError, match="use_heterogeneous_vocab=true"):
-        wants_us({"heterogeneous_vocab_method": "slem"})
     # A misspelt method of vLLM's is vLLM's to refuse.
     assert not wants_us({"method": "eagel"}, ("eagle", "ngram"))

@@ -15,7 +15,6 @@ from vllm_hetero_spec.config_checks import (
     check_confidence,
     check_fuzzy,
     check_parallel,
-    check_ray_drafter,
     check_rows,
     check_spellings,
     check_texts,
@@ -23,10 +22,8 @@ from vllm_hetero_spec.config_checks import (
     check_verification,
     integer,
     listed,
-    mode_of_size,
     num_bytes,
     one_of,
-    take_over,
 )
 from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.errors import ConfigError as ConfigError
@@ -40,8 +37,7 @@ TRANSLATIONS = ("auto", "text", "identity")
 CHAT_TEMPLATES = ("auto", "off")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 TENSOR_PARALLEL_MODES = ("rank0", "sharded")
-PARALLEL_MODES = ("off", "process", "ray")
-PIPELINE_MODES = ("refuse", "one_batch")
+PARALLEL_MODES = ("off", "process")
 TREE_VALUES = ("learnt", "rank")
 MAX_LOOKAHEAD = 64
 MAX_TREE_NODES = 64
@@ -56,31 +52,19 @@ DEFAULT_CONTEXT = 4096
 
 # Keys of vLLM's own SpeculativeConfig that keep their meaning beside our methods.
 _VLLM_KEYS = frozenset({"rejection_sample_method"})
-# Upstream's spellings, understood beside ours.
-_UPSTREAM_KEYS = (
-    "use_heterogeneous_vocab",
-    "heterogeneous_vocab_method",
-    "draft_tensor_parallel_size",
-    "max_model_len",
-)
-
-# What the drafter is called elsewhere; by spelling other keys would be nearest.
-_OTHER_NAMES = ("drafter", "draft_model", "drafter_model", "speculative_model")
-
-
-@dataclass(frozen=True)
-class RayDrafter:
-    """What the actor of a drafter asks of a Ray cluster.
-
-    Attributes:
-        num_gpus: GPUs, or a share of one; one where None and the target is on a GPU.
-        num_cpus: CPUs, also the threads of a drafter that runs on them.
-        share: Engines with the same one share the actor, if all else is alike.
-    """
-
-    num_gpus: float | None = None
-    num_cpus: float = 1
-    share: str = "default"
+# Keys of other or earlier configurations, and what to do instead. By spelling another key of ours
+# would be nearest.
+_OTHER_KEYS = {
+    "drafter": 'write "model"',
+    "draft_model": 'write "model"',
+    "drafter_model": 'write "model"',
+    "speculative_model": 'write "model"',
+    "use_heterogeneous_vocab": "leave it out: it belongs to vLLM's own method draft_model",
+    "heterogeneous_vocab_method": 'write "method"',
+    "draft_tensor_parallel_size": 'write "tensor_parallel": "rank0" or "sharded"',
+    "max_model_len": 'write "context"',
+    "ray_drafter": "leave it out: no drafter runs in a Ray actor",
+}
 
 
 @dataclass(frozen=True)
@@ -116,14 +100,10 @@ class HeteroOptions:
         kv_cache_memory_bytes: Budget of the drafter's KV pool; derived where None.
         tensor_parallel: "rank0" runs the drafter whole on the first rank of the target's tensor
             parallel group, "sharded" splits it over that group.
-        pipeline: "one_batch" serves a target in pipeline stages on Model Runner V1, with one batch
-            in all of them together; "refuse" does not.
         parallel: "process" runs the drafter in a process of its own, which drafts what is likely to
-            be wanted next while the target verifies; "ray" in an actor of a Ray cluster, for all
-            engines that name it alike; "off" drafts between the target's steps.
+            be wanted next while the target verifies; "off" drafts between the target's steps.
         drafter_device: Of that process: CPU cores as "1" or "2-3,6", or a device as "cuda:1"; the
             engine's own where None.
-        ray_drafter: Of that actor.
         translation: "auto" takes ids as they are when both tokenizers are the same, "text" always
             goes through text, "identity" demands equal tokenizers.
         verification: "token" accepts token by token, "block" the longest prefix that the draft as
@@ -165,10 +145,8 @@ class HeteroOptions:
     enforce_eager: bool | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel: str = "rank0"
-    pipeline: str = "refuse"
     parallel: str = "off"
     drafter_device: str | None = None
-    ray_drafter: RayDrafter = RayDrafter()
     translation: str = "auto"
     verification: str = "token"
     divergence: str = "js"
@@ -197,10 +175,8 @@ def wants_us(user: Mapping[str, Any] | None, known_methods: tuple[str, ...] = ()
         return False
     user = _normalise_keys(user)
     method = user.get("method")
-    if method in METHODS:
-        return True
-    if method in (None, "draft_model") and "heterogeneous_vocab_method" in user:
-        return _upstream_spelling(user)
+    if method in METHODS or user.get("heterogeneous_vocab_method") in METHODS:
+        return True  # `parse` refuses the latter
     if isinstance(method, str) and method not in known_methods:
         near = difflib.get_close_matches(method.lower(), [*METHODS, *known_methods], n=1)
         if near and near[0] in METHODS:
@@ -228,16 +204,6 @@ def parse(
     """
     check_spellings(user)
     given = _normalise_keys(user)
-    given.pop("use_heterogeneous_vocab", None)
-    given["method"] = _method(given.pop("heterogeneous_vocab_method", None), given.get("method"))
-    size = given.pop("draft_tensor_parallel_size", None)
-    if size is not None:
-        mode = mode_of_size(size, target_tensor_parallel)
-        if target_tensor_parallel > 1:  # of one rank both modes are the same
-            take_over(given, "tensor_parallel", mode, f"draft_tensor_parallel_size={size}")
-    if (length := given.pop("max_model_len", None)) is not None:
-        length = integer("max_model_len", length, MIN_CONTEXT, 1 << 31)
-        take_over(given, "context", length, f"max_model_len={length}")
     vllm_keys = {key: given.pop(key) for key in _VLLM_KEYS & given.keys()}
     _check_keys(given)
     check_verification(vllm_keys.get("rejection_sample_method", "standard"))
@@ -270,9 +236,14 @@ def parse(
                 'merge_candidates belongs to the methods "slrs" and "hetero", and the method is '
                 f"{given['method']!r}; leave it out or ask for one of them."
             )
+    if given.get("parallel") == "ray":
+        raise ConfigError(
+            "parallel is 'ray', which is no longer supported; supported: "
+            f'{listed(PARALLEL_MODES)}; write "process", which gives each engine a drafter process '
+            "of its own."
+        )
     for key, choices in (
         ("tensor_parallel", TENSOR_PARALLEL_MODES),
-        ("pipeline", PIPELINE_MODES),
         ("parallel", PARALLEL_MODES),
         ("translation", TRANSLATIONS),
         ("verification", VERIFICATIONS),
@@ -291,8 +262,6 @@ def parse(
     check_trees(given)
     check_rows(given, target_tensor_parallel)
     check_parallel(given)
-    if given.get("ray_drafter") is not None:
-        given["ray_drafter"] = RayDrafter(**check_ray_drafter(given["ray_drafter"]))
     # An explicit null means "the default", as it does in vLLM.
     return HeteroOptions(**{k: v for k, v in given.items() if v is not None}), vllm_keys
 
@@ -301,39 +270,14 @@ def _normalise_keys(user: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in user.items()}
 
 
-def _upstream_spelling(user: Mapping[str, Any]) -> bool:
-    method = user["heterogeneous_vocab_method"]
-    if not user.get("use_heterogeneous_vocab"):
-        raise ConfigError(
-            f"heterogeneous_vocab_method={method!r} needs use_heterogeneous_vocab=true beside it."
-        )
-    _method(method, None, required=True)
-    return True
-
-
-def _method(upstream: Any, method: Any, required: bool = False) -> Any:
-    """The method of both spellings, of which upstream's own name in `method` is none of ours."""
-    if upstream is None and not required:
-        return method
-    if upstream not in METHODS:
-        raise ConfigError(
-            f"heterogeneous_vocab_method={upstream!r} does not exist{nearest(upstream, METHODS)}; "
-            f"supported: {listed(METHODS)} (leave the key out for vLLM's built-in TLI)."
-        )
-    if method not in (None, "draft_model", upstream):
-        raise ConfigError(
-            f"heterogeneous_vocab_method={upstream!r} and method={method!r} name two methods; "
-            "leave one of them out."
-        )
-    return upstream
-
-
 def _check_keys(given: Mapping[str, Any]) -> None:
     for key in given:
-        if key in _OTHER_NAMES:
-            raise ConfigError(f'{key} is no key of the speculative configuration; write "model".')
+        if key in _OTHER_KEYS:
+            raise ConfigError(
+                f"{key} is no key of the speculative configuration; {_OTHER_KEYS[key]}."
+            )
         if key not in OWN_KEYS:
-            supported = sorted({*OWN_KEYS, *_VLLM_KEYS, *_UPSTREAM_KEYS})
+            supported = sorted({*OWN_KEYS, *_VLLM_KEYS})
             raise ConfigError(
                 f"unknown key {key!r} in the speculative configuration"
                 f"{nearest(key, supported)}; supported: {listed(supported)}."

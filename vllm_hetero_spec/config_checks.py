@@ -5,7 +5,6 @@ Each check takes the configuration as it was given, keys with underscores, and r
 Checks of numbers replace one that was given as text.
 """
 
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,6 @@ from vllm_hetero_spec.errors import ConfigError, nearest
 
 # CPU cores as "0-2,5", or a device of torch.
 _DEVICES = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
-# Of a GPU or CPU, the least that Ray counts.
-_LEAST_SHARE = 1e-4
 _MOST_BYTES = 1 << 63
 _NUMBER = TypeAdapter[Any](Annotated[int | float, Field(union_mode="left_to_right")])
 
@@ -88,13 +85,12 @@ def check_trees(given: Mapping[str, Any]) -> None:
 
 
 def check_parallel(given: Mapping[str, Any]) -> None:
-    """A drafter in a process of its own, or in an actor of Ray's, drafts chains token by token."""
+    """A drafter in a process of its own drafts chains token by token."""
     device, parallel = given.get("drafter_device"), given.get("parallel") or "off"
-    for key, mode in (("drafter_device", "process"), ("ray_drafter", "ray")):
-        if given.get(key) is not None and parallel != mode:
-            raise ConfigError(
-                f'{key} belongs to "parallel": "{mode}"; leave it out or ask for that.'
-            )
+    if device is not None and parallel != "process":
+        raise ConfigError(
+            'drafter_device belongs to "parallel": "process"; leave it out or ask for that.'
+        )
     if parallel == "off":
         return
     method, raced = methods.METHODS[given["method"]], given.get("verification") == "race"
@@ -126,37 +122,6 @@ def check_parallel(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_ray_drafter(given: Any) -> dict[str, Any]:
-    """What an actor asks of a cluster: GPUs, CPUs, and a name for those who share it."""
-    keys = ("num_gpus", "num_cpus", "share")
-    if not isinstance(given, Mapping) or not given.keys() <= set(keys):
-        raise ConfigError(
-            f"ray_drafter is {given!r}; it must be a dictionary with some of {listed(keys)}."
-        )
-    found = {key: value for key, value in given.items() if value is not None}
-    for key in found.keys() & set(keys[:2]):
-        share = number(found[key])
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not (is_number and (share == 0 or _LEAST_SHARE <= share < math.inf)):
-            raise ConfigError(
-                f"{key} of ray_drafter is {found[key]!r}; it must be 0 or a number of at least "
-                f"{_LEAST_SHARE:g}, which Ray sets aside on one node."
-            )
-        if key == "num_gpus" and share > 1 and share % 1:
-            raise ConfigError(
-                f"num_gpus of ray_drafter is {found[key]!r}; above 1, Ray sets aside whole GPUs "
-                "alone: give a share of one as 0.5, or a whole number."
-            )
-        found[key] = share
-    name = found.get("share", "default")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(
-            f"share of ray_drafter is {name!r}; it must be a name of letters, digits, '.', '_' "
-            "and '-'."
-        )
-    return found
-
-
 def check_texts(given: Mapping[str, Any]) -> None:
     """Values whose kind vLLM names by its classes, or does not look at."""
     for key, wanted in (
@@ -179,30 +144,6 @@ def check_spellings(user: Mapping[Any, Any]) -> None:
                 f"{value!r}; leave one of them out."
             )
         found[name] = value
-
-
-def take_over(given: dict[str, Any], key: str, value: Any, spelling: str) -> None:
-    """Put a value in upstream's spelling into our key, which may not say something else."""
-    if value is None:
-        return
-    found = given.get(key)
-    if found is not None and number(found) != value:
-        raise ConfigError(
-            f"{spelling} means {key}={value!r}, and {key} is {found!r}; leave one of them out."
-        )
-    given[key] = value
-
-
-def mode_of_size(size: Any, target: int) -> str:
-    """`tensor_parallel` in the spelling of vLLM."""
-    if number(size) == 1:
-        return "rank0"
-    if number(size) == target:
-        return "sharded"
-    raise ConfigError(
-        f"draft_tensor_parallel_size={size!r} is not supported: it can be 1 (the drafter runs "
-        f"whole on the first rank) or {target}, the target's own."
-    )
 
 
 def check_verification(method: Any) -> None:
