@@ -4,7 +4,6 @@
 import os
 import re
 import socket
-import sys
 from typing import Any
 
 from vllm_hetero_spec.errors import ConfigError, first_line
@@ -33,12 +32,3 @@ def join_cluster() -> Any:
             "let RAY_ADDRESS name its head, as host:port."
         ) from error
     return ray
-
-
-def own_address() -> str | None:
-    """Of the cluster that this process is part of, if it is: its children do not find it alone."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    address: str = ray.get_runtime_context().gcs_address
-    return address
