@@ -222,18 +222,3 @@ class RunnerV1:
             read = params_of(params, (seed + (1 << 63)) % (1 << 64) - (1 << 63))  # as int64 has it
             known = self._params[req_id] = params, read
         return known[1]
-
-
-def recall(runner: "GPUModelRunner", scheduler_output: "SchedulerOutput") -> None:
-    """On a pipeline stage that does not sample: all tokens of requests that were away for a step.
-
-    vLLM tells such a stage the last token of each step alone, which suffices until a request is
-    preempted and has to be computed again.
-
-    Args:
-        runner: Of the stage.
-        scheduler_output: Of the step that begins.
-    """
-    for req_id, tokens in scheduler_output.scheduled_cached_reqs.all_token_ids.items():
-        state = runner.requests[req_id]
-        state.output_token_ids[:] = tokens[state.num_prompt_tokens :]

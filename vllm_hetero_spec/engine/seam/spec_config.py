@@ -91,10 +91,9 @@ def install_hooks() -> None:
         async_scheduling,
         cache_salt,
         params_check,
-        pipeline,
         runner_choice,
         tree_scratch,
     )
 
-    for part in (cache_salt, params_check, runner_choice, async_scheduling, pipeline, tree_scratch):
+    for part in (cache_salt, params_check, runner_choice, async_scheduling, tree_scratch):
         part.install()
