@@ -63,7 +63,7 @@ def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -
     assert set(counts["skipped"]) <= {"catching_up"}
 
 
-def test_no_trees_where_one_rank_finds_them_wrong(
+def test_no_trees_where_one_rank_does_not_support_them(
     demo_pair: Path, texts: list[str], alone: Outputs
 ) -> None:
     spec = slem(demo_pair / "drafter", 8, tree_nodes=8)
