@@ -88,22 +88,18 @@ def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_pat
     assert "9.8.7" in refusal
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"method": "slem", "num-speculative-tokens": 3},
-        {
-            "method": "draft_model",
-            "use_heterogeneous_vocab": True,
-            "heterogeneous_vocab_method": "slem",
-            "num_speculative_tokens": 3,
-        },
-    ],
-)
-def test_spellings(make, demo_pair: Path, spelling: dict) -> None:
+def test_dashes_are_underscores(make, demo_pair: Path) -> None:
+    spelling = {"method": "slem", "num-speculative-tokens": 3}
     spec = make(spelling | {"model": str(demo_pair / "drafter")}).create_engine_config()
     assert spec.speculative_config.hetero.num_speculative_tokens == 3
     assert spec.speculative_config.hetero.method == "slem"
+
+
+def test_our_method_in_a_key_that_neither_has_is_refused(make, demo_pair: Path) -> None:
+    """vLLM would say that the key is unexpected, and no more."""
+    spec = {"method": "draft_model", "heterogeneous_vocab_method": "slem", "model": "D"}
+    with pytest.raises(ConfigError, match=r'heterogeneous_vocab_method is no key .*write "method"'):
+        make(spec | {"num_speculative_tokens": 3}).create_engine_config()
 
 
 def test_flags(args_class: Any, demo_pair: Path) -> None:
@@ -146,7 +142,9 @@ def test_users_who_do_not_ask_see_nothing(make, demo_pair: Path) -> None:
         "model": str(demo_pair / "drafter"),
         "num_speculative_tokens": 2,
     }
-    assert type(make(tli).create_engine_config().speculative_config) is SpeculativeConfig
+    config = make(tli).create_engine_config().speculative_config
+    assert type(config) is SpeculativeConfig
+    assert (config.method, config.use_heterogeneous_vocab) == ("draft_model", True)
     with pytest.raises(ValueError, match="eagel"):
         make({"method": "eagel", "model": "x", "num_speculative_tokens": 2}).create_engine_config()
 

@@ -208,7 +208,7 @@ def bound_context(
         wanted = min(longest, need, DEFAULT_CONTEXT)
     if wanted > longest:
         raise ConfigError(
-            f"context or max_model_len is {wanted}, but the drafter {options.model!r} reads at "
-            f"most {longest} tokens; leave it out or give less."
+            f"context is {wanted}, but the drafter {options.model!r} reads at most {longest} "
+            "tokens; leave it out or give less."
         )
     drafter.max_model_len = wanted
