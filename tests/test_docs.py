@@ -16,7 +16,8 @@ from vllm_hetero_spec.bench.datasets import Dataset
 from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.suite_file import SuiteFile
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.config import (
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
+from vllm_hetero_spec.options import (
     _VLLM_KEYS,
     CONTROLLERS,
     METHODS,
@@ -25,7 +26,6 @@ from vllm_hetero_spec.config import (
     parse,
     wants_us,
 )
-from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "vllm_hetero_spec"

@@ -14,7 +14,8 @@ from vllm_hetero_spec.bench.methods import KINDS, PEERS
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, speculative_config
 from vllm_hetero_spec.bench.suite_file import read_suite
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import METHODS
 
 Write = Callable[[str], Path]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bench"

@@ -17,7 +17,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     stand_alone,
@@ -26,6 +25,8 @@ from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.source import deployment
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 CORE = max(os.sched_getaffinity(0))
 

@@ -15,9 +15,9 @@ import pytest
 from harness import BASE, slem
 
 import vllm_hetero_spec
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

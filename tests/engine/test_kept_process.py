@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source import drafter_main, drafter_process, kept_process
 from vllm_hetero_spec.engine.source.answers import Ready
 from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
 from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import Counts, make_file
+from vllm_hetero_spec.errors import ConfigError
 
 
 class World:

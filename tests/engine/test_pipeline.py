@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.seam import pipeline
+from vllm_hetero_spec.errors import ConfigError
 
 
 def config_of(stages: int, *, v2: bool, ahead: bool) -> Any:

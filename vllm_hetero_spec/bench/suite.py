@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 from vllm_hetero_spec.bench.methods import ALONE, PEERS
 from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
-from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, parse
 from vllm_hetero_spec.config_checks import check_spellings
+from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse
 
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.ahead_control import AheadControl
@@ -36,6 +35,7 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.tree_values import RankValues
+from vllm_hetero_spec.options import HeteroOptions
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

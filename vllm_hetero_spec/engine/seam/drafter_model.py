@@ -12,9 +12,9 @@ from huggingface_hub import constants, snapshot_download
 from pydantic import ValidationError
 from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf
+from vllm_hetero_spec.options import DEFAULT_CONTEXT, HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 

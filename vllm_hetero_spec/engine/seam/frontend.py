@@ -10,8 +10,9 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse, wants_us
 from vllm_hetero_spec.engine.compat import patching, releases
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS, parse, wants_us
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig

@@ -8,7 +8,7 @@ asynchronous scheduling. The drafter runs on the last stage.
 
 from typing import TYPE_CHECKING
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

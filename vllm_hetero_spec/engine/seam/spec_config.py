@@ -17,7 +17,8 @@ from vllm.config import ModelConfig, SpeculativeConfig, speculative
 from vllm.config.utils import config
 
 from vllm_hetero_spec import __version__, register
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 PROPOSER = "vllm_hetero_spec.engine.proposer.build"
 

@@ -9,8 +9,9 @@ import numpy as np
 from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.seam.drafter_model import bound_context, first_sentence
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer

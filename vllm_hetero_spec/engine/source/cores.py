@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 
 def free_cores(config: VllmConfig) -> list[int]:

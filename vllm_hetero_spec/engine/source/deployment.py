@@ -11,11 +11,12 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.cores import checked_cores, free_cores
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 

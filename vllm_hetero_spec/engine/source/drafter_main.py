@@ -35,8 +35,8 @@ def main() -> None:
     cores = set(map(int, sys.argv[3:]))
     if cores:
         os.sched_setaffinity(0, cores)
-    from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.engine.source.answers import Failed, encode
+    from vllm_hetero_spec.errors import ConfigError
 
     with contextlib.suppress(ConnectionError):  # the engine's end, maybe while the drafter loads
         try:
@@ -61,9 +61,8 @@ def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
     """
     from vllm.plugins import load_general_plugins
 
-    from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.engine.source.table import DraftTable
-    from vllm_hetero_spec.errors import one_line
+    from vllm_hetero_spec.errors import ConfigError, one_line
 
     given: Deployment | None = None
     try:

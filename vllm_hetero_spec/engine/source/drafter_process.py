@@ -16,11 +16,11 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source.answers import LONGEST, Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
+from vllm_hetero_spec.errors import ConfigError
 
 # Module that the process runs.
 _PROGRAM = "vllm_hetero_spec.engine.source.drafter_main"

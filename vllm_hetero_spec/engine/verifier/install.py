@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -21,6 +20,7 @@ from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 

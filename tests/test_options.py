@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions, parse, wants_us
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions, parse, wants_us
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
 FUZZY = {"method": "tli", "verification": "fuzzy"}

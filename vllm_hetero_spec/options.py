@@ -26,8 +26,7 @@ from vllm_hetero_spec.config_checks import (
     one_of,
 )
 from vllm_hetero_spec.draft import methods
-from vllm_hetero_spec.errors import ConfigError as ConfigError
-from vllm_hetero_spec.errors import nearest
+from vllm_hetero_spec.errors import ConfigError, nearest
 
 METHODS = tuple(methods.METHODS)
 DEFAULT_METHOD = methods.HETERO
