@@ -191,7 +191,7 @@ class Bench:
     def _made(self, name: str) -> Goodput:
         """A controller of a load that begins: one that decides with what is known."""
         can_stop_early = self._proposer.drafting.control.can_stop_early
-        width = self._proposer.options.tree_width if name == TREES else 0
+        width = self._proposer.options.debug.tree_width if name == TREES else 0
         return Goodput(copy.deepcopy(self._known), can_stop_early=can_stop_early, width=width)
 
 

@@ -71,7 +71,7 @@ def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> 
         "num_speculative_tokens": shape.depth,
         "controller": "fixed",
         "tree_nodes": shape.nodes,
-        **({"tree_width": arguments.width} if shape.nodes else {}),
+        **({"debug": {"tree_width": arguments.width}} if shape.nodes else {}),
         "verification": RACE if law == RACE else "token",
     }
     llm = LLM(

@@ -1,17 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: every spelling is understood, every mistake is refused in one sentence."""
+"""Options: every spelling is understood, every mistake is refused in one sentence."""
 
+import copy
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.options import HeteroOptions, parse, wants_us
+from vllm_hetero_spec.options import (
+    Confidence,
+    Debug,
+    Fuzzy,
+    HeteroOptions,
+    _log_once,
+    parse,
+    wants_us,
+)
 
 GOOD = {"method": "slem", "model": "D", "num_speculative_tokens": 5}
-FUZZY = {"method": "tli", "verification": "fuzzy"}
-PROCESS = {"parallel": "process"}
+AHEAD = {"draft_ahead": True}
+
+
+def fuzzy(**keys: object) -> dict:
+    return {"method": "tli", "verification": {"fuzzy": keys}}
+
+
+def debug(**keys: object) -> dict:
+    return {"debug": keys}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,7 @@ def test_own_keys_reach_the_options() -> None:
             "dtype": "bfloat16",
             "context": 512,
             "enforce_eager": False,
-            "chat_template": "off",
+            "debug": {"chat-template": "off", "calibrate": None},
             "kv_cache_memory_bytes": "64MiB",
             "tensor_parallel": "sharded",
             "rejection_sample_method": "standard",
@@ -73,7 +90,7 @@ def test_own_keys_reach_the_options() -> None:
         enforce_eager=False,
         kv_cache_memory_bytes=64 << 20,
         tensor_parallel="sharded",
-        chat_template="off",
+        debug=Debug(chat_template="off"),
     )
     assert vllm_keys == {"rejection_sample_method": "standard"}
 
@@ -93,10 +110,10 @@ def test_own_keys_reach_the_options() -> None:
         ({"num_speculative_tokens": None}, ["num_speculative_tokens is missing"]),
         ({"tree_nodes": -1}, ["tree_nodes is -1", "from 0 to 64"]),
         ({"tree_nodes": 65}, ["tree_nodes is 65"]),
-        ({"tree_nodes": 8, "tree_width": 5}, ["tree_width is 5", "from 1 to 4"]),
-        ({"tree_nodes": 8, "tree_values": "ranks"}, ["did you mean 'rank'", "learnt, rank"]),
-        ({"tree_values": "rank"}, ["tree_values", "tree_nodes"]),
-        ({"tree_nodes": 0, "tree_width": 1}, ["tree_width", "tree_nodes"]),
+        ({"tree_nodes": 8} | debug(tree_width=5), ["tree_width is 5", "from 1 to 4"]),
+        ({"tree_nodes": 8} | debug(tree_values="ranks"), ["did you mean 'rank'", "learnt, rank"]),
+        (debug(tree_values="rank"), ["tree_values", "tree_nodes"]),
+        ({"tree_nodes": 0} | debug(tree_width=1), ["tree_width", "tree_nodes"]),
         ({"num_speculative_tokens": "five"}, ["num_speculative_tokens is 'five'"]),
         ({"num_speculative_tokens": "2.5"}, ["num_speculative_tokens is '2.5'", "from 1 to 64"]),
         ({"num_speculative_tokens": True}, ["num_speculative_tokens is True", "from 1 to 64"]),
@@ -110,37 +127,49 @@ def test_own_keys_reach_the_options() -> None:
         ({"kv_cache_memory_bytes": "9" * 400}, ["kv_cache_memory_bytes is '999", "below 2^63"]),
         ({"kv_cache_memory_bytes": 1 << 63}, ["kv_cache_memory_bytes is 9223", "below 2^63"]),
         ({"kv_cache_memory_bytes": "9000000TiB"}, ["is '9000000TiB'", "below 2^63"]),
-        (FUZZY | {"threshold": math.nan}, ["threshold is nan", "finite", "0.1"]),
-        (FUZZY | {"threshold": math.inf}, ["threshold is inf", "finite", "0.1"]),
-        (FUZZY | {"threshold": 10**400}, ["threshold is 1000", "finite", "0.1"]),
-        (FUZZY | {"threshold": -1}, ["threshold is -1", "at least 0"]),
-        (FUZZY | {"threshold": None}, ["threshold is None", "at least 0"]),
+        (fuzzy(threshold=math.nan), ["threshold is nan", "finite", "0.1"]),
+        (fuzzy(threshold=math.inf), ["threshold is inf", "finite", "0.1"]),
+        (fuzzy(threshold=10**400), ["threshold is 1000", "finite", "0.1"]),
+        (fuzzy(threshold=-1), ["threshold is -1", "at least 0"]),
+        (fuzzy(threshold=None), ["verification.fuzzy.threshold is missing", "at least 0"]),
+        ({"method": "tli", "verification": "fuzzy"}, ["threshold is missing", "0.1"]),
+        (fuzzy(threshold=0.1, divergence="jd"), ["fuzzy.divergence is 'jd'", "js, tv, kl"]),
+        (fuzzy(treshold=0.1), ["verification.fuzzy has an unknown key", "mean 'threshold'?"]),
+        (fuzzy(threshold=0.1) | {"method": "slem"}, ["needs sampled drafts", "tli"]),
+        ({"verification": {"race": {}}}, ["verification is {'race': {}}", "token, block, race"]),
         ({"use_heterogeneous_vocab": True}, ["use_heterogeneous_vocab is no key", "leave it out"]),
         ({"heterogeneous_vocab_method": "tli"}, ["vocab_method is no key", 'write "method"']),
         ({"num-speculative-tokens": 4}, ["num_speculative_tokens is given twice", "5 and 4"]),
-        ({"translation": "txt"}, ["translation is 'txt'", "did you mean 'text'"]),
-        ({"chat_template": "of"}, ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
-        ({"parallel": "thread"}, ["parallel is 'thread'", "off, process"]),
-        ({"parallel": "ray"}, ["parallel is 'ray'", "supported: off, process", 'write "process"']),
+        (debug(translation="txt"), ["translation is 'txt'", "did you mean 'text'"]),
+        (debug(chat_template="of"), ["chat_template is 'of'", "did you mean 'off'", "auto, off"]),
+        ({"debug": "text"}, ["debug is 'text'", "a mapping of keys"]),
+        (debug(translate="text"), ["debug has an unknown key 'translate'", "'translation'"]),
+        ({"draft_ahead": "yes"}, ["draft_ahead is 'yes'", "true or false"]),
+        ({"parallel": "thread"}, ["parallel is 'thread'", '"draft_ahead": true']),
+        ({"parallel": "ray"}, ["parallel is 'ray'", 'write "draft_ahead": true']),
         ({"parallel": "ray", "ray_drafter": {}}, ["ray_drafter is no key", "leave it out"]),
-        ({"pipeline": "one_batch"}, ["unknown key 'pipeline'", "supported: "]),
-        ({"drafter_device": "1"}, ["drafter_device", '"parallel": "process"']),
-        (PROCESS | {"method": "slrs"}, ["'slrs'", "slem, push_forward, tli", "hetero"]),
-        (PROCESS | {"method": "union"}, ["'union'", "slem, push_forward, tli"]),
-        (PROCESS | {"method": "tli", "verification": "race"}, ["'tli'", "race", "slem"]),
-        (PROCESS | {"tree_nodes": 8}, ["tree_nodes is 8", "chains"]),
-        (PROCESS | {"controller": "confidence", "method": "slem"}, ["controller is 'confidence'"]),
-        (PROCESS | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
-        (PROCESS | {"drafter_device": "5-2"}, ["drafter_device is '5-2'", "smaller number"]),
-        (PROCESS | {"drafter_device": "1,5-2"}, ["drafter_device is '1,5-2'", "smaller number"]),
+        ({"pipeline": "one_batch"}, ["pipeline is no key", "leave it out", "Model Runner V2"]),
+        ({"drafter_device": "1"}, ["drafter_device", '"draft_ahead": true']),
+        (AHEAD | {"method": "slrs"}, ["'slrs'", "slem, push_forward, tli", "hetero"]),
+        (AHEAD | {"method": "union"}, ["'union'", "slem, push_forward, tli"]),
+        (AHEAD | {"method": "tli", "verification": "race"}, ["'tli'", "race", "slem"]),
+        (AHEAD | {"tree_nodes": 8}, ["tree_nodes is 8", "chains"]),
+        (AHEAD | {"controller": "confidence", "method": "slem"}, ["controller is 'confidence'"]),
+        (AHEAD | {"drafter_device": "1-"}, ["drafter_device is '1-'", "2-3,6", "cuda:1"]),
+        (AHEAD | {"drafter_device": "5-2"}, ["drafter_device is '5-2'", "smaller number"]),
+        (AHEAD | {"drafter_device": "1,5-2"}, ["drafter_device is '1,5-2'", "smaller number"]),
         ({"tensor_parallel": "rank1"}, ["did you mean 'rank0'", "sharded"]),
         ({"draft_tensor_parallel_size": 1}, ["is no key", 'write "tensor_parallel": "rank0"']),
         ({"controller": "godput"}, ["controller is 'godput'", "did you mean 'goodput'"]),
         ({"merge_candidates": 4}, ["merge_candidates belongs to", "slrs"]),
         ({"method": "slrs", "merge_candidates": 99}, ["is 99", "from 0 to 16"]),
         ({"confidence_threshold": 0.5}, ["confidence_threshold belongs to", "controller"]),
-        ({"controller": "confidence", "confidence_threshold": 2}, ["is 2", "from 0 to 1"]),
-        ({"calibrate": "no"}, ["calibrate is 'no'", "true or false"]),
+        ({"threshold": 0.5}, ["threshold belongs to verification.fuzzy"]),
+        ({"divergence": "js", "verification": "race"}, ["divergence belongs to verification"]),
+        ({"translation": "text"} | debug(translation="auto"), ["debug.translation", "leave"]),
+        ({"parallel": "off"} | AHEAD, ["parallel and draft_ahead", "two values"]),
+        ({"controller": {"confidence": {"threshold": 2}}}, ["threshold is 2", "from 0 to 1"]),
+        (debug(calibrate="no"), ["calibrate is 'no'", "true or false"]),
         ({"enforce_eager": "yes"}, ["enforce_eager is 'yes'", "true or false"]),
         ({"rejection_sample_method": "synthetic"}, ["synthetic", "'standard'"]),
         ({"rejection_sample_method": "block"}, ["block", "'standard'"]),
@@ -161,18 +190,65 @@ def test_mistakes_are_refused_in_one_sentence(change: dict, words: list[str]) ->
         ({}, "num_speculative_tokens", "7.0", 7),
         ({}, "num_speculative_tokens", 7.0, 7),
         ({}, "tree_nodes", " 8 ", 8),
-        ({"tree_nodes": 8}, "tree_width", "2", 2),
         ({}, "context", "1024", 1024),
         ({"method": "slrs"}, "merge_candidates", "4", 4),
         ({}, "kv_cache_memory_bytes", "67108864", 64 << 20),
-        (FUZZY, "threshold", "1e-1", 0.1),
-        ({"controller": "confidence"}, "confidence_threshold", "0.5", 0.5),
     ],
 )
 def test_numbers_may_be_text(options: dict, key: str, text: str, value: float) -> None:
     found = getattr(parse(GOOD | options | {key: text})[0], key)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_numbers_of_tables_may_be_text() -> None:
+    text = {"tree_nodes": 8, "controller": {"confidence": {"threshold": "0.5"}}}
+    options, _ = parse(GOOD | fuzzy(threshold="1e-1") | debug(tree_width="2") | text)
+    assert options.verification == Fuzzy(0.1)
+    assert options.controller == Confidence(0.5)
+    assert options.debug == Debug(tree_width=2)
+
+
+def test_a_word_stands_for_its_table() -> None:
+    options, _ = parse(GOOD | {"controller": "confidence"})
+    assert options.controller == Confidence(0.4)
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ({"parallel": "process"}, AHEAD),
+        ({"parallel": "off"}, {"draft_ahead": False}),
+        ({"translation": "text", "calibrate": False}, debug(translation="text", calibrate=False)),
+        ({"tree-width": 2, "tree_nodes": 8}, {"tree_nodes": 8} | debug(tree_width=2)),
+        (
+            {"method": "tli", "verification": "fuzzy", "threshold": "0.1", "divergence": "tv"},
+            fuzzy(threshold="0.1", divergence="tv"),
+        ),
+        (fuzzy(threshold=0.1) | {"divergence": "kl"}, fuzzy(threshold=0.1, divergence="kl")),
+        (
+            {"controller": "confidence", "confidence_threshold": 0.3},
+            {"controller": {"confidence": {"threshold": 0.3}}},
+        ),
+        ({"calibrate": True} | debug(calibrate=True), debug(calibrate=True)),
+    ],
+)
+def test_earlier_spellings_are_read_and_one_line_names_todays(
+    old: dict, today: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    _log_once.cache_clear()
+    user = copy.deepcopy(GOOD | old)
+    for _ in range(2):
+        assert parse(GOOD | old) == parse(GOOD | today)
+    assert user == GOOD | old
+    (line,) = caplog.messages
+    new = {key: value for key, value in today.items() if key not in ("method", "tree_nodes")}
+    assert line.endswith(f". Release 0.3 will refuse them; write {json.dumps(new)}.")
+
+
+def test_an_earlier_null_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse(GOOD | {"parallel": None, "threshold": None}) == parse(GOOD)
+    assert caplog.messages == []
 
 
 def test_home_folders_are_found() -> None:

@@ -216,14 +216,14 @@ def test_wrong_arguments_are_one_sentence(
 
 
 def test_vllm_configurations() -> None:
-    drafter = Drafter("small", "org/small", {"translation": "text"})
+    drafter = Drafter("small", "org/small", {"debug": {"translation": "text"}})
 
     def config(method: str) -> dict[str, object] | None:
         return engines.vllm_config(EngineId("big", method, "small", 3), drafter)
 
     shared = {"model": "org/small", "num_speculative_tokens": 3}
     for method in METHODS:
-        assert config(method) == {"method": method, "translation": "text", **shared}
+        assert config(method) == {"method": method, "debug": {"translation": "text"}, **shared}
     assert config("draft_model") == {"method": "draft_model", **shared}
     assert config("vllm_tli") == config("draft_model") | {"use_heterogeneous_vocab": True}
     assert engines.vllm_config(EngineId("big", "alone"), None) is None

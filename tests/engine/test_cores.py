@@ -100,7 +100,7 @@ def test_a_target_on_all_cores_is_refused_with_settings_to_use(
     said = str(refused.value)
     assert said.startswith(f"VLLM_CPU_OMP_THREADS_BIND={bound} gives the target all CPU cores")
     assert fix in said
-    assert 'leave out "parallel"' in said
+    assert 'leave out "draft_ahead"' in said
 
 
 def test_the_targets_binding_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

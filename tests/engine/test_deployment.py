@@ -39,7 +39,7 @@ def target(demo_pair: Path) -> VllmConfig:
 def deployed(
     demo_pair: Path, target: VllmConfig, beside: str = "cuda:1", **keys: Any
 ) -> Deployment:
-    keys = {"parallel": "process"} | keys
+    keys = {"draft_ahead": True} | keys
     options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, **keys)
     drafter = drafter_model_config(options, target.model_config)
     pair = load_pair(target.model_config, drafter, options)

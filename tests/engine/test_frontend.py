@@ -119,7 +119,7 @@ def test_flags(args_class: Any, demo_pair: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verification", "said"),
-    [({}, "lossless"), ({"verification": "fuzzy", "threshold": 0.1}, "LOSSY (fuzzy)")],
+    [({}, "lossless"), ({"verification": {"fuzzy": {"threshold": 0.1}}}, "LOSSY (fuzzy)")],
 )
 def test_the_log_says_whether_output_is_the_targets(
     make, demo_pair: Path, caplog: pytest.LogCaptureFixture, verification: dict, said: str
@@ -267,7 +267,7 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'"),
         ({"num_speculative_tokens": 1000}, "from 1 to 64"),
         ({"rejection_sample_method": "synthetic"}, "'standard'"),
-        ({"translation": "identity"}, "differ"),
+        ({"debug": {"translation": "identity"}}, "differ"),
         ({"model": None}, "needs a drafter"),
         ({"dtype": "fp16"}, r"^dtype is 'fp16': Input should be 'auto', 'half'.*'float32'\.$"),
         (
@@ -276,7 +276,7 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         ),
         ({"quantization": "fp9"}, "^quantization is 'fp9': Unknown quant.*; leave it out, because"),
         ({"quantization": "torchao"}, "^quantization is 'torchao': .* missing .*; leave it out, "),
-        ({"revision": 3}, r"^revision is 3: Input should be a valid string\.$"),
+        ({"revision": 3}, r"^revision is 3; it must be a string\.$"),
         ({"tokenizer": "/nowhere"}, "^the drafter's tokenizer '/nowhere' .* no such folder;"),
         ({"tokenizer_mode": "slow"}, "'slow'; set tokenizer_mode to \"auto\", or name a folder"),
         (

@@ -246,6 +246,8 @@ def test_no_key_is_to_be_left_out_that_was_not_given(
         raise RuntimeError("no room")
 
     monkeypatch.setattr(drafter_main, "_load", fail)
-    with pytest.raises(ConfigError, match=r'RuntimeError: no room\); leave out "parallel"') as said:
+    with pytest.raises(
+        ConfigError, match=r'RuntimeError: no room\); leave out "draft_ahead"'
+    ) as said:
         drafter_main.load(pickle.dumps(given), make_file(*shape))
     assert ("drafter_device" in str(said.value)) is (device is not None)

@@ -44,7 +44,7 @@ def test_same_tokens_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outp
 def test_a_drafter_in_a_process_of_its_own_beside_two_ranks(
     demo_pair: Path, texts: list[str], alone: Outputs
 ) -> None:
-    spec = slem(demo_pair / "drafter", parallel="process", drafter_device="1")
+    spec = slem(demo_pair / "drafter", draft_ahead=True, drafter_device="1")
     with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
         assert generate(llm, texts, greedy()) == alone
         counts = read_stats(llm)

@@ -244,7 +244,7 @@ def _tiny_pair() -> str:
         configs: list[dict[str, Any] | None] = [
             None,
             {**common, "model": drafter},
-            {**common, "model": target, "translation": "identity"},
+            {**common, "model": target, "debug": {"translation": "identity"}},
         ]
         samples = []
         for config in configs:

@@ -91,7 +91,10 @@ def _first_read(
 
 
 def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
-    trust, revision = options.trust_remote_code, options.tokenizer_revision or options.revision
+    trust, revision = (
+        options.trust_remote_code,
+        options.debug.tokenizer_revision or options.revision,
+    )
     return ModelConfig(
         model=_here(options.model, options.revision),
         tokenizer=_here(options.tokenizer or options.model, revision),

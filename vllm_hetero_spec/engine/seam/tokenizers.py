@@ -58,10 +58,10 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
         bridge = make_bridge(
             target_tokenizer,
             drafter_tokenizer,
-            mode=options.translation,
+            mode=options.debug.translation,
             target_eos=_eos(target),
             drafter_eos=_eos(drafter),
-            chats=None if options.chat_template == "off" else (target_chat, drafter_chat),
+            chats=None if options.debug.chat_template == "off" else (target_chat, drafter_chat),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

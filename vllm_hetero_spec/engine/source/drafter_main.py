@@ -83,7 +83,7 @@ def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
         device = ', or "drafter_device" if that is the reason' if placed else ""
         raise ConfigError(
             f"the drafter cannot be loaded in a process of its own ({why}); leave out "
-            f'"parallel"{device}.'
+            f'"draft_ahead"{device}.'
         ) from error
 
 

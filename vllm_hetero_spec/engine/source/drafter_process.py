@@ -94,7 +94,7 @@ class DrafterProcess:
             raise ConfigError(answer.sentence)
         raise ConfigError(
             f"the drafter's own process could not be started ({why}); see its messages above, or "
-            'leave out "parallel".'
+            'leave out "draft_ahead".'
         )
 
     def answer(self) -> Ready | Failed | None:
