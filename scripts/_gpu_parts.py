@@ -60,8 +60,10 @@ def part_a(options: Options, report: Report) -> bool:
     wanted: dict[str, Setup] = {
         "alone": setups.alone(),
         **{mode: setups.ours({**FIXED, **given}) for mode, given in modes(options).items()},
-        _SELF: setups.ours({"translation": "identity", **own}, options.target),
-        f"{_SELF}, through text": setups.ours({"translation": "text", **own}, options.target),
+        _SELF: setups.ours({"debug": {"translation": "identity"}, **own}, options.target),
+        f"{_SELF}, through text": setups.ours(
+            {"debug": {"translation": "text"}, **own}, options.target
+        ),
     }
     if options.on_gpu:
         wanted["on V1"] = setups.ours(own, runner="0")

@@ -5,7 +5,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
 

@@ -43,7 +43,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -191,7 +191,7 @@ class Bench:
     def _made(self, name: str) -> Goodput:
         """A controller of a load that begins: one that decides with what is known."""
         can_stop_early = self._proposer.drafting.control.can_stop_early
-        width = self._proposer.options.tree_width if name == TREES else 0
+        width = self._proposer.options.debug.tree_width if name == TREES else 0
         return Goodput(copy.deepcopy(self._known), can_stop_early=can_stop_early, width=width)
 
 

@@ -146,7 +146,7 @@ def kinds(options: argparse.Namespace, nothing: str) -> list[Kind]:
         "method": "slem", "model": options.drafter, "num_speculative_tokens": options.lookahead,
         "controller": "fixed", "kv_cache_memory_bytes": 128 << 20,
     }  # fmt: skip
-    parallel = serial | {"parallel": "process", "drafter_device": str(second)}
+    parallel = serial | {"draft_ahead": True, "drafter_device": str(second)}
     found = [
         Kind(ALONE, (first, second)),
         Kind("serial, two cores", (first, second), serial),

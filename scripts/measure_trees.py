@@ -30,9 +30,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from rich.console import Console
 from rich.progress import track
 
-from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH, ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.measure.load import Load, Sample
+from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.report.figures import error_of_ratio
 from vllm_hetero_spec.report.values import with_error
 
@@ -70,7 +71,7 @@ def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> 
         "num_speculative_tokens": shape.depth,
         "controller": "fixed",
         "tree_nodes": shape.nodes,
-        **({"tree_width": arguments.width} if shape.nodes else {}),
+        **({"debug": {"tree_width": arguments.width}} if shape.nodes else {}),
         "verification": RACE if law == RACE else "token",
     }
     llm = LLM(

@@ -105,7 +105,7 @@ def measure(texts: "Sequence[Text]", options: argparse.Namespace) -> list[list[s
 
     target = options.target_ms / 1e3
     speculative: dict[str, Any] = {
-        "method": "slem", "model": options.drafter, "controller": "fixed", "parallel": "process",
+        "method": "slem", "model": options.drafter, "controller": "fixed", "draft_ahead": True,
         "drafter_device": str(second), "kv_cache_memory_bytes": 256 << 20,
         "num_speculative_tokens": max([options.tokens // 4, *options.lookaheads]),
     }  # fmt: skip

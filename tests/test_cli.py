@@ -255,7 +255,7 @@ def test_a_folder_without_a_model_is_refused(
     ("options", "sentence"),
     [
         (["--num-speculative-tokens", "400"], "num_speculative_tokens is 400"),
-        (["--speculative-config", '{"translatoin": "text"}'], "did you mean 'translation'?"),
+        (["--speculative-config", '{"tree_node": 8}'], "did you mean 'tree_nodes'?"),
         (["--speculative-config", '{"method": "tli"}'], "method of --speculative-config is set"),
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--temperature", "nan"], "--temperature is nan; it must be a number from 0 to 10."),

@@ -16,17 +16,19 @@ from vllm_hetero_spec.bench.datasets import Dataset
 from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.suite_file import SuiteFile
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.config import (
-    _UPSTREAM_KEYS,
-    _VLLM_KEYS,
+from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
+from vllm_hetero_spec.options import (
     CONTROLLERS,
     METHODS,
-    OWN_KEYS,
     VERIFICATIONS,
+    VLLM_KEY,
+    Confidence,
+    Debug,
+    Fuzzy,
+    HeteroOptions,
     parse,
     wants_us,
 )
-from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "vllm_hetero_spec"
@@ -160,11 +162,21 @@ def names_in(rows: Iterator[list[str]]) -> set[str]:
     return {name for row in rows for name in quoted(row[0])}
 
 
+def names_of(model: Any) -> set[str]:
+    """Fields of a dataclass."""
+    return {each.name for each in dataclasses.fields(model)}
+
+
 def test_every_key_is_described_and_no_other() -> None:
-    described = names_in(tables(CONFIGURATION, "key"))
-    assert described == {*OWN_KEYS, *_VLLM_KEYS}
-    assert set(_UPSTREAM_KEYS) <= set(re.findall(r"\w+", prose(CONFIGURATION)))
-    assert names_in(tables(README, "key")) <= set(OWN_KEYS)
+    keys = names_of(HeteroOptions)
+    assert len(keys) <= 22
+    assert names_in(tables(CONFIGURATION, "key")) == {*keys, VLLM_KEY}
+    assert names_in(tables(CONFIGURATION, "key of `debug`")) == names_of(Debug)
+    assert names_in(tables(CONFIGURATION, "key of a word")) == {
+        *(f"verification.{Fuzzy.word}.{name}" for name in names_of(Fuzzy)),
+        *(f"controller.{Confidence.word}.{name}" for name in names_of(Confidence)),
+    }
+    assert names_in(tables(README, "key")) <= keys
 
 
 def test_every_method_controller_and_reason_is_described() -> None:
@@ -177,7 +189,8 @@ def test_every_method_controller_and_reason_is_described() -> None:
 def test_the_decision_guide_names_what_exists() -> None:
     guide = list(tables(README, "task"))
     assert guide
-    supported = {*METHODS, *VERIFICATIONS, *CONTROLLERS, *OWN_KEYS, "sharded"}
+    supported = {*METHODS, *VERIFICATIONS, *CONTROLLERS, *names_of(HeteroOptions), "sharded"}
+    supported |= names_of(Fuzzy)
     for row in guide:
         assert set(quoted(" ".join(row[1:]))) <= supported, row
 

@@ -16,8 +16,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
 END = "<|endoftext|>"

@@ -71,7 +71,7 @@ def test_every_controller_has_each_place_once() -> None:
 
 
 def test_chains_and_trees_begin_each_load_with_the_same_knowledge() -> None:
-    options = SimpleNamespace(num_speculative_tokens=2, tree_width=3)
+    options = SimpleNamespace(num_speculative_tokens=2, debug=SimpleNamespace(tree_width=3))
     drafting = SimpleNamespace(control=SimpleNamespace(can_stop_early=True))
     goodput = Goodput(Estimates.of(CostModel([(1, 0.1)], [(1, 0.01)]), 2))
     proposer = SimpleNamespace(controller=goodput, options=options, drafting=drafting)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from repair_vllm_metadata import INSTALLER, fault, repair
 
-from vllm_hetero_spec.config import DEFAULT_METHOD, parse
+from vllm_hetero_spec.options import DEFAULT_METHOD, parse
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.child_process import serve
 from vllm_hetero_spec.measure.load import Load, Sample, Trace
 

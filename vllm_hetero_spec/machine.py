@@ -94,7 +94,7 @@ def gpus() -> list[str]:
 
 def source() -> dict[str, Any]:
     """Git revision of the package, and whether it was changed since; empty where there is none."""
-    tracked = _output("git", "-C", str(_HERE), "ls-files", str(_HERE / "config.py"))
+    tracked = _output("git", "-C", str(_HERE), "ls-files", str(_HERE / "options.py"))
     if not tracked:
         return {}
     return {

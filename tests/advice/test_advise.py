@@ -12,9 +12,10 @@ from advice_fakes import ALONE, PROMPTS, Fakes, World
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.config import ConfigError, parse
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.options import parse
 
 Make = Callable[..., str]
 Out = pytest.CaptureFixture[str]
@@ -131,11 +132,16 @@ def test_what_engines_are_asked_for(
     capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
 ) -> None:
     further = ["--engine-args", '{"max_model_len": 64}', "--trust-remote-code"]
-    extra = ["--speculative-config", '{"translation": "text"}', "--num-speculative-tokens", "5"]
+    extra = [
+        "--speculative-config",
+        '{"debug": {"translation": "text"}}',
+        "--num-speculative-tokens",
+        "5",
+    ]
     found = advice(capsys, target, small, *options, *further, *extra)
     config = {"method": "hetero", "model": small, "num_speculative_tokens": 5}
-    assert fakes.configs == [None, config | {"translation": "text"}]
-    assert found["recommended"] == config | {"translation": "text"}
+    assert fakes.configs == [None, config | {"debug": {"translation": "text"}}]
+    assert found["recommended"] == config | {"debug": {"translation": "text"}}
     for suite in fakes.suites:
         assert suite.target("target").engine == {"max_model_len": 64, "trust_remote_code": True}
     assert fakes.up == []
@@ -417,7 +423,7 @@ def test_drafters_of_the_same_last_name_are_told_apart(
         (["--batch-sizes", "5"], "batch size 5 needs as many prompts"),
         (["--engine-args", '{"max_num_seqs": 9}'], "max_num_seqs of --engine-args is the"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens is 65"),
-        (["--speculative-config", '{"translatoin": "text"}'], "did you mean 'translation'?"),
+        (["--speculative-config", '{"tree_node": 8}'], "did you mean 'tree_nodes'?"),
         (["--prompts", "absent.jsonl"], "cannot read the prompts in absent.jsonl"),
     ],
 )
@@ -456,7 +462,9 @@ def test_real_advice(demo_pair: Path, capsys: Out) -> None:
     models = [str(demo_pair / "target"), str(demo_pair / "drafter")]
     prompts = ["--prompts", str(demo_pair / "prompts.jsonl"), "--num-prompts", "2"]
     sizes = ["--max-tokens", "12", "--batch-sizes", "1", "--repeats", "1"]
-    found = advice(capsys, *models, *prompts, *sizes, "--speculative-config", '{"calibrate":false}')
+    found = advice(
+        capsys, *models, *prompts, *sizes, "--speculative-config", '{"debug": {"calibrate": false}}'
+    )
     (measured,) = found["measured"]
     assert measured["failure"] == ""
     assert len(measured["loads"]) == len(found["target_alone"]) == 2

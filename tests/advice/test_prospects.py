@@ -55,6 +55,6 @@ def test_what_was_measured_is_not_proposed() -> None:
     rows = [row_of(ALONE, size, 100.0 / size) for size in (8, 1)] + own
     assert len(prospects(rows, own, {})) == 2
     assert prospects(rows, own, {"tree_nodes": 8}) == []
-    assert prospects(rows, own, {"parallel": "process"}) == []
+    assert prospects(rows, own, {"draft_ahead": True}) == []
     # With one batch size alone, rows have no price that is known.
     assert len(prospects([rows[1], own[1]], own[1:], {})) == 1

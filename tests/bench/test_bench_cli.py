@@ -21,11 +21,12 @@ from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.measure import huggingface_engine, vllm_engine
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.options import METHODS
 
 Write = Callable[[str], Path]
 SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD
@@ -215,14 +216,14 @@ def test_wrong_arguments_are_one_sentence(
 
 
 def test_vllm_configurations() -> None:
-    drafter = Drafter("small", "org/small", {"translation": "text"})
+    drafter = Drafter("small", "org/small", {"debug": {"translation": "text"}})
 
     def config(method: str) -> dict[str, object] | None:
         return engines.vllm_config(EngineId("big", method, "small", 3), drafter)
 
     shared = {"model": "org/small", "num_speculative_tokens": 3}
     for method in METHODS:
-        assert config(method) == {"method": method, "translation": "text", **shared}
+        assert config(method) == {"method": method, "debug": {"translation": "text"}, **shared}
     assert config("draft_model") == {"method": "draft_model", **shared}
     assert config("vllm_tli") == config("draft_model") | {"use_heterogeneous_vocab": True}
     assert engines.vllm_config(EngineId("big", "alone"), None) is None

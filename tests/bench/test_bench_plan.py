@@ -8,7 +8,7 @@ from bench_fakes import SUITE, suite
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan, make_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 ALL = ("alone", "vllm_tli", "draft_model", "hf_alone", "hf_assisted")
 

@@ -85,7 +85,7 @@ def test_sources_outside_of_a_checkout_have_no_revision(
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     package = tmp_path / "site" / "package"
     package.mkdir(parents=True)
-    (package / "config.py").write_text("")
+    (package / "options.py").write_text("")
     monkeypatch.setattr(machine, "_HERE", package)
     assert machine.source() == {}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -94,7 +94,7 @@ def test_sources_outside_of_a_checkout_have_no_revision(
     found = machine.source()
     assert re.fullmatch(r"[0-9a-f]{40}", found["revision"])
     assert found["dirty"] is False
-    (package / "config.py").write_text("changed")
+    (package / "options.py").write_text("changed")
     assert machine.source()["dirty"] is True
 
 

@@ -18,7 +18,7 @@ from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.load import MeasurementError
 
 # 8 tokens per run, so 4, 2 and 8 tokens per second alone, 8 with the method.

@@ -10,7 +10,7 @@ from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.load import MeasurementError
 
 

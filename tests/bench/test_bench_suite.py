@@ -14,7 +14,8 @@ from vllm_hetero_spec.bench.methods import KINDS, PEERS
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, speculative_config
 from vllm_hetero_spec.bench.suite_file import read_suite
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import METHODS
 
 Write = Callable[[str], Path]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bench"
@@ -105,13 +106,13 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     """Named by drafter and setting; a setting wins over the drafter's keys, and is checked."""
     drafter = (
         "{model: org/small, speculative: {controller: fixed, tree_nodes: 4}, "
-        "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, parallel: process}}}"
+        "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, draft_ahead: true}}}"
     )
     good = "methods: [slem]\n" + GOOD
     suite = read_suite(write(good.replace("org/small", drafter)))
     assert [(each.name, each.speculative, each.settings) for each in suite.targets[0].drafters] == [
         ("small:chain", {"controller": "fixed", "tree_nodes": 0}, {}),
-        ("small:ahead", {"controller": "fixed", "tree_nodes": 0, "parallel": "process"}, {}),
+        ("small:ahead", {"controller": "fixed", "tree_nodes": 0, "draft_ahead": True}, {}),
     ]
     plan = make_plan(suite, 9, lambda target, drafter: None)
     drafting = [
@@ -127,10 +128,10 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     assert len(drafting) == 5
     spelt = drafter.replace("tree_nodes: 4", "tree-nodes: 4")
     assert read_suite(write(good.replace("org/small", spelt))).targets == suite.targets
-    wrong = drafter.replace("parallel: process", "parallel: thread")
+    wrong = drafter.replace("draft_ahead: true", "draft_ahead: maybe")
     line, sentence = refused(write(good.replace("org/small", wrong)))
     assert line == 4
-    assert "parallel" in sentence
+    assert "draft_ahead is 'maybe'" in sentence
 
 
 @pytest.mark.parametrize(
@@ -235,9 +236,9 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("org/big", "org/big\n    name: 3", 3, "targets[0].name is 3; it must be a text"),
         (
             "[org/small]",
-            "\n      - org/tiny\n      - {model: org/small, speculative: {translatoin: text}}",
+            "\n      - org/tiny\n      - {model: org/small, speculative: {tree_node: 8}}",
             5,
-            "unknown key 'translatoin' in the speculative configuration (did you mean",
+            "the speculative configuration has an unknown key 'tree_node' (did you mean",
         ),
         ("[org/small]", "[org/small]\n    datasets: [cod]", 4, "datasets[0] is 'cod' (did you me"),
         ("[org/small]", "[org/small]\n  - {model: a/big, drafters: [a/b]}", 4, "repeats 'big'"),

@@ -23,16 +23,3 @@ def ray_cluster() -> Iterator["RayCluster"]:
 
     with started() as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def in_cluster(ray_cluster: "RayCluster") -> Iterator["RayCluster"]:
-    """This process finds the cluster, as the processes that it starts do."""
-    from vllm_hetero_spec.engine.source import deployment
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ray_cluster.environment.items():
-            if name.startswith("RAY_"):
-                patch.setenv(name, value)
-        patch.setattr(deployment, "IDLE_EXIT", 3.0)
-        yield ray_cluster

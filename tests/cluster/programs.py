@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -89,45 +88,6 @@ def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
         "greedy": found,
         "drafts": [REGISTRY.get_sample_value(f"{PREFIX}drafts_total", each) for each in labels],
     }
-
-
-def sharing(target: str, spec: dict[str, Any], texts: list[str], times: int) -> dict[str, Any]:
-    """An engine whose drafter is an actor: greedy tokens of each time, and what it has counted."""
-    import pytest
-    from harness import engine, patient
-
-    from vllm_hetero_spec import read_stats
-
-    with engine(Path(target), spec) as llm, pytest.MonkeyPatch.context() as patch:
-        patient(llm, patch)
-        found = []
-        for _ in range(times):
-            found.append(generate(llm, texts, greedy()))
-            print("again", flush=True)
-        return {"greedy": found, "stats": read_stats(llm)}
-
-
-def moving(target: str, spec: dict[str, Any], texts: list[str]) -> dict[str, Any]:
-    """The same, again and again until it has another actor, and once more: all different tokens."""
-    import pytest
-    from harness import engine, patient, proposer_of
-
-    from vllm_hetero_spec import read_stats
-
-    with engine(Path(target), spec) as llm, pytest.MonkeyPatch.context() as patch:
-        found, kept = list[Any](), proposer_of(llm).drafting.source._process
-
-        def again() -> None:
-            outputs = generate(llm, texts, greedy())
-            found.extend([outputs] * (outputs not in found))
-            print("again", flush=True)
-
-        while not kept.restarts or not kept.up:
-            again()
-        before = read_stats(llm)
-        patient(llm, patch)
-        again()
-        return {"greedy": found, "before": before, "after": read_stats(llm)}
 
 
 if __name__ == "__main__":

@@ -133,10 +133,7 @@ class RayCluster:
             command: Its file and arguments.
             environment: What it has beside the cluster's.
         """
-        return self._said(self.popen(*command, **environment))
-
-    @staticmethod
-    def _said(program: subprocess.Popen) -> str:
+        program = self.popen(*command, **environment)
         try:
             said, errors = program.communicate(timeout=SECONDS)
         finally:
@@ -147,11 +144,7 @@ class RayCluster:
 
     def answer(self, *command: str, **environment: str) -> Any:
         """The JSON object that such a program prints as a line; Ray may print others after it."""
-        return self.answer_of(self.popen(*command, **environment))
-
-    def answer_of(self, program: subprocess.Popen) -> Any:
-        """The same of one that has been started by `popen`."""
-        said = self._said(program)
+        said = self.run(*command, **environment)
         answers = [line for line in said.splitlines() if line.startswith("{")]
         assert answers, said[-3000:]
         return json.loads(answers[-1])

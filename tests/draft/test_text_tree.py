@@ -74,7 +74,8 @@ def test_siblings_of_a_chain(bridge: Bridge) -> None:
     growth = beside_a_chain(
         [0, 1, 2], [[0, 9], [3, 1], [2, 3]], [[0.8, 0.1], [0.2, 0.7], [0.6, 0.3]]
     )
-    assert [growth.path(node) for node in growth.unfed(9)] == [[0, 1, 2], [0, 1, 3], [0, 3], [9]]
+    assert None not in [growth.to_feed(path) for path in ([0, 1, 2], [0, 1, 3], [0, 3], [9])]
+    assert growth.to_feed([0, 1]) is None  # it was fed
     (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)
     worth = dict(zip(paths_of(tree), tree.values, strict=True))
     # Nothing is known of what else may follow "ab" and "a", which are leaves too.

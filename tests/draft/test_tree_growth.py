@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first growth finds the best tree, by what the drafter knows; and stops when it has."""
+"""Best-first growth finds the best tree, by what the drafter knows."""
 
 import heapq
 from collections import Counter
@@ -65,31 +65,40 @@ def random_values(generator: np.random.Generator, *, ordered: bool) -> Callable[
     return value
 
 
-def grown(value: Callable[[Path], float], count: int) -> tuple[ValuedTree, int]:
-    """The best tree, feeding no more than it takes to be sure of it; and rows fed."""
-    growth, fed = Growth(), 0
-    while not growth.settled(count):
-        (node,) = growth.unfed(1)
-        path, fed = tuple(growth.path(node)), fed + 1
-        if base := value(path):
-            growth.offer(node, range(RANKS), [value((*path, rank)) / base for rank in range(RANKS)])
-        else:
-            growth.offer(node, [], [])
-    return growth.tree.best(count), fed
+def grow(
+    growth: Growth, rows: int, children: Callable[[int], tuple[Sequence[int], Sequence[float]]]
+) -> None:
+    """Feed the likeliest node, so many times."""
+    waiting = [ROOT]
+    for _ in range(rows):
+        node = max(waiting, key=lambda node: 1.0 if node == ROOT else growth.tree.values[node])
+        waiting.remove(node)
+        waiting += growth.offer(node, *children(node))
+
+
+def grown(value: Callable[[Path], float], count: int) -> ValuedTree:
+    """The best tree of so many nodes, from as many rows of the drafter."""
+
+    def children(node: int) -> tuple[Sequence[int], Sequence[float]]:
+        path = tuple(growth.path(node))
+        return range(RANKS), [value((*path, rank)) / value(path) for rank in range(RANKS)]
+
+    growth = Growth()
+    grow(growth, count, children)
+    return growth.tree.best(count)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_the_best_tree(ordered: bool) -> None:
-    """With one row of the drafter for each node at most; the reference finds it too."""
+    """With one row of the drafter for each node; the reference finds it too."""
     generator = np.random.default_rng(0)
     short = 0
     for _ in range(40):
         value, count = random_values(generator, ordered=ordered), int(generator.integers(2, 6))
         best = best_of_all(value, count)
-        tree, fed = grown(value, count)
+        tree = grown(value, count)
         assert sum(tree.values) == pytest.approx(best, abs=1e-12)
         assert len(tree.tokens) == count
-        assert fed <= count
         assert all(parent < node for node, parent in enumerate(tree.parents))
         named = ref.best_tree(value, RANKS, count)
         assert sum(map(value, named)) == pytest.approx(best, abs=1e-12)
@@ -103,11 +112,9 @@ def test_trees_by_rank(rates: Sequence[float]) -> None:
     by_rank = RankRates(RANKS)
     by_rank._taken = np.array(rates) * by_rank._nodes
     ranks, nought = np.arange(RANKS), np.zeros(RANKS, np.int64)
+    shares = by_rank.shares(nought, ranks, nought, np.zeros((RANKS, 2)))
     growth = Growth()
-    for _ in range(5):
-        (node,) = growth.unfed(1)
-        shares = by_rank.shares(nought, ranks, nought, np.zeros((RANKS, 2)))
-        growth.offer(node, ranks.tolist(), shares.tolist())
+    grow(growth, 5, lambda node: (ranks.tolist(), shares.tolist()))
     tree = growth.tree.best(5)
 
     def value(path: Path) -> float:
@@ -118,12 +125,9 @@ def test_trees_by_rank(rates: Sequence[float]) -> None:
 
 def test_nothing_follows_an_end() -> None:
     growth = Growth(ends={2})
-    growth.offer(ROOT, [1, 2], [0.3, 0.6])
-    assert [growth.tree.tokens[node] for node in growth.unfed(9)] == [1]
-    assert growth.unfed(9, least=0.5) == []
-    (node,) = growth.unfed(1)
-    growth.offer(node, [], [])
-    assert growth.settled(50)
+    first, _ = growth.offer(ROOT, [1, 2], [0.3, 0.6])
+    assert (growth.to_feed([1]), growth.to_feed([2])) == (first, None)
+    assert growth.to_feed([]) is None  # it was fed
 
 
 # ------------------------------------------------------------------------------- text
@@ -131,13 +135,14 @@ def test_nothing_follows_an_end() -> None:
 
 def explored(world: World, length: int) -> Growth:
     """All that a drafter may write in so many tokens, but for one first token."""
-    growth, q = Growth(), world.q_after(())
-    for depth in range(length):
-        for node in growth.unfed(10_000):
-            path = tuple(growth.path(node))
-            assert len(path) == depth
-            row = q(path)
+    growth, q, nodes = Growth(), world.q_after(()), [ROOT]
+    for _ in range(length):
+        rows = [q(tuple(growth.path(node))) for node in nodes]
+        offered = [
             growth.offer(node, range(1, len(row)), row[1:].tolist())
+            for node, row in zip(nodes, rows, strict=True)
+        ]
+        nodes = [child for children in offered for child in children]
     return growth
 
 
@@ -224,15 +229,14 @@ def test_a_race_tree_of_the_target_itself() -> None:
         return rows.setdefault(path, torch.tensor(generator.dirichlet([0.5] * size)).float())
 
     identity = TokenMap(torch.arange(size), size)
-    growth, nodes = RaceGrowth(lambda d: [d], by_lead), [ROOT]
-    while nodes:
-        node = nodes.pop()
-        path = tuple(growth.path(node))
+    growth, node = RaceGrowth(lambda d: [d], by_lead), ROOT
+    for _ in range(depth):
+        path, first = tuple(growth.path(node)), len(growth.tree.tokens)
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
         arrivals = Arrivals.of(row(path)[None], identity, row(path)[None], *at, 3)
         on_host = [column[0].numpy() for column in arrivals]
         growth.arrived(node, on_host)
-        nodes += [child for child in growth.unfed(1) if len(path) + 1 < depth]
+        node = first
     tree = growth.tree.best(12)
     check_shares(tree)
     for node, feed in growth.feeds.items():
@@ -259,7 +263,7 @@ def test_what_a_drafter_token_spells_further_is_certain() -> None:
     growth.arrived(ROOT, columns)
     assert [tuple(growth.path(node)) for node in growth.feeds] == [(8, 9, 7), (7,)]
     assert list(growth.feeds.values()) == [(1, ROOT), (0, ROOT)]
-    assert growth.unfed(9) == list(growth.feeds)
+    assert [growth.to_feed([token]) for token in (1, 0)] == list(growth.feeds)
     assert growth.tree.tokens == [8, 7, 9, 7]
     assert growth.leads == pytest.approx([0.0, np.log(2.0), 0.0, 0.0])
     assert growth.shares == [0.5, 0.4, 1.0, 1.0]

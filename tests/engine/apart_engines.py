@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "block": {"method": "union", "verification": "block", "controller": "confidence"},
     "races, trees": {"method": "tli", "verification": "race", "tree_nodes": 8},
     "slem, trees": {"tree_nodes": 8},
-    "fuzzy": {"method": "tli", "verification": "fuzzy", "threshold": 0.1},
+    "fuzzy": {"method": "tli", "verification": {"fuzzy": {"threshold": 0.1}}},
     "slrs": {"method": "slrs", "merge_candidates": 3},
     "timed": {"method": "push_forward", "controller": "goodput"},
 }

@@ -53,11 +53,12 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
 def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_scratch, "_SHARE", 3)  # so that a small cache has scratch
-        more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "calibrate": False}
+        debug: dict[str, Any] = {"calibrate": False}
+        more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "debug": debug}
         if request.param == "rank":
-            more |= {"tree_values": "rank", "tree_width": 1}
+            debug |= {"tree_values": "rank", "tree_width": 1}
         elif request.param == "fixed":
-            more["tree_width"] = 4
+            debug["tree_width"] = 4
         else:
             more["controller"] = request.param
         yield run(demo_pair, few, **more)

@@ -80,11 +80,14 @@ def laws(target: Target) -> dict[str, dict[Ids, float]]:
     return {name: law_of(*target, setting) for name, setting in ALL_SETTINGS.items()}
 
 
+def spelt(verification: str) -> str | dict[str, Any]:
+    return {"fuzzy": {"threshold": 0.0}} if verification == "fuzzy" else verification
+
+
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, verification = request.param
-    more = {"threshold": 0.0} if verification == "fuzzy" else {}
-    more |= {"method": method, "verification": verification}
+    more = {"method": method, "verification": spelt(verification)}
     with engine(chain_pair / "target", slem(chain_pair / "drafter", 3, **more), **ROOM) as llm:
         yield llm
 
@@ -206,8 +209,7 @@ def test_a_drafter_that_is_the_target_is_always_right(
 ) -> None:
     """Same model, same tokenizer, same law: rows agree but for rounding; without parameters too."""
     target = chain_pair / "target"
-    more = {"threshold": 0.0} if verification == "fuzzy" else {}
-    spec = slem(target, lookahead=4, method=method, verification=verification, **more)
+    spec = slem(target, lookahead=4, method=method, verification=spelt(verification))
     params = [
         SamplingParams(temperature=heat, top_p=p, max_tokens=21, ignore_eos=True, seed=seed)
         for heat, p, seed in [(0.8, 0.95, None), (0.8, 1.0, 4), (1.0, 1.0, None), (0.0, 1.0, None)]

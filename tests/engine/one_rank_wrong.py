@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of which the second alone finds that its rows of draft trees are wrong."""
+"""Workers of which the second alone does not support draft trees."""
+
+from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hetero_spec.engine.seam import tree_check
 
-_difference = tree_check._difference
+_why_not = tree_check._why_not
 
 
-def _wrong(trial: tree_check.Trial) -> float:
-    return _difference(trial) + get_tp_group().rank_in_group
+def _wrong(*of: Any) -> str:
+    return "this is the second rank" if get_tp_group().rank_in_group else _why_not(*of)
 
 
-tree_check._difference = _wrong
+tree_check._why_not = _wrong
 
 
 class OneRankWrong(CPUWorker):
-    """A rank, right or wrong."""
+    """A rank that supports trees, or not."""

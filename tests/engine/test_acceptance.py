@@ -130,7 +130,7 @@ def test_a_drafter_that_is_the_target_is_not_rejected(
     target = demo_pair / "target"
     lines = (demo_pair / "chats.jsonl").read_text().splitlines()[:8]
     chats = [json.loads(line)["prompt"] for line in lines] * 12
-    spec = slem(target, LOOKAHEAD, method="push_forward", translation=translation)
+    spec = slem(target, LOOKAHEAD, method="push_forward", debug={"translation": translation})
     params = [
         SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=seed)
         for seed in range(len(chats))

@@ -14,10 +14,10 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
+from vllm_hetero_spec.errors import ConfigError
 
 NAME = "build_dynamic_sd_schedule_lookup"
 

@@ -78,11 +78,11 @@ def test_the_drafter_reads_its_own_template(
     ("option", "said"),
     [
         ({}, "turn markers are bridged (system, user, assistant)."),
-        ({"chat_template": "off"}, "turn markers are not bridged: switched off."),
+        ({"debug": {"chat_template": "off"}}, "turn markers are not bridged: switched off."),
     ],
 )
 def test_one_line_says_what_becomes_of_markers(
-    demo_pair: Path, option: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+    demo_pair: Path, option: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 

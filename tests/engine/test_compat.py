@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 import vllm_hetero_spec
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
 from vllm_hetero_spec.engine.compat.releases import series_of
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.seam import cache_salt as salt
 from vllm_hetero_spec.engine.seam import frontend, worker_hooks
+from vllm_hetero_spec.errors import ConfigError
 
 
 @pytest.mark.parametrize(

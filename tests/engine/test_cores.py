@@ -11,9 +11,9 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.cpu_resource_utils import LogicalCPUInfo
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source.cores import free_cores
 from vllm_hetero_spec.engine.source.drafter_process import _environment
+from vllm_hetero_spec.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
 
@@ -100,7 +100,7 @@ def test_a_target_on_all_cores_is_refused_with_settings_to_use(
     said = str(refused.value)
     assert said.startswith(f"VLLM_CPU_OMP_THREADS_BIND={bound} gives the target all CPU cores")
     assert fix in said
-    assert 'leave out "parallel"' in said
+    assert 'leave out "draft_ahead"' in said
 
 
 def test_the_targets_binding_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

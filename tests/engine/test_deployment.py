@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -18,7 +17,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions, RayDrafter
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     stand_alone,
@@ -27,6 +25,8 @@ from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.source import deployment
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 CORE = max(os.sched_getaffinity(0))
 
@@ -39,7 +39,7 @@ def target(demo_pair: Path) -> VllmConfig:
 def deployed(
     demo_pair: Path, target: VllmConfig, beside: str = "cuda:1", **keys: Any
 ) -> Deployment:
-    keys = {"parallel": "process"} | keys
+    keys = {"draft_ahead": True} | keys
     options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, **keys)
     drafter = drafter_model_config(options, target.model_config)
     pair = load_pair(target.model_config, drafter, options)
@@ -101,11 +101,10 @@ def test_a_model_with_code_of_its_own_is_sent_with_it(
         ({}, "cuda:1"),
         ({"drafter_device": "cuda:2"}, "cuda:2"),
         ({"drafter_device": f"{CORE}"}, "cuda:1"),
-        ({"parallel": "ray"}, None),
     ],
 )
 def test_the_drafter_is_beside_the_target_by_default(
-    demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str | None
+    demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str
 ) -> None:
     """Also where its threads have cores of their own."""
     given = deployed(demo_pair, target, **keys)
@@ -113,18 +112,16 @@ def test_the_drafter_is_beside_the_target_by_default(
     assert list(given.cores) == ([CORE] if keys.get("drafter_device") == f"{CORE}" else [])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:1", None])
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 @pytest.mark.parametrize(("batched", "on_cpu"), [(256, 256), (8192, 512)])
 def test_a_forward_on_a_cpu_is_short(
-    demo_pair: Path, target: VllmConfig, device: str | None, batched: int, on_cpu: int
+    demo_pair: Path, target: VllmConfig, device: str, batched: int, on_cpu: int
 ) -> None:
-    """It is never silent for long there; None is the first device of the target's type."""
+    """It is never silent for long there."""
     given = dataclasses.replace(deployed(demo_pair, target), device=device)
     given.vllm_config.scheduler_config = copy.copy(target.scheduler_config)
     given.vllm_config.scheduler_config.max_num_batched_tokens = batched
     assert given.most_tokens == (batched if device == "cuda:1" else on_cpu)
-    given.vllm_config.device_config = SimpleNamespace(device_type="cuda")
-    assert given.most_tokens == (on_cpu if device == "cpu" else batched)
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo:7"])
@@ -157,7 +154,6 @@ def test_the_drafter_has_cores_that_are_there(demo_pair: Path, target: VllmConfi
         ({}, [6, 7]),
         ({"drafter_device": "cpu"}, [6, 7]),
         ({"drafter_device": f"{CORE}"}, [CORE]),
-        ({"parallel": "ray"}, []),
         ({"beside": "cuda:1"}, []),
     ],
 )
@@ -170,11 +166,6 @@ def test_beside_a_cpu_the_drafter_has_cores_that_are_free(
 ) -> None:
     monkeypatch.setattr(deployment, "free_cores", lambda _: [6, 7])
     assert deployed(demo_pair, target, **{"beside": "cpu"} | keys).cores == cores
-
-
-def test_an_actor_beside_a_gpu_asks_for_one(demo_pair: Path, target: VllmConfig) -> None:
-    with pytest.raises(ConfigError, match=r"num_gpus of ray_drafter is 0, .* on cuda:1: .* as 0.5"):
-        deployed(demo_pair, target, parallel="ray", ray_drafter=RayDrafter(num_gpus=0))
 
 
 def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:

@@ -80,7 +80,7 @@ def pair(request: pytest.FixtureRequest, code_prompts: list[str]) -> Iterator[Co
 
 
 def process(drafter: Path, **changes: Any) -> dict[str, Any]:
-    return slem(drafter, parallel="process", drafter_device=str(CORE), **changes)
+    return slem(drafter, draft_ahead=True, drafter_device=str(CORE), **changes)
 
 
 @pytest.fixture

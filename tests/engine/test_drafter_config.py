@@ -20,7 +20,6 @@ from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offl
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.proposer import HeteroProposer
 from vllm_hetero_spec.engine.seam.drafter_config import (
@@ -29,6 +28,8 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     kv_budget,
 )
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 
 def frozen(value: Any) -> Any:

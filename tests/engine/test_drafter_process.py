@@ -26,7 +26,7 @@ PATIENCE = 120.0  # seconds that a busy machine may take for what another does a
 
 
 def process(drafter: Path, **changes: Any) -> dict[str, Any]:
-    return slem(drafter, parallel="process", drafter_device=str(CORE), **changes)
+    return slem(drafter, draft_ahead=True, drafter_device=str(CORE), **changes)
 
 
 @pytest.fixture(scope="module")

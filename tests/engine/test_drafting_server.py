@@ -250,6 +250,21 @@ def test_the_engine_is_told_what_was_read_reused_and_replayed() -> None:
     assert counts.caught_up == 60 + 1 + 60 - 28
 
 
+def test_prefixes_are_shared_within_a_salt_alone(world: World) -> None:
+    text = random.Random(1).choices(range(1, VOCAB), k=60)
+
+    def reused(slot: int, salt: str | None) -> bool:
+        before = world.pool.reused_tokens
+        world.commit(Row(slot, -1, text, [], 1, salt=salt))
+        world.work()
+        return world.pool.reused_tokens > before
+
+    assert not reused(0, None)
+    assert reused(1, None)
+    assert not reused(2, "None")
+    assert reused(3, "None")
+
+
 def test_nothing_is_drafted_behind_an_end() -> None:
     first, second, third = alone([3, 4, 5], 3)
     assert third not in (first, second)

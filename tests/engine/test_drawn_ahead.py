@@ -44,7 +44,7 @@ def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
 
 
 def process(drafter: Path, method: str, lookahead: int, **changes: Any) -> dict[str, Any]:
-    where = {"parallel": "process", "drafter_device": str(CORE)}
+    where = {"draft_ahead": True, "drafter_device": str(CORE)}
     return slem(drafter, lookahead, **(where | {"method": method} | changes))
 
 

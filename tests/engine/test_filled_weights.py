@@ -16,9 +16,9 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.drafter.filled_weights import load_filled
 from vllm_hetero_spec.engine.drafter.loading import faults_named
+from vllm_hetero_spec.errors import ConfigError
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -33,7 +33,8 @@ def test_the_threshold_decides_what_is_lost(
     unwritten = third_is_one_of(model, start, Setting(1.0), tokens)
     assert missed(unwritten, {True: 0.0, False: 1.0}, SAMPLES) < MISSED
     params = SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True)
-    spec = slem(chain_pair / "drafter", 3, method="tli", verification="fuzzy", threshold=threshold)
+    verification = {"fuzzy": {"threshold": threshold}}
+    spec = slem(chain_pair / "drafter", 3, method="tli", verification=verification)
     room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}
     with engine(chain_pair / "target", spec, **room) as llm:
         said = capfd.readouterr()  # where vLLM logs to; pytest's own streams in a later engine

@@ -36,8 +36,8 @@ def runs(demo_pair: Path, prompts: list[str], code_prompts: list[str]) -> Callab
         "alone on code": (None, code_prompts),
         "pair": (slem(drafter), prompts),
         "identity": (slem(target), prompts),
-        "forced text": (slem(target, translation="text"), code_prompts),
-        "process": (slem(drafter, parallel="process"), prompts),
+        "forced text": (slem(target, debug={"translation": "text"}), code_prompts),
+        "process": (slem(drafter, draft_ahead=True), prompts),
     }
     return cache(lambda way: run_all(target, *ways[way]))
 

@@ -6,6 +6,7 @@ it ends.
 import io
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -16,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source import drafter_main, drafter_process, kept_process
 from vllm_hetero_spec.engine.source.answers import Ready
 from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
 from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
 from vllm_hetero_spec.engine.source.messages import Commit
-from vllm_hetero_spec.engine.source.table import Counts
+from vllm_hetero_spec.engine.source.table import Counts, make_file
+from vllm_hetero_spec.errors import ConfigError
 
 
 class World:
@@ -197,9 +198,8 @@ def test_what_ends_with_messages_unread_is_named(
         f"if {says!r}:\n    engine.send(encode(Failed({says!r})))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    deployment: Any = SimpleNamespace(
-        table_shape=(1, 1, 1, 0), cores=(), program=lambda lost: ("ending", None)
-    )
+    monkeypatch.setattr(drafter_process, "_PROGRAM", "ending")
+    deployment: Any = SimpleNamespace(table_shape=(1, 1, 1, 0), cores=())
     kept = KeptProcess(deployment)
     kept.start()
     assert kept.up
@@ -211,3 +211,43 @@ def test_what_ends_with_messages_unread_is_named(
     said = says or "the drafter's process has ended"
     assert f"{said}: started again in 1 s" in caplog.text
     kept.rest()
+
+
+def test_a_deployment_that_cannot_be_read_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded .*No module named 'nobody_has'"):
+        drafter_main.load(b"cnobody_has.this\nmodule\n.", 0)
+
+
+def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their models are read by name in a deployment."""
+    import vllm.plugins
+
+    def stop() -> None:
+        raise RuntimeError("plugins first")
+
+    monkeypatch.setattr(vllm.plugins, "load_general_plugins", stop)
+    monkeypatch.setattr(drafter_main, "_load", pytest.fail)
+    with pytest.raises(ConfigError, match="RuntimeError: plugins first"):
+        drafter_main.load(b"", 0)
+
+
+@pytest.mark.parametrize("device", [None, "1"])
+def test_no_key_is_to_be_left_out_that_was_not_given(
+    monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    shape = (1, 1, 1, 0)
+    given = SimpleNamespace(
+        options=SimpleNamespace(drafter_device=device),
+        drafter_config=SimpleNamespace(model="drafter", quantization=None),
+        table_shape=shape,
+    )
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(drafter_main, "_load", fail)
+    with pytest.raises(
+        ConfigError, match=r'RuntimeError: no room\); leave out "draft_ahead"'
+    ) as said:
+        drafter_main.load(pickle.dumps(given), make_file(*shape))
+    assert ("drafter_device" in str(said.value)) is (device is not None)

@@ -5,11 +5,11 @@ import pytest
 import recipes
 import torch
 
-from vllm_hetero_spec.config import METHODS, HeteroOptions
 from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.options import METHODS, HeteroOptions
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 

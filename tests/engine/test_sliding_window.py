@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 

@@ -25,7 +25,8 @@ def configured(demo_pair: Path, drafter: str = "drafter", **keys: Any) -> VllmCo
         {"drafter": "target"},
         {"kv_cache_memory_bytes": "32MiB"},
         {"context": 128},
-        {"parallel": "process"},
+        {"draft_ahead": True},
+        {"debug": {"translation": "text"}},
     ],
 )
 def test_another_drafter_or_budget_is_another_start(demo_pair: Path, changes: Any) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine import step_timing as costing
 from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.step_timing import known_of_pair, sizes, time_steps
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.options import HeteroOptions
 
 
 def test_sizes_grow_and_end_with_the_largest() -> None:

@@ -84,10 +84,10 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The others are parts of runner_v2, put drafts into the batch, show attention another batch
-    # than the scheduler's, and make up a request.
+    # The others are parts of runner_v2, put drafts into the batch, and show attention another batch
+    # than the scheduler's.
     files = ("runner_v1", "runner_v2", "sampled_step", "lora_rows_v2", "draft_inputs_v2")
-    files += ("tree_rows_v1", "tree_rows_v2", "tree_check")
+    files += ("tree_rows_v1", "tree_rows_v2")
     assert readers == {f"engine/seam/{file}.py" for file in files}
 
 

@@ -44,7 +44,7 @@ def test_same_tokens_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outp
 def test_a_drafter_in_a_process_of_its_own_beside_two_ranks(
     demo_pair: Path, texts: list[str], alone: Outputs
 ) -> None:
-    spec = slem(demo_pair / "drafter", parallel="process", drafter_device="1")
+    spec = slem(demo_pair / "drafter", draft_ahead=True, drafter_device="1")
     with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
         assert generate(llm, texts, greedy()) == alone
         counts = read_stats(llm)
@@ -63,7 +63,7 @@ def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -
     assert set(counts["skipped"]) <= {"catching_up"}
 
 
-def test_no_trees_where_one_rank_finds_them_wrong(
+def test_no_trees_where_one_rank_does_not_support_them(
     demo_pair: Path, texts: list[str], alone: Outputs
 ) -> None:
     spec = slem(demo_pair / "drafter", 8, tree_nodes=8)

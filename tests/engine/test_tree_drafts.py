@@ -13,7 +13,6 @@ from toy_drafter import VOCAB
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.engine.drafter import tree_drafts
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -21,6 +20,7 @@ from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
+from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.verify import reference as ref
 
 

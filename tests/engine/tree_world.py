@@ -10,7 +10,6 @@ import torch
 from tape_graphs import TapeGraphs
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
-from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -25,6 +24,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
 from vllm_hetero_spec.verify.race import race

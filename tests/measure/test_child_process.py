@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.child_process import EngineProcess, causes, processes
 from vllm_hetero_spec.measure.load import Load, MeasurementError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from goodness import follows
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.huggingface_driver import Generator, counts
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample

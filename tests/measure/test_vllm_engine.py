@@ -18,7 +18,7 @@ from target_law import Setting, counted, law_of
 from target_law import load as load_model
 from vllm.platforms import current_platform
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure import vllm_driver
 from vllm_hetero_spec.measure.child_process import processes
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample

@@ -88,7 +88,7 @@ def test_a_drafter_that_is_the_target_is_accepted_whole(
     """Gemma has sliding windows and 262,144 tokens; it has no chat template."""
     model: Path = request.getfixturevalue(name)
     prompts = functions[:3] if name == "gemma" else chats(model, functions)
-    found = run(model, model, [*prompts, *PLAIN], translation=translation)
+    found = run(model, model, [*prompts, *PLAIN], debug={"translation": translation})
     assert lead_where_they_differ(found.alone, found.drafted) < TIES["float32"]
     accepted = (found.acceptance - 1) * found.stats["drafts"] / found.stats["draft_tokens"]
     assert accepted > share

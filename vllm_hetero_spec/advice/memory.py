@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_hetero_spec.config import DEFAULT_CONTEXT
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, tensors_of
+from vllm_hetero_spec.options import DEFAULT_CONTEXT
 
 # Of weights that are converted when they are loaded; others, as quantized ones, stay what they are.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

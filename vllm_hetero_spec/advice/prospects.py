@@ -53,7 +53,7 @@ def own_process(row: Row) -> str:
     return (
         f"{found}, so that drafting while the target verifies, on cores or a device that the "
         f"target does not use, is at most {1 / (1 - share):.2f}x as fast: measure it with "
-        '--settings \'{"process": {"parallel": "process"}}\'.'
+        '--settings \'{"ahead": {"draft_ahead": true}}\'.'
     )
 
 
@@ -66,7 +66,7 @@ def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object])
         config: Its `--speculative-config`: where it has one of the two, the other, which does not
             go with it, is not proposed either.
     """
-    if config.get("tree_nodes") or config.get("parallel", "off") != "off":
+    if config.get("tree_nodes") or config.get("draft_ahead"):
         return []
     row = min(of, key=lambda each: (each.cell.batch_size, each.cell.temperature))
     same = [

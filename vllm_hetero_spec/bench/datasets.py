@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.values import Positive, Text, located, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line, nearest
+from vllm_hetero_spec.errors import ConfigError, first_line, nearest
 from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 

@@ -8,11 +8,12 @@ from typing import Any
 from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.measure.child_process import EngineProcess
 from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.options import METHODS
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.options import METHODS
 
 ALONE = "alone"
 HF_ALONE = "hf_alone"

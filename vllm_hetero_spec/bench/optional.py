@@ -4,7 +4,7 @@
 import importlib
 from typing import Any
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 
 def optional(module: str, purpose: str) -> Any:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.bench.methods import ALONE, KINDS
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import METHODS
 
 
 class EngineId(NamedTuple):

@@ -13,9 +13,9 @@ from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.tables import LATENCY, SPECULATION, SPEED
-from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.report.tables import as_data, markdown_table, meanings, terminal_table
 from vllm_hetero_spec.report.values import widened
 

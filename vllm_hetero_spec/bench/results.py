@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.measure.load import Sample, Trace
 
 FILE = "results.jsonl"

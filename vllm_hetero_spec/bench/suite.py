@@ -13,8 +13,7 @@ from pydantic.dataclasses import dataclass
 from vllm_hetero_spec.bench.methods import ALONE, PEERS
 from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
 from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
-from vllm_hetero_spec.config import MAX_LOOKAHEAD, METHODS, parse
-from vllm_hetero_spec.config_checks import check_spellings
+from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.
@@ -40,18 +39,12 @@ def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def _underscores(given: dict[str, Any]) -> dict[str, Any]:
-    """Keys in one spelling, of which those of a setting win over the drafter's."""
-    check_spellings(given)
-    return {key.replace("-", "_"): value for key, value in given.items()}
-
-
 def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
     for key in given:
         name = key.replace("-", "_")
         if name in _SET_ELSEWHERE and name not in but:
             raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
-    return _underscores(given)
+    return underscores(given)  # so that keys of a setting replace the drafter's
 
 
 def _setting(given: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm_hetero_spec.bench.methods import PEERS
 from vllm_hetero_spec.bench.suite import EngineArguments, Peer, Suite, check_drafter
 from vllm_hetero_spec.bench.values import Several, check_choice
 from vllm_hetero_spec.bench.yaml_file import Mistake, YamlFile, read_yaml, strict
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 
 @dataclass(frozen=True, config=strict, kw_only=True)

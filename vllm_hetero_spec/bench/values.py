@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from vllm_hetero_spec.bench.yaml_file import Mistake
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import nearest
+from vllm_hetero_spec.errors import ConfigError, nearest
 from vllm_hetero_spec.inputs.model_folder import check_model
 from vllm_hetero_spec.paths import demo_folder
 

@@ -10,8 +10,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line, nearest
+from vllm_hetero_spec.errors import ConfigError, first_line, nearest
 
 Place = tuple[int | str, ...]  # keys and indices on the way to a value
 Checked = TypeVar("Checked", bound="Part")

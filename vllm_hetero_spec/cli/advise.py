@@ -26,10 +26,11 @@ from vllm_hetero_spec.cli.options import (
     dictionary,
     positive,
 )
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.errors import first_line, one_line
+from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
 from vllm_hetero_spec.measure.load import Load, MeasurementError
+from vllm_hetero_spec.options import METHODS
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
@@ -244,7 +244,7 @@ def _tiny_pair() -> str:
         configs: list[dict[str, Any] | None] = [
             None,
             {**common, "model": drafter},
-            {**common, "model": target, "translation": "identity"},
+            {**common, "model": target, "debug": {"translation": "identity"}},
         ]
         samples = []
         for config in configs:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do all nodes of a Ray cluster have what an engine with a drafter needs there?"""
 
+import os
+import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vllm_hetero_spec.ray_session import join_cluster
+from vllm_hetero_spec.errors import ConfigError, first_line
 
 Node = Mapping[str, str | None]
 """What a node has, by `COLUMNS`; None is what it lacks."""
@@ -12,6 +15,31 @@ Node = Mapping[str, str | None]
 PLUGIN, KEY, DRAFTER = "vllm-hetero-spec", "Ray device", "drafter"
 COLUMNS = (PLUGIN, "vLLM", "Ray", "Python", KEY, DRAFTER)
 _SECONDS = 300  # bound on the answers of all nodes
+
+
+def join_cluster() -> Any:
+    """Ray, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster is there.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed here; pip install 'vllm-hetero-spec[ray]' on every node."
+        ) from error
+    try:
+        head = re.fullmatch(r"([^/]+):(\d+)", os.environ.get("RAY_ADDRESS", ""))
+        if head:  # Ray itself goes on trying for many minutes
+            socket.create_connection((head[1], int(head[2])), timeout=10).close()
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster was found ({first_line(error)}); run this on one of its nodes, or "
+            "let RAY_ADDRESS name its head, as host:port."
+        ) from error
+    return ray
 
 
 def ask_nodes(drafter: str | None) -> dict[str, Node | str]:

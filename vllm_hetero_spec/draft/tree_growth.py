@@ -195,17 +195,6 @@ class Growth:
         edges = zip(self.tree.tokens, self.tree.parents, strict=True)
         return next((child for child, edge in enumerate(edges) if edge == (token, node)), None)
 
-    def unfed(self, count: int, least: float = 0.0) -> list[int]:
-        """The likeliest nodes that were not fed, of at least this value; first the ROOT."""
-        worth = [node for node in self._unfed if self._value(node) >= least]
-        return sorted(worth, key=lambda node: (-self._value(node), node))[:count]
-
-    def settled(self, count: int) -> bool:
-        """Whether no node that is still to be found could be in the best tree of so many."""
-        found = sorted(self.tree.values, reverse=True)
-        last = found[count - 1] if count <= len(found) else 0.0
-        return all(self._value(node) <= last for node in self._unfed)
-
     def _value(self, node: int) -> float:
         return 1.0 if node == ROOT else self.tree.values[node]
 

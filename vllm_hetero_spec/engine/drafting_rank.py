@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.ahead_control import AheadControl
@@ -36,6 +35,7 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.tree_values import RankValues
+from vllm_hetero_spec.options import Confidence, HeteroOptions
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -57,11 +57,11 @@ def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: b
         can_stop_early: Whether drafting asks between its steps whether to go on.
     """
     longest = options.num_speculative_tokens
-    width = options.tree_width if options.tree_nodes else 0
+    width = options.debug.tree_width if options.tree_nodes else 0
     if options.controller == "fixed":
         return Fixed(longest, width)
-    if options.controller == "confidence":
-        return ConfidenceStop(options.confidence_threshold, longest, width)
+    if isinstance(options.controller, Confidence):
+        return ConfidenceStop(options.controller.threshold, longest, width)
     return Goodput(known, can_stop_early=can_stop_early, width=width)
 
 
@@ -105,7 +105,7 @@ class DraftingRank:
         self._gauges_due = 1  # the step to show the next ones at, by number
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
-        if options.parallel != "off":
+        if options.draft_ahead:
             width = vllm_config.model_config.get_vocab_size()
             drawn = DrawnAhead.of(options, pair, width, device)
             tokens = None if drawn is None else drawn.tokens
@@ -243,12 +243,12 @@ class DraftingRank:
 
     def _controlled(self, known: Estimates) -> LookaheadControl:
         # On a GPU a look at the confidences between two steps would cost a wait for the device.
-        name, cpu = self._options.controller, self._device.type == "cpu"
-        ahead = self._options.parallel != "off"  # nobody is there to be stopped
+        asked, cpu = self._options.controller, self._device.type == "cpu"
+        ahead = self._options.draft_ahead  # nobody is there to be stopped
         can_stop = self._planning is None and not ahead
-        can_stop = can_stop and (name == "confidence" or (name == "goodput" and cpu))
+        can_stop = can_stop and (isinstance(asked, Confidence) or (asked == "goodput" and cpu))
         controller = controller_of(self._options, known, can_stop_early=can_stop)
-        by_rank = self._options.tree_values == "rank"
+        by_rank = self._options.debug.tree_values == "rank"
         values = RankValues.unknown() if by_rank else known.trees
         kind = AheadControl if ahead else LookaheadControl
         return kind(controller, can_stop_early=can_stop, values=values)

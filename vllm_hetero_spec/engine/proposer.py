@@ -124,7 +124,7 @@ class HeteroProposer(Proposer):
         if not before:
             self.seam.check_trees()
         self.warm = True
-        if before or self.options.controller != "goodput" or not self.options.calibrate:
+        if before or self.options.controller != "goodput" or not self.options.debug.calibrate:
             return
         file = pair_file(self.seam, self.vllm_config, self.options)
         try:

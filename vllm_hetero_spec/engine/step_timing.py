@@ -17,12 +17,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.paths import cache_folder
 
 logger = logging.getLogger("vllm.hetero_spec")

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.measure.child_process import rest, serve
 from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.measure.load import Load, Sample, Trace

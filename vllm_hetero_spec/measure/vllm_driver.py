@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.measure.child_process import rest, serve
 from vllm_hetero_spec.measure.load import Load, Sample, Trace

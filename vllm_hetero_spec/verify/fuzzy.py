@@ -49,7 +49,7 @@ def fuzzy_rule(
         drafts: N draft tokens of B requests, with dense rows where they were sampled.
         target_probs: float32 [N, V], the target's at each draft token.
         bonus: int64 [B], a draw from the target's distribution behind each draft.
-        divergence: One of `config.DIVERGENCES`; js and kl in nats.
+        divergence: "js" or "kl" in nats, or "tv".
         threshold: A draft token whose rows diverge by less is accepted.
     """
     target = at_tokens(target_probs, drafts.tokens)

@@ -4,7 +4,7 @@
 import os
 from types import ModuleType
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 SUPPORTED = ((0, 32), (0, 33))
 OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"

@@ -32,11 +32,11 @@ from vllm.v1.worker.gpu.attn_utils import (
     init_kv_cache,
 )
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat.releases import kv_cache_planning
 from vllm_hetero_spec.engine.drafter.filled_weights import load_filled
 from vllm_hetero_spec.engine.seam.drafter_model import first_sentence
 from vllm_hetero_spec.engine.seam.sleep_mode import dropped_in_sleep
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import missing_weights
 
 if TYPE_CHECKING:

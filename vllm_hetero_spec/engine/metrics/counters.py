@@ -171,8 +171,8 @@ class DraftStats:
             logger.warning(
                 "Most drafts are not ready when the target needs them (%d of %d): the drafter's "
                 "process is too slow, or shares CPU cores or a device with the target. Give it "
-                'more of its own ("drafter_device" with "parallel": "process", "ray_drafter" with '
-                '"ray"), or leave out "parallel"; further cases are only counted.',
+                'more of its own ("drafter_device"), or leave out "draft_ahead"; further cases are '
+                "only counted.",
                 late,
                 late + looked_up,
             )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import tree_scratch
+from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,8 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 # CUDA graphs are captured for so many requests, of so many tokens each, up to so many in all: what
 # attention needs beside them grows with the tokens of the largest. One token is a step of drafting,

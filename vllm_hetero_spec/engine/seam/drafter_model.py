@@ -12,9 +12,9 @@ from huggingface_hub import constants, snapshot_download
 from pydantic import ValidationError
 from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import DEFAULT_CONTEXT, ConfigError, HeteroOptions
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf
+from vllm_hetero_spec.options import DEFAULT_CONTEXT, HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -91,7 +91,10 @@ def _first_read(
 
 
 def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
-    trust, revision = options.trust_remote_code, options.tokenizer_revision or options.revision
+    trust, revision = (
+        options.trust_remote_code,
+        options.debug.tokenizer_revision or options.revision,
+    )
     return ModelConfig(
         model=_here(options.model, options.revision),
         tokenizer=_here(options.tokenizer or options.model, revision),
@@ -208,7 +211,7 @@ def bound_context(
         wanted = min(longest, need, DEFAULT_CONTEXT)
     if wanted > longest:
         raise ConfigError(
-            f"context or max_model_len is {wanted}, but the drafter {options.model!r} reads at "
-            f"most {longest} tokens; leave it out or give less."
+            f"context is {wanted}, but the drafter {options.model!r} reads at most {longest} "
+            "tokens; leave it out or give less."
         )
     drafter.max_model_len = wanted

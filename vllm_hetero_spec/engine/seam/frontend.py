@@ -10,8 +10,9 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError, parse, wants_us
 from vllm_hetero_spec.engine.compat import patching, releases
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS, Fuzzy, parse, wants_us
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -167,6 +168,6 @@ def _build(
         options.method,
         options.model,
         options.num_speculative_tokens,
-        "LOSSY (fuzzy)" if options.verification == "fuzzy" else "lossless",
+        "LOSSY (fuzzy)" if isinstance(options.verification, Fuzzy) else "lossless",
     )
     return config

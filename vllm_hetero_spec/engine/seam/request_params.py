@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.exceptions import VLLMValidationError
 
-from vllm_hetero_spec.config_checks import number
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.errors import nearest
+from vllm_hetero_spec.errors import nearest, number
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

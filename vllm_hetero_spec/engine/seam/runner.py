@@ -33,7 +33,7 @@ class Runner(Protocol):
         """These drafts of the step, by request, are trees; all others of it are chains."""
 
     def check_trees(self) -> None:
-        """Try a tree on the warm engine, on every rank; drafts are chains where it is not right."""
+        """Make all drafts chains if a rank does not support trees. Every rank has to call it."""
 
     def tell(self, output: object, lookahead: int) -> None:
         """Put on a step's output what a scheduler that is ahead has to know.

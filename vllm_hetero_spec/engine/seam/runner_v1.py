@@ -40,7 +40,6 @@ class RunnerV1:
 
     Attributes:
         sides: The draft trees; None where drafts are chains.
-        trying: Whether a step is one of `check_trees`, behind which nothing is drafted.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -58,7 +57,6 @@ class RunnerV1:
             # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
             for planner in (runner, runner.cudagraph_dispatcher):
                 planner.uniform_decode_query_len = 1 + self._longest
-        self.trying = False
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
         # we bound every request on its own.
@@ -171,9 +169,8 @@ class RunnerV1:
     def check_trees(self) -> None:
         """See Runner."""
         if self.sides is not None:
-            self.trying = True
-            right = tree_check.agree(self._runner, self.sides, tree_check.TrialV1)
-            self.sides, self.trying = self.sides if right else None, False
+            supported = tree_check.agree(self._runner, self.sides, tree_check.GRAPHS_V1)
+            self.sides = self.sides if supported else None
 
     def tell(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""
@@ -222,18 +219,3 @@ class RunnerV1:
             read = params_of(params, (seed + (1 << 63)) % (1 << 64) - (1 << 63))  # as int64 has it
             known = self._params[req_id] = params, read
         return known[1]
-
-
-def recall(runner: "GPUModelRunner", scheduler_output: "SchedulerOutput") -> None:
-    """On a pipeline stage that does not sample: all tokens of requests that were away for a step.
-
-    vLLM tells such a stage the last token of each step alone, which suffices until a request is
-    preempted and has to be computed again.
-
-    Args:
-        runner: Of the stage.
-        scheduler_output: Of the step that begins.
-    """
-    for req_id, tokens in scheduler_output.scheduled_cached_reqs.all_token_ids.items():
-        state = runner.requests[req_id]
-        state.output_token_ids[:] = tokens[state.num_prompt_tokens :]

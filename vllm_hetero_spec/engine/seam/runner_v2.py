@@ -331,8 +331,8 @@ class RunnerV2:
     def check_trees(self) -> None:
         """See Runner."""
         if self._sides is not None:
-            right = tree_check.agree(self._runner, self._sides, tree_check.TrialV2)
-            self._sides = self._sides if right else None
+            supported = tree_check.agree(self._runner, self._sides, tree_check.GRAPHS_V2)
+            self._sides = self._sides if supported else None
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:

@@ -17,7 +17,8 @@ from vllm.config import ModelConfig, SpeculativeConfig, speculative
 from vllm.config.utils import config
 
 from vllm_hetero_spec import __version__, register
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 PROPOSER = "vllm_hetero_spec.engine.proposer.build"
 
@@ -91,10 +92,9 @@ def install_hooks() -> None:
         async_scheduling,
         cache_salt,
         params_check,
-        pipeline,
         runner_choice,
         tree_scratch,
     )
 
-    for part in (cache_salt, params_check, runner_choice, async_scheduling, pipeline, tree_scratch):
+    for part in (cache_salt, params_check, runner_choice, async_scheduling, tree_scratch):
         part.install()

@@ -9,8 +9,9 @@ import numpy as np
 from vllm.config import ModelConfig
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.engine.seam.drafter_model import bound_context, first_sentence
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -57,10 +58,10 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
         bridge = make_bridge(
             target_tokenizer,
             drafter_tokenizer,
-            mode=options.translation,
+            mode=options.debug.translation,
             target_eos=_eos(target),
             drafter_eos=_eos(drafter),
-            chats=None if options.chat_template == "off" else (target_chat, drafter_chat),
+            chats=None if options.debug.chat_template == "off" else (target_chat, drafter_chat),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

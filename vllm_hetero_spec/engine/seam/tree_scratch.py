@@ -104,11 +104,11 @@ def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
         config: Of the engine.
         cache: As the workers know it.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     count = 0
     kinds = {type(spec) for group in cache.kv_cache_groups for spec in _layers(group.kv_cache_spec)}
-    if nodes_of(config) and kinds <= {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}:
+    if nodes_of(config) and kinds <= {FullAttentionSpec, SlidingWindowSpec}:
         sizes = block_sizes_of(cache)
         # Block 0 is nobody's, and one request of full length has to have room.
         longest = sum(-(-config.model_config.max_model_len // size) for size in sizes)

@@ -235,8 +235,6 @@ def propose_hook(original: _Original) -> _Original:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
         assert isinstance(drafter.seam, RunnerV1)
         drafter.seam.bring_home(sampled_token_ids)
-        if drafter.seam.trying:
-            return [[] for _ in sampled_token_ids]
         batch = len(sampled_token_ids)
         if drafter.passes_by(batch, None, drafter.seam.begins(scheduler_output)):
             drafter.seam.untimed()

@@ -13,12 +13,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         num_blocks: Blocks of the drafter's KV.
         block_size: Tokens of a block.
-        actor: Number of the actor that has it, see `ray_joining`; None where it is none.
     """
 
     num_blocks: int
     block_size: int
-    actor: int | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 
 def free_cores(config: VllmConfig) -> list[int]:
@@ -50,8 +50,8 @@ def free_cores(config: VllmConfig) -> list[int]:
         fix = f'set VLLM_CPU_OMP_THREADS_BIND={fewer} and "drafter_device": "{core}", or '
     raise ConfigError(
         f"VLLM_CPU_OMP_THREADS_BIND={bound} gives the target all CPU cores of this process "
-        f'({_spelt(allowed)}), and with "parallel": "process" the drafter needs cores that the '
-        f'target does not use; {fix}leave out "parallel".'
+        f'({_spelt(allowed)}), and with "draft_ahead": true the drafter needs cores that the '
+        f'target does not use; {fix}leave out "draft_ahead".'
     )
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafter's own process is to run: the drafter itself, or a relay to an actor of Ray's."""
+"""What the drafter's own process runs, and on which device or cores."""
 
 import copy
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 
-from vllm_hetero_spec.config import ConfigError, HeteroOptions
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.engine.source.cores import checked_cores, free_cores
-from vllm_hetero_spec.engine.source.errand import Errand
-from vllm_hetero_spec.ray_session import own_address
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -29,10 +27,6 @@ _SIDES = 8
 # Tokens of a forward on a CPU at most. There one of thousands may take longer than a process may
 # show no sign of life.
 _CPU_TOKENS = 512
-# Of an actor, see `Errand`.
-PATIENCE, SILENCE, IDLE_EXIT = 60.0, 10.0, 60.0
-# Modules that such a process runs.
-_DRAFTER, _RELAY = (f"vllm_hetero_spec.engine.source.{of}" for of in ("drafter_main", "ray_relay"))
 
 
 @dataclass(frozen=True)
@@ -46,11 +40,10 @@ class Deployment:
         banned: Ids that are never drafted.
         vocab_size: Ids of the drafter's tokenizer.
         ends: Ids after which nothing is drafted.
-        device: Of torch; None for the first that the process sees.
+        device: Of torch.
         cores: Of the CPU, for its threads; none for those of the engine.
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
-        tokenizer: Of the drafter, its fingerprint.
         tokens: Which target tokens are proposed, where drafts are drawn; on the host.
         sides: Lines beside the chain of a text.
     """
@@ -61,45 +54,12 @@ class Deployment:
     banned: frozenset[int]
     vocab_size: int
     ends: frozenset[int]
-    device: str | None
+    device: str
     cores: Sequence[int]
     slots: int
     longest: int
-    tokenizer: str
     tokens: TokenMap | None = None
     sides: int = _SIDES
-
-    def program(self, lost: int | None) -> "tuple[str, Deployment | Errand]":
-        """The module that the process runs, and what it is told.
-
-        Args:
-            lost: See `Errand`.
-        """
-        if self.options.parallel == "process":
-            return _DRAFTER, self
-        wanted, gpu = self.options.ray_drafter, self.vllm_config.device_config.device_type != "cpu"
-        num_gpus = float(gpu) if wanted.num_gpus is None else wanted.num_gpus
-        return _RELAY, Errand(
-            actor=f"hetero_spec:{self._fingerprint}:{wanted.share}",
-            resources={"num_gpus": num_gpus, "num_cpus": wanted.num_cpus},
-            deployment=packed(self),
-            shape=self.table_shape,
-            address=own_address(),
-            patience=PATIENCE,
-            silence=SILENCE,
-            idle_exit=IDLE_EXIT,
-            lost=lost,
-        )
-
-    @property
-    def _fingerprint(self) -> str:
-        """Of all that is the same for engines that share a drafter."""
-        model = self.drafter_config
-        weights = str(model.dtype), model.max_model_len, model.hf_config.to_json_string()
-        ids = self.vocab_size, sorted(self.banned), sorted(self.ends)
-        proposed = self.tokens and self.tokens.first.numpy().tobytes()
-        same = self.options, weights, self.tokenizer, ids, self.longest, self.sides, proposed
-        return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
     @property
     def most_rows(self) -> int:
@@ -110,8 +70,7 @@ class Deployment:
     def most_tokens(self) -> int:
         """Tokens of a forward."""
         most = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
-        device = self.device or self.vllm_config.device_config.device_type
-        return min(most, _CPU_TOKENS) if torch.device(device).type == "cpu" else most
+        return min(most, _CPU_TOKENS) if torch.device(self.device).type == "cpu" else most
 
     @property
     def table_shape(self) -> tuple[int, int, int, int]:
@@ -145,21 +104,14 @@ class Deployment:
                 that are not there, or on a CPU whose cores are all the target's.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
-        on_cores, ours = where[:1].isdigit(), options.parallel == "process"
+        on_cores = where[:1].isdigit()
         if not on_cores and where.partition(":")[0] != beside.type:
             raise ConfigError(
                 f"drafter_device is {where!r}, and the target runs on {beside}: a drafter runs on "
                 f'a device of the same type, as "{beside.type}"; give one, or CPU cores as "2-3".'
             )
-        on_gpu = options.parallel == "ray" and beside.type != "cpu"
-        if on_gpu and options.ray_drafter.num_gpus == 0:
-            raise ConfigError(
-                f"num_gpus of ray_drafter is 0, and the target runs on {beside}: the drafter would "
-                "take a GPU of its node that Ray has not set aside; give a number of GPUs, or a "
-                "share of one as 0.5."
-            )
         cores = checked_cores(where) if on_cores else []
-        if ours and not on_cores and beside.type == "cpu" and (cores := free_cores(vllm_config)):
+        if not on_cores and beside.type == "cpu" and (cores := free_cores(vllm_config)):
             logger.info("Drafter process: CPU cores %s, which the target leaves free.", cores)
         return cls(
             vllm_config=_without_layers(vllm_config),
@@ -168,19 +120,18 @@ class Deployment:
             banned=pair.bridge.banned,
             vocab_size=pair.drafter.vocab_size,
             ends=pair.bridge.drafter_eos,
-            device=str(beside) if on_cores else where if ours else None,
+            device=str(beside) if on_cores else where,
             cores=cores,
             slots=_SLOTS * vllm_config.scheduler_config.max_num_seqs,
             longest=STEPS_PER_TOKEN * (options.num_speculative_tokens + 1),
-            tokenizer=pair.drafter.fingerprint,
             tokens=tokens,
         )
 
 
-def packed(told: "Deployment | Errand") -> bytes:
+def packed(deployment: Deployment) -> bytes:
     """Pickled, with the classes that come from a model's repository: nobody else has them."""
     maybe_register_config_serialize_by_value()
-    made: bytes = cloudpickle.dumps(told)
+    made: bytes = cloudpickle.dumps(deployment)
     return made
 
 

@@ -14,14 +14,13 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_hetero_spec.engine.source.answers import Ready
     from vllm_hetero_spec.engine.source.deployment import Deployment
     from vllm_hetero_spec.engine.source.server import DraftingServer
-    from vllm_hetero_spec.engine.source.sharing import AnyTable
+    from vllm_hetero_spec.engine.source.table import DraftTable
 
 # Share of a device's memory that has to be free for the drafter's process to start.
 _LEAST_MEMORY = 0.01
@@ -36,15 +35,12 @@ def main() -> None:
     cores = set(map(int, sys.argv[3:]))
     if cores:
         os.sched_setaffinity(0, cores)
-    from vllm_hetero_spec.config import ConfigError
     from vllm_hetero_spec.engine.source.answers import Failed, encode
-    from vllm_hetero_spec.engine.source.table import DraftTable
+    from vllm_hetero_spec.errors import ConfigError
 
     with contextlib.suppress(ConnectionError):  # the engine's end, maybe while the drafter loads
         try:
-            server, ready = load(
-                sys.stdin.buffer.read(), lambda given: DraftTable(memory, *given.table_shape)
-            )
+            server, ready = load(sys.stdin.buffer.read(), memory)
         except ConfigError as error:
             messages.send(encode(Failed(str(error))))
         else:
@@ -53,22 +49,20 @@ def main() -> None:
     os._exit(0)  # a group of ranks that ends may look for its folder for minutes
 
 
-def load(
-    deployment: bytes, table_of: "Callable[[Deployment], AnyTable]"
-) -> "tuple[DraftingServer, Ready]":
-    """The drafter in a process of its own, or in an actor of Ray's.
+def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
+    """Load the drafter into this process.
 
     Args:
-        deployment: What it is to run, pickled.
-        table_of: Where it puts its drafts.
+        deployment: What it runs, pickled.
+        memory: File of the table into which it writes its drafts.
 
     Raises:
         ConfigError: It cannot be loaded.
     """
     from vllm.plugins import load_general_plugins
 
-    from vllm_hetero_spec.config import ConfigError
-    from vllm_hetero_spec.errors import one_line
+    from vllm_hetero_spec.engine.source.table import DraftTable
+    from vllm_hetero_spec.errors import ConfigError, one_line
 
     given: Deployment | None = None
     try:
@@ -79,7 +73,7 @@ def load(
         # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
         folders = tempfile.TemporaryDirectory()
         with faults_named(given.drafter_config), folders as folder:
-            return _load(given, table_of(given), folder)
+            return _load(given, DraftTable(memory, *given.table_shape), folder)
     except ConfigError:
         raise
     except Exception as error:
@@ -89,12 +83,12 @@ def load(
         device = ', or "drafter_device" if that is the reason' if placed else ""
         raise ConfigError(
             f"the drafter cannot be loaded in a process of its own ({why}); leave out "
-            f'"parallel"{device}.'
+            f'"draft_ahead"{device}.'
         ) from error
 
 
 def _load(
-    deployment: "Deployment", table: "AnyTable", folder: str
+    deployment: "Deployment", table: "DraftTable", folder: str
 ) -> "tuple[DraftingServer, Ready]":
     import torch
     from vllm.config import set_current_vllm_config
@@ -122,7 +116,7 @@ def _load(
     stand_alone(config.parallel_config)
     # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
     config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
-    device = torch.device(given.device or target.device_config.device_type)
+    device = torch.device(given.device)
     # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     current_platform.register_triton_kernel_overrides()  # as vLLM does before it builds a worker

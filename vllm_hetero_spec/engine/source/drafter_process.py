@@ -3,8 +3,7 @@
 
 Nothing here waits for it but the start of the engine. Messages go through a pair of sockets that
 have no name, whole or not at all; drafts are read from a table in memory. The process ends when the
-engine's end of the sockets closes, however that comes about. It has the drafter itself, or carries
-all of that to an actor of Ray's which has it: here there is no difference.
+engine's end of the sockets closes, however that comes about.
 """
 
 import contextlib
@@ -17,12 +16,14 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 
-from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.engine.source.answers import LONGEST, Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 from vllm_hetero_spec.engine.source.messages import Commit
 from vllm_hetero_spec.engine.source.table import DraftTable, make_file
+from vllm_hetero_spec.errors import ConfigError
 
+# Module that the process runs.
+_PROGRAM = "vllm_hetero_spec.engine.source.drafter_main"
 # Seconds that loading the drafter may take.
 LONGEST_START = 600.0
 # Seconds that its end is waited for: by itself, and once it is killed.
@@ -44,25 +45,23 @@ class DrafterProcess:
 
     Args:
         deployment: What it is to run.
-        lost: Number of the actor that the process before had; None where it was none.
 
     Attributes:
         table: What it drafts.
     """
 
-    def __init__(self, deployment: Deployment, lost: int | None = None) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         shape = deployment.table_shape
         memory = make_file(*shape)
         try:
             self.table = DraftTable(memory, *shape)
             with tempfile.TemporaryFile() as start, theirs:
-                module, told = deployment.program(lost)
-                start.write(packed(told))
+                start.write(packed(deployment))
                 start.seek(0)
                 arguments = theirs.fileno(), memory, *deployment.cores
                 child = subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, arguments)],
+                    [sys.executable, "-m", _PROGRAM, *map(str, arguments)],
                     stdin=start,
                     pass_fds=(theirs.fileno(), memory),
                     env=_environment(deployment.cores),
@@ -95,7 +94,7 @@ class DrafterProcess:
             raise ConfigError(answer.sentence)
         raise ConfigError(
             f"the drafter's own process could not be started ({why}); see its messages above, or "
-            'leave out "parallel".'
+            'leave out "draft_ahead".'
         )
 
     def answer(self) -> Ready | Failed | None:

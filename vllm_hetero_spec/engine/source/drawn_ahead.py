@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.drawing import SampledMethod
 from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST, unpack
@@ -25,6 +24,7 @@ from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.staging import Send, Sender
 
 

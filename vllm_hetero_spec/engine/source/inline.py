@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -26,6 +25,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     kv_budget,
 )
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.options import HeteroOptions
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -36,7 +36,6 @@ class KeptProcess:
         self._deployment = deployment
         self._process: DrafterProcess | None = None
         self._loaded = False
-        self._actor: int | None = None  # the last one's number
         self.life = 0
         self._past = Counts()  # of the processes that have ended
         self._failures = 0
@@ -52,7 +51,7 @@ class KeptProcess:
         self._launch()
         assert self._process is not None
         ready = self._process.wait()
-        self._loaded, self._actor = True, ready.actor
+        self._loaded = True
         return ready
 
     @property
@@ -114,7 +113,7 @@ class KeptProcess:
 
     def _launch(self) -> None:
         self._began = self._heard = time.monotonic()
-        self._process, self._sent = DrafterProcess(self._deployment, self._actor), False
+        self._process, self._sent = DrafterProcess(self._deployment), False
         self.life += 1
 
     def _watch(self, process: DrafterProcess, now: float) -> None:
@@ -122,7 +121,7 @@ class KeptProcess:
         if isinstance(answer, Failed):
             raise ConnectionError(answer.sentence)
         if answer is not None:
-            self._loaded, self._actor = True, answer.actor
+            self._loaded = True
         if not self._loaded and now - self._began > LONGEST_START:
             raise ConnectionError(f"the drafter's process did not load in {LONGEST_START:.0f} s")
         beats = process.table.counts.beats

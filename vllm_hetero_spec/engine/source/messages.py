@@ -11,8 +11,6 @@ from vllm_hetero_spec.draft.drawing import Draw
 # Ids, and texts, of one message at most, so that it fits into the buffer of a socket: twice 208 KiB
 # where the kernel gives no more than it usually does.
 MOST_IDS, MOST_ROWS = 8192, 1024
-# Where several engines share a drafter, its slots are those of one engine after the other's.
-ENGINE_SLOTS = 1 << 20
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):

@@ -7,12 +7,8 @@ fork of the chain's KV. Where the target samples, tokens are drawn instead, each
 of its own; a guess is not, it follows from the rows. All lines advance by one token in each
 forward, which stands in the table at once. What a commit says of a text replaces what was said
 before; the KV is kept of whichever line agrees with it furthest.
-
-The texts may be of several engines. Each has an equal share of a forward's lines and tokens; what
-one leaves goes to those behind it, and the first of them is another one each time.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,9 +21,8 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.request_state import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.source.drafted_lines import Line, Text
-from vllm_hetero_spec.engine.source.messages import ENGINE_SLOTS, Commit
-from vllm_hetero_spec.engine.source.sharing import AnyTable
-from vllm_hetero_spec.engine.source.table import Counts, Drafted
+from vllm_hetero_spec.engine.source.messages import Commit
+from vllm_hetero_spec.engine.source.table import Counts, Drafted, DraftTable
 from vllm_hetero_spec.staging import Receiver
 
 # Of each row of the drafter's, so many tokens may be guesses.
@@ -61,7 +56,7 @@ class DraftingServer:
         self,
         drafter: Drafter,
         pool: KVPool,
-        table: AnyTable,
+        table: DraftTable,
         ends: Collection[int],
         budget: int,
         most_rows: int,
@@ -71,7 +66,7 @@ class DraftingServer:
         self._texts: dict[int, Text] = {}
         row_bytes = np.dtype(np.int32).itemsize * 2 * LIKELIEST
         self._receiver = Receiver(drafter.model.device, row_bytes * most_rows)
-        self._tokens = self._read = self._caught_up = self._turn = 0
+        self._tokens = self._read = self._caught_up = 0
 
     @property
     def busy(self) -> bool:
@@ -98,13 +93,7 @@ class DraftingServer:
 
     def advance(self) -> None:
         """One forward for all lines that need one, as far as tokens and blocks last."""
-        work, tokens = list[_Work](), self._budget
-        engines = self._waiting()
-        for left, waiting in zip(range(len(engines), 0, -1), engines, strict=True):
-            most = (self._most_rows - len(work)) // left
-            chosen = self._chosen(waiting, most, tokens // left)
-            tokens -= sum(len(of.row.pending) for of in chosen)
-            work += chosen
+        work = self._chosen()
         if not work:
             return
         drafted = self._drafter.run([of.row for of in work])
@@ -150,24 +139,14 @@ class DraftingServer:
             for rank, line in enumerate(text.lines):
                 yield text, rank, line
 
-    def _waiting(self) -> list[list[_Ranked]]:
-        """Lines that need a forward, of each engine."""
-        found: dict[int, list[_Ranked]] = {}
-        for of in self._lines():
-            if of[2].has_work:
-                found.setdefault(of[0].slot // ENGINE_SLOTS, []).append(of)
-        self._turn += 1
-        first = self._turn % max(len(found), 1)
-        engines = list(found.values())
-        return engines[first:] + engines[:first]
-
-    def _chosen(self, waiting: list[_Ranked], most: int, tokens: int) -> list[_Work]:
-        """What of an engine goes into a forward: chains first, and what is soon read."""
-        work = list[_Work]()
+    def _chosen(self) -> list[_Work]:
+        """Lines of the next forward: chains first, and what is soon read."""
+        work, tokens = list[_Work](), self._budget
+        waiting = [of for of in self._lines() if of[2].has_work]
         for text, rank, line in sorted(
             waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
         ):
-            if not tokens or len(work) == most:
+            if not tokens or len(work) == self._most_rows:
                 break
             row = self._row(text, rank, tokens)
             if row is None:
@@ -239,16 +218,14 @@ class DraftingServer:
         return DraftRow(DraftTask(state, steps, draw=draw, paths=1), state.sequence, pending, steps)
 
     def _lender(self) -> RequestState | None:
-        """Who gives its KV up: a line that rests, of the engine that holds most; sides first."""
-        resting, held = list[tuple[int, bool, RequestState]](), Counter[int]()
-        for text, rank, line in self._lines():
-            engine, sequence = text.slot // ENGINE_SLOTS, line.state.sequence
-            if sequence is not None:
-                held[engine] += len(sequence.table.blocks)
-                if not line.has_work:
-                    resting.append((engine, rank > 0, line.state))
-        lender = max(resting, key=lambda of: (held[of[0]], of[1]), default=None)
-        return lender and lender[2]
+        """A line that rests and can give its KV up; lines beside a chain come first."""
+        resting = [
+            (rank > 0, line.state)
+            for _, rank, line in self._lines()
+            if line.state.sequence is not None and not line.has_work
+        ]
+        lender = max(resting, key=lambda of: of[0], default=None)
+        return lender and lender[1]
 
     def _close(self, slot: int) -> None:
         text = self._texts.pop(slot, None)

@@ -99,16 +99,6 @@ class DraftTable:
         return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * record)
 
     @property
-    def head(self) -> slice:
-        """Bytes of the memory that have the counts."""
-        return slice(self._start)
-
-    def span(self, slot: int, rank: int) -> slice:
-        """Bytes of the memory that have a record."""
-        start = self._at(slot, rank)
-        return slice(start, start + self._of_record)
-
-    @property
     def counts(self) -> Counts:
         """What was counted last."""
         *whole, seconds = self._counts.tolist()

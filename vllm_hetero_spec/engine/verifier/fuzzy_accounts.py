@@ -30,7 +30,7 @@ class FuzzyRule:
     They are read once a step, when the step's tokens have been: nothing waits for them.
 
     Args:
-        divergence: One of `config.DIVERGENCES`.
+        divergence: "js", "tv" or "kl".
         threshold: Divergence below which a sampled draft passes.
         receiver: Makes what brings the accounts of a batch, three float64 for each request; one
             for each part that a batch is verified in.

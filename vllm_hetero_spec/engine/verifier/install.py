@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_hetero_spec.config import HeteroOptions
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -21,6 +20,7 @@ from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
 from vllm_hetero_spec.engine.verifier.races_v2 import Races
 from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule
+from vllm_hetero_spec.options import Fuzzy, HeteroOptions
 from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
@@ -50,19 +50,19 @@ class Verifier:
         self._device = seam.device
         self._group: GroupCoordinator | None = None
         self._likeliest: int | None = None  # tokens of a row that travel to other ranks
-        rule: Rule = {"block": block_rule, "race": race_rule}.get(options.verification, token_rule)
-        if options.verification == "fuzzy":
-            assert options.threshold is not None
+        asked = options.verification
+        rule: Rule = {"block": block_rule, "race": race_rule}.get(str(asked), token_rule)
+        if isinstance(asked, Fuzzy):
             # At most one request for each token of a step, three float64 for each.
             receiver = partial(Receiver, seam.device, 24 * seam.max_num_tokens)
-            self._fuzzy = FuzzyRule(options.divergence, options.threshold, receiver, stats)
+            self._fuzzy = FuzzyRule(asked.divergence, asked.threshold, receiver, stats)
             rule = self._fuzzy
             logger.warning(
                 "Fuzzy verification is LOSSY: sampled drafts whose %s divergence from the target "
                 "is below %g pass as they are. Every request is accounted for in the log when it "
                 "ends.",
-                options.divergence,
-                options.threshold,
+                asked.divergence,
+                asked.threshold,
             )
         if isinstance(seam, RunnerV1):
             racing: RacingSampler | None = None
