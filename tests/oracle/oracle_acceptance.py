@@ -5,7 +5,7 @@ The target's greedy continuation is computed once. Then rounds walk along it: th
 far is tokenised from scratch for the drafter, drafted greedily, translated to target ids, and
 compared with the continuation. No vLLM, nothing incremental: it is the yardstick for the engine.
 
-    python scripts/oracle_acceptance.py --target DIR --drafter DIR --prompts FILE.jsonl
+    python tests/oracle/oracle_acceptance.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from _oracle_text import Translator, split_complete, token_bytes
+from oracle_text import Translator, split_complete, token_bytes
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
