@@ -35,12 +35,10 @@ class Corpus:
     heldout: dict[str, str]
 
 
-def standard_library(heldout: int = 20, named: Sequence[str] = ()) -> Corpus:
+def standard_library(heldout: int = 20) -> Corpus:
     """Read the running interpreter's standard library.
 
-    Args:
-        heldout: Number of files to hold out. They are the same on every machine.
-        named: Ends of paths to hold out instead.
+    It holds out the same `heldout` files on every machine.
 
     Raises:
         FileNotFoundError: The interpreter comes without its sources.
@@ -57,10 +55,9 @@ def standard_library(heldout: int = 20, named: Sequence[str] = ()) -> Corpus:
     if len(texts) <= heldout:
         raise FileNotFoundError(f"{root} holds {len(texts)} Python sources; the demo needs more")
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    held = [name for name in names if name.endswith(tuple(named))] if named else names[:heldout]
     return Corpus(
-        train=tuple(texts[name] for name in names if name not in held),
-        heldout={name: texts[name] for name in held},
+        train=tuple(texts[name] for name in names[heldout:]),
+        heldout={name: texts[name] for name in names[:heldout]},
     )
 
 

@@ -82,12 +82,6 @@ def _header(kind: TokenizerKind, role: str) -> str:
     return before + role + after
 
 
-def _turn_tokens(kind: TokenizerKind) -> list[str]:
-    if kind == "byte_bpe":
-        return [_TURNS[kind][0], turn_end(kind)]
-    return [*(_header(kind, role).strip() for role in ROLES), turn_end(kind)]
-
-
 def _chat_template(kind: TokenizerKind) -> str:
     before, after, end = map(repr, _TURNS[kind])
     return (
@@ -105,7 +99,7 @@ def _byte_bpe(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[st
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_END_OF_TEXT, *_turn_tokens("byte_bpe")],
+        special_tokens=[_END_OF_TEXT, *_TURNS["byte_bpe"][::2]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -114,7 +108,8 @@ def _byte_bpe(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[st
 
 
 def _sentencepiece(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
-    special = [_UNK, _BOS, _EOS, *_turn_tokens("sentencepiece")]
+    headers = [_header("sentencepiece", role).strip() for role in ROLES]
+    special = [_UNK, _BOS, _EOS, *headers, turn_end("sentencepiece")]
     reserved = [*special, *_BYTE_TOKENS]
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     learner = Tokenizer(models.BPE())
