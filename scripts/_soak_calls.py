@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
-        "ready": {"type": "boolean"},
-    },
-    "required": ["colour", "ready"],
-    "additionalProperties": False,
+_PROPERTIES = {
+    "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+    "ready": {"type": "boolean"},
 }
+SCHEMA = {
+    "type": "object", "properties": _PROPERTIES, "required": [*_PROPERTIES],
+    "additionalProperties": False,
+}  # fmt: skip
 _STOPS = ("\n\n", "def ", "return", "self", ")\n", "é")
 _BAD = (
     {"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}, {"n": 0},
@@ -23,19 +22,12 @@ _BAD = (
 
 
 class Call(NamedTuple):
-    """One request.
-
-    Attributes:
-        kind: Its name in `_KINDS`.
-        path: Of the endpoint.
-        body: JSON without the model's name.
-        drop_after: Chunks of its stream after which the client disconnects; None to stay.
-    """
+    """One request of a kind of `_KINDS`; its body has no model's name."""
 
     kind: str
     path: str
     body: dict[str, Any]
-    drop_after: int | None = None
+    drop_after: int | None = None  # chunks of its stream after which the client disconnects
 
     @property
     def settled(self) -> bool:

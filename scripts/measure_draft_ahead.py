@@ -3,12 +3,9 @@
 
 Both models are timed: in all engines a forward of the target takes 40 ms and one of the drafter 5
 ms, as if each had a device of its own. So two cores show the schedules and nothing of the models'
-costs. Engines serve the same prompts in turn, one request at a time: the target alone; with a
-drafter in its process, on two cores and on one; with a drafter in a process on the other core; and
-with `--goodput` the latter two with the controller, also with a drafter of random weights.
-
-`--dsi` adds what distributed speculative inference with several targets would take on the same
-texts, simulated from the drafts of an engine with long ones.
+costs. Engines serve the same prompts in turn, one request at a time. `--goodput` adds engines with
+the controller, also with a drafter of random weights. `--dsi` adds what distributed speculative
+inference would take on the same texts, simulated from the drafts of an engine with long ones.
 
     python scripts/measure_draft_ahead.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -22,10 +19,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -48,21 +44,16 @@ COMPARED = (
     (AHEAD, SERIAL), (GOODPUT + AHEAD, GOODPUT + SERIAL), (USELESS, ALONE), (USELESS, ALONE_THERE),
 )  # fmt: skip
 COLUMNS = ("engine", "tok/s", "of alone", "tokens per draft", "hits behind a draft")
+_PROMPT_CHARACTERS = 400
 _LONG = 16  # target tokens of the drafts from which DSI is simulated
 _UNDRAFTED = 2  # steps: of the prompt, and the next one
 
 
-@dataclass(frozen=True)
-class Run:
-    """A load in an engine.
-
-    Attributes:
-        sample: What a client measured.
-        steps: Of the target; see `TimedWorker.steps_taken`.
-    """
+class Run(NamedTuple):
+    """A load in an engine."""
 
     sample: Sample
-    steps: Sequence[tuple[int, ...]]
+    steps: Sequence[tuple[int, ...]]  # as `TimedWorker.steps_taken` returns them
 
     @property
     def rate(self) -> float:
@@ -77,16 +68,13 @@ class Run:
         return sum(b[1] - a[1] for a, b in behind), sum(sum(b[1:]) - sum(a[1:]) for a, b in behind)
 
 
+Engine = tuple[Sequence[int], dict[str, Any] | None]  # cores, and speculative configuration
 _engine: Any = None  # of this process: its driver and vLLM's own
 
 
-def begin(
-    cores: Sequence[int],
-    speculative: dict[str, Any] | None,
-    options: argparse.Namespace,
-    cache: str,
-) -> None:
+def begin(engine: Engine, options: argparse.Namespace, cache: str) -> None:
     """Start an engine in a process of its own."""
+    cores, speculative = engine
     os.environ |= {"OMP_NUM_THREADS": str(len(cores)), "XDG_CACHE_HOME": cache}
     os.sched_setaffinity(0, cores)  # before torch counts them
     from _timed_worker import timed
@@ -122,17 +110,15 @@ def randomize(drafter: str, folder: str) -> None:
     AutoTokenizer.from_pretrained(drafter).save_pretrained(folder)
 
 
-def engines(
-    options: argparse.Namespace, useless: str
-) -> dict[str, tuple[Sequence[int], dict[str, Any] | None]]:
-    """Cores and speculative configuration of each engine."""
+def engines(options: argparse.Namespace, useless: str) -> dict[str, Engine]:
+    """All engines by name; `useless` is a drafter of random weights."""
     first, second = options.cores
     serial = {
         "method": "slem", "model": options.drafter, "num_speculative_tokens": options.lookahead,
         "controller": "fixed", "kv_cache_memory_bytes": 128 << 20,
     }  # fmt: skip
     ahead = serial | {"parallel": "process", "drafter_device": str(second)}
-    found: dict[str, tuple[Sequence[int], dict[str, Any] | None]] = {
+    found: dict[str, Engine] = {
         ALONE: ((first, second), None),
         "serial, two cores": ((first, second), serial),
         SERIAL: ((first,), serial),
@@ -201,7 +187,6 @@ def main() -> int:
     parser.add_argument("--target", type=os.path.abspath, required=True)
     parser.add_argument("--drafter", type=os.path.abspath, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--max-prompt-chars", type=int, default=400)
     parser.add_argument("--target-ms", type=float, default=40.0, help="a step of the target")
     parser.add_argument("--drafter-ms", type=float, default=5.0, help="a forward, at least")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="ours, the drafter's")
@@ -216,7 +201,7 @@ def main() -> int:
         texts = load_prompts(options.prompts, sys.maxsize)
     except ConfigError as error:
         parser.error(str(error))
-    prompts = [text[: options.max_prompt_chars] for text in texts]
+    prompts = [text[:_PROMPT_CHARACTERS] for text in texts]
     spawn = multiprocessing.get_context("spawn")
     runs: dict[str, list[Run]] = {}
     with ExitStack() as stack:
@@ -226,8 +211,8 @@ def main() -> int:
             with ProcessPoolExecutor(1, spawn) as pool:
                 pool.submit(randomize, options.drafter, folder).result()
         pools = {}
-        for name, (cores, speculative) in progress.track(engines(options, folder).items()):
-            work = (cores, speculative, options, cache)
+        for name, engine in progress.track(engines(options, folder).items()):
+            work = (engine, options, cache)
             pool = ProcessPoolExecutor(1, spawn, initializer=begin, initargs=work)
             pools[name] = stack.enter_context(pool)
             pool.submit(os.getpid).result()  # it is up

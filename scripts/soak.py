@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -42,11 +42,9 @@ _SPARE_GROWTH = 16.0  # KiB for each request, beyond the target alone's
 # Growth shows memory that is held: neither what glibc keeps after it was freed, nor the CPU's
 # kernels for shapes of batches.
 _TELLING = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
-    "MALLOC_ARENA_MAX": "2",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-}
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_ARENA_MAX": "2", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}  # fmt: skip
 # Gauges are updated after a step: of a request without drafts.
 _QUIET = {"hetero_spec_lookahead": 0}
 _LAST = Call(
@@ -62,19 +60,12 @@ class Answer(NamedTuple):
 
 
 class Soaked(NamedTuple):
-    """One server's soak.
-
-    Attributes:
-        answers: Of all calls, in turn.
-        early: What the server held after the first tenth (`holdings`).
-        late: What it held at the end.
-        counters: The drafter's metrics at the end; empty without a drafter.
-    """
+    """One server's soak."""
 
     answers: list[Answer]
-    early: dict[str, float]
-    late: dict[str, float]
-    counters: dict[str, float]
+    early: dict[str, float]  # `holdings` after the first tenth of the calls
+    late: dict[str, float]  # and at the end
+    counters: dict[str, float]  # the drafter's metrics at the end
 
     @property
     def grown(self) -> dict[str, float]:
@@ -94,14 +85,6 @@ def holdings(pid: int) -> dict[str, float]:
         "files": sum(member.num_fds() for member in family),
         "processes": len(family),
     }
-
-
-def drafter_metrics(url: str) -> dict[str, float]:
-    """The drafter's metrics by name, summed over their labels."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for name, value in re.findall(_METRIC, metrics(url), re.M):
-        found[name] += float(value)
-    return dict(found)
 
 
 def ask(client: httpx.Client, model: str, call: Call) -> Answer:
@@ -133,7 +116,8 @@ def soak(url: str, model: str, pid: int, todo: Sequence[Call]) -> Soaked:
     answers += _send(url, model, todo[first:])
     _send(url, model, [_LAST])
     time.sleep(1)
-    return Soaked(answers, early, holdings(pid), drafter_metrics(url))
+    counters = {name: float(value) for name, value in re.findall(_METRIC, metrics(url), re.M)}
+    return Soaked(answers, early, holdings(pid), counters)
 
 
 def _send(url: str, model: str, some: Sequence[Call]) -> list[Answer]:
@@ -195,16 +179,12 @@ def main() -> int:
         parser.add_argument(option, type=Path, default=demo_folder() / name)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--speculative",
-        type=json.loads,
-        default={"method": "hetero", "num_speculative_tokens": 4, "controller": "fixed"},
-        help="keys of the speculative configuration, JSON",
-    )
+    parser.add_argument("--speculative", type=json.loads, default={}, help="further keys, JSON")
     parser.add_argument("flags", nargs="*", help="of vllm serve")
     given = parser.parse_args()
     todo = calls(texts_of(given.target, given.prompts, given.chats), given.requests, given.seed)
-    config = json.dumps({"model": str(given.drafter), **given.speculative})
+    keys = {"method": "hetero", "num_speculative_tokens": 4, "controller": "fixed"}
+    config = json.dumps({"model": str(given.drafter), **keys, **given.speculative})
     for name, value in _TELLING.items():
         os.environ.setdefault(name, value)  # for the servers
     soaks = {}
