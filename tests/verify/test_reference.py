@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import reference as ref
 from chance import Chance, law
 from goodness import MISSED, follows, missed
 from hypothesis import given, settings
@@ -22,8 +23,6 @@ from toy_worlds import (
     total_variation,
     worlds,
 )
-
-from vllm_hetero_spec.verify import reference as ref
 
 EXACT = 1e-10
 WRONG = 0.01  # total variation that a known-wrong rule must exceed

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
 from numpy.typing import ArrayLike
 from reference import Proposal, Stream
 
-from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.rules import block_rule, token_rule

@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
 from chance import Chance
 from goodness import follows
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from reference import Proposal, Row
 from toy_worlds import World, total_variation, worlds
 
-from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import greedy_rule, race_rule
