@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo corpus: Python's standard library, as it lies on the machine that runs this.
+"""The demo corpus: Python's standard library on this machine, and conversations cut from it.
 
-It needs no network, every machine that can run the project has it, and it is code: text regular
-enough for a model of a few million parameters to continue plausibly after minutes of training.
+It needs no network, and it is code: text regular enough for a model of a few million parameters to
+continue plausibly after minutes of training. In a conversation the user gives a function's head,
+and the reply is its body.
 """
 
+import ast
 import hashlib
 import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
+
+Messages = list[dict[str, str]]
 
 # Tests, tables and third-party packages: repetitive data, or not the library's own sources.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 _SHORTEST_BYTES = 2_000
+_SHARE = 0.15  # of the characters; the demo is about code, and turns are learnt quickly
+_TURNS = (1, 2, 3)  # functions of a conversation, in turn
+_LONGEST = 1_000  # characters of a body
 
 
 @dataclass(frozen=True)
@@ -25,15 +35,13 @@ class Corpus:
     heldout: dict[str, str]
 
 
-def _order(name: str) -> str:
-    """A stable pseudo-random key: the same files are held out on every machine and run."""
-    return hashlib.sha256(name.encode()).hexdigest()
-
-
 def standard_library(heldout: int = 20) -> Corpus:
-    """Read the running interpreter's standard library, `heldout` of its files set aside.
+    """Read the running interpreter's standard library.
 
-    Raises FileNotFoundError where the interpreter comes without its sources.
+    It holds out the same `heldout` files on every machine.
+
+    Raises:
+        FileNotFoundError: The interpreter comes without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
@@ -46,8 +54,54 @@ def standard_library(heldout: int = 20) -> Corpus:
                 continue  # a few old sources declare another encoding
     if len(texts) <= heldout:
         raise FileNotFoundError(f"{root} holds {len(texts)} Python sources; the demo needs more")
-    names = sorted(texts, key=_order)
+    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     return Corpus(
         train=tuple(texts[name] for name in names[heldout:]),
         heldout={name: texts[name] for name in names[:heldout]},
     )
+
+
+def conversations(texts: Sequence[str], share: float = _SHARE) -> list[Messages]:
+    """Conversations about the functions of the first texts, up to `share` of all characters."""
+    wanted = share * sum(map(len, texts))
+    found: list[Messages] = []
+    for text in texts:
+        if wanted <= 0:
+            break
+        for messages in _about(text):
+            wanted -= sum(len(message["content"]) for message in messages)
+            found.append(messages)
+    return found
+
+
+def _about(text: str) -> Iterator[Messages]:
+    functions = _functions(text)
+    for count in cycle(_TURNS):
+        messages = [
+            {"role": role, "content": content}
+            for function in islice(functions, count)
+            for role, content in zip(("user", "assistant"), function, strict=True)
+        ]
+        if not messages:
+            return
+        yield messages
+
+
+def _functions(text: str) -> Iterator[tuple[str, str]]:
+    """Head (signature and first line of the docstring) and body of each documented function."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return  # a file for another Python
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or len(node.body) < 2:
+            continue
+        documented, first = node.body[0], node.body[1]
+        summary = (ast.get_docstring(node) or "").partition("\n")[0]
+        if not summary or documented.lineno == node.lineno:
+            continue
+        signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : documented.lineno - 1]))
+        body = textwrap.dedent("\n".join(lines[first.lineno - 1 : node.end_lineno]))
+        if len(body) <= _LONGEST:
+            yield f'{signature}\n    """{summary}"""', body

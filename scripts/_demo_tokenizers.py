@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the demo's kinds of tokenizer: the two that real models use.
+"""Train the demo's kinds of tokenizer: the two that real models use.
 
 `byte_bpe` is GPT-2's scheme: text becomes bytes, bytes become printable letters, BPE merges them.
 `sentencepiece` is Llama-2's: a space becomes "▁", one more is put in front of the text, and a
@@ -11,7 +11,7 @@ chat template with special tokens of its own.
 import json
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from tokenizers import (
     AddedToken,
@@ -23,10 +23,11 @@ from tokenizers import (
     pre_tokenizers,
     processors,
     trainers,
-)
+)  # fmt: skip
 from transformers import PreTrainedTokenizerFast
 
 TokenizerKind = Literal["byte_bpe", "sentencepiece"]
+KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 _END_OF_TEXT = "<|endoftext|>"
 _UNK, _BOS, _EOS = "<unk>", "<s>", "</s>"
@@ -47,9 +48,14 @@ def train_tokenizer(
     kind: TokenizerKind, texts: Sequence[str], vocab_size: int
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer on `texts`; its vocabulary has `vocab_size` ids, fewer if texts run out."""
-    if kind == "byte_bpe":
-        return _byte_bpe(texts, vocab_size)
-    return _sentencepiece(texts, vocab_size)
+    build = _byte_bpe if kind == "byte_bpe" else _sentencepiece
+    tokenizer, names = build(texts, vocab_size)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        chat_template=_chat_template(kind),
+        **names,
+    )
 
 
 def turn_end(kind: TokenizerKind) -> str:
@@ -76,12 +82,6 @@ def _header(kind: TokenizerKind, role: str) -> str:
     return before + role + after
 
 
-def _turn_tokens(kind: TokenizerKind) -> list[str]:
-    if kind == "byte_bpe":
-        return [_TURNS[kind][0], turn_end(kind)]
-    return [*(_header(kind, role).strip() for role in ROLES), turn_end(kind)]
-
-
 def _chat_template(kind: TokenizerKind) -> str:
     before, after, end = map(repr, _TURNS[kind])
     return (
@@ -93,34 +93,24 @@ def _chat_template(kind: TokenizerKind) -> str:
     )
 
 
-def _byte_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def _byte_bpe(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_END_OF_TEXT, *_turn_tokens("byte_bpe")],
+        special_tokens=[_END_OF_TEXT, *_TURNS["byte_bpe"][::2]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=_END_OF_TEXT,
-        eos_token=_END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-        chat_template=_chat_template("byte_bpe"),
-    )
+    return tokenizer, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT}
 
 
-def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    special = [_UNK, _BOS, _EOS, *_turn_tokens("sentencepiece")]
+def _sentencepiece(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
+    headers = [_header("sentencepiece", role).strip() for role in ROLES]
+    special = [_UNK, _BOS, _EOS, *headers, turn_end("sentencepiece")]
     reserved = [*special, *_BYTE_TOKENS]
-    if vocab_size <= len(reserved) + _ALPHABET:
-        raise ValueError(
-            f"a SentencePiece vocabulary needs more than {len(reserved) + _ALPHABET} tokens "
-            f"({len(reserved)} special and byte tokens, {_ALPHABET} characters), not {vocab_size}"
-        )
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizer
@@ -133,35 +123,19 @@ def _sentencepiece(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizer
     pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     # As in Llama-2's file, the tokenizer itself has no pre-tokenizer: only the vocabulary limits
     # what merges, so any character may change how its left neighbours are cut.
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate([*reserved, *pieces])},
-            merges=[tuple(merge) for merge in learned["merges"]],
-            unk_token=_UNK,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
+    model = models.BPE(
+        vocab={piece: index for index, piece in enumerate([*reserved, *pieces])},
+        merges=[tuple(merge) for merge in learned["merges"]],
+        unk_token=_UNK, fuse_unk=True, byte_fallback=True,
+    )  # fmt: skip
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.normalizer = normalizer
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A",
         pair=f"{_BOS} $A {_BOS} $B:1",
         special_tokens=[(_BOS, tokenizer.token_to_id(_BOS))],
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=_UNK,
-        bos_token=_BOS,
-        eos_token=_EOS,
-        clean_up_tokenization_spaces=False,
-        chat_template=_chat_template("sentencepiece"),
-    )
+    return tokenizer, {"unk_token": _UNK, "bos_token": _BOS, "eos_token": _EOS}

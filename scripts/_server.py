@@ -32,11 +32,7 @@ def launched(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The URL and process of a server that may still be starting; it is stopped at the end.
 
-    Args:
-        target: Its model.
-        log: Where its output goes.
-        flags: More of its command line.
-        environment: Its own; that of this process where None.
+    Its output goes to `log`. Its environment is that of this process by default.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,60 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests of every kind that a server may meet, the same for the same seed."""
+"""Random requests of every kind that a server may receive, the same for the same seed."""
 
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
-        "ready": {"type": "boolean"},
-    },
-    "required": ["colour", "ready"],
-    "additionalProperties": False,
+_PROPERTIES = {
+    "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+    "ready": {"type": "boolean"},
 }
+SCHEMA = {
+    "type": "object", "properties": _PROPERTIES, "required": [*_PROPERTIES],
+    "additionalProperties": False,
+}  # fmt: skip
 _STOPS = ("\n\n", "def ", "return", "self", ")\n", "é")
 _BAD = (
-    {"temperature": -1},
-    {"top_p": 2},
-    {"max_tokens": 0},
-    {"n": 0},
-    {"min_tokens": 99, "max_tokens": 9},
-    {"structured_outputs": {"regex": "(["}},
-)
+    {"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}, {"n": 0},
+    {"min_tokens": 99, "max_tokens": 9}, {"structured_outputs": {"regex": "(["}},
+)  # fmt: skip
 
 
 class Call(NamedTuple):
-    """One request.
-
-    Attributes:
-        kind: What is special about it.
-        path: Of the endpoint.
-        body: JSON, but for the model's name.
-        drop_after: Chunks of its stream after which the client goes away; None to stay.
-    """
+    """One request of a kind of `_KINDS`; its body has no model's name."""
 
     kind: str
     path: str
     body: dict[str, Any]
-    drop_after: int | None = None
+    drop_after: int | None = None  # chunks of its stream after which the client disconnects
 
     @property
     def settled(self) -> bool:
-        """Whether its answer must be the same whatever the server does to give it."""
+        """Whether its answer must be the same with and without a drafter."""
         return self.drop_after is None and self.body.get("temperature") == 0
 
 
 class Texts(NamedTuple):
-    """What requests are made of.
-
-    Attributes:
-        prompts: Texts to go on with.
-        chats: Conversations, as messages.
-        vocab_size: Ids of the target.
-    """
+    """What requests are made of: prompts, conversations, and the number of the target's ids."""
 
     prompts: Sequence[str]
     chats: Sequence[list[dict[str, str]]]
@@ -62,7 +44,7 @@ class Texts(NamedTuple):
 
 
 def calls(texts: Texts, count: int, seed: int) -> list[Call]:
-    """So many requests, each in its own way: one of each kind, then all kinds mixed."""
+    """So many requests: one of each kind, then all kinds mixed."""
     rng = random.Random(seed)
     kinds = sorted(_KINDS)
     order = [kinds[number % len(kinds)] for number in range(count)]
@@ -81,78 +63,64 @@ def _call(kind: str, texts: Texts, rng: random.Random) -> Call:
         prompt = rng.choice(texts.prompts)
         start = rng.randrange(len(prompt) // 2)
         body["prompt"] = prompt[start : start + rng.choice((8, 100, 400, 1200))]
-    body |= _KINDS[kind](texts, rng)
+    body |= _KINDS[kind](rng, texts)
     drop_after = rng.randint(1, 12) if kind == "dropped" else None
     return Call(kind, CHAT if "messages" in body else COMPLETIONS, body, drop_after)
 
 
-def _sampled(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    return {
-        "temperature": rng.uniform(0.2, 1.4),
-        "top_p": rng.choice((1.0, 0.95, 0.6)),
-        "top_k": rng.choice((-1, 1, 5, 50)),
-    }
+def _ids(rng: random.Random, texts: Texts, count: int) -> list[int]:
+    return rng.sample(range(texts.vocab_size), min(count, texts.vocab_size))
 
 
-def _penalties(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    return {
-        "presence_penalty": rng.uniform(-1, 1),
-        "frequency_penalty": rng.uniform(-0.5, 1),
-        "repetition_penalty": rng.uniform(0.9, 1.4),
-    }
+def _sampled(rng: random.Random, *_: Any) -> dict[str, Any]:
+    top_p, top_k = rng.choice((1.0, 0.95, 0.6)), rng.choice((-1, 1, 5, 50))
+    return {"temperature": rng.uniform(0.2, 1.4), "top_p": top_p, "top_k": top_k}
 
 
-def _token_ids(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    return {"prompt": [rng.randrange(3, texts.vocab_size) for _ in range(rng.randint(1, 300))]}
+def _penalties(rng: random.Random, *_: Any) -> dict[str, Any]:
+    ranges = {"presence": (-1, 1), "frequency": (-0.5, 1), "repetition": (0.9, 1.4)}
+    return {f"{name}_penalty": rng.uniform(*bounds) for name, bounds in ranges.items()}
 
 
-def _named_tokens(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    return {"logprob_token_ids": rng.sample(range(texts.vocab_size), rng.randint(1, 20))}
-
-
-def _grammar(texts: Texts, rng: random.Random) -> dict[str, Any]:
+def _grammar(rng: random.Random, *_: Any) -> dict[str, Any]:
     grammar = rng.choice(({"json": SCHEMA}, {"regex": "[a-z]{3,9}\\([0-9]+\\)"}))
-    sampled = rng.choice(({}, _sampled(texts, rng)))
+    sampled = rng.choice(({}, _sampled(rng)))
     return {"structured_outputs": grammar, "max_tokens": 60, "ignore_eos": False, **sampled}
 
 
-def _ids_only(texts: Texts, rng: random.Random) -> dict[str, Any]:
-    # More than 1,024 of them end an engine on vLLM's Model Runner V2, with a drafter and without.
-    return {"allowed_token_ids": rng.sample(range(texts.vocab_size), min(1000, texts.vocab_size))}
+def _lookahead(value: Any) -> dict[str, Any]:
+    return {"vllm_xargs": {"hetero_spec_lookahead": value}}
 
 
-_KINDS: dict[str, Callable[[Texts, random.Random], dict[str, Any]]] = {
-    "greedy": lambda texts, rng: {},
-    "chat": lambda texts, rng: {},
+_KINDS: dict[str, Callable[[random.Random, Texts], dict[str, Any]]] = {
+    "greedy": lambda rng, texts: {},
+    "chat": lambda rng, texts: {},
     "sampled": _sampled,
-    "seeded": lambda texts, rng: {**_sampled(texts, rng), "seed": rng.randrange(1 << 40)},
+    "seeded": lambda rng, texts: {**_sampled(rng), "seed": rng.randrange(1 << 40)},
     "penalties": _penalties,
-    "sampled penalties": lambda texts, rng: _sampled(texts, rng) | _penalties(texts, rng),
-    "several": lambda texts, rng: {"n": rng.randint(2, 3), "temperature": 0.8},
-    "logprobs": lambda texts, rng: {"logprobs": rng.randint(0, 5)},
-    "echo": lambda texts, rng: {"echo": True, "logprobs": rng.choice((None, 2))},
-    "named tokens": _named_tokens,
-    "prompt logprobs": lambda texts, rng: {"prompt_logprobs": rng.randint(0, 3)},
-    "beams": lambda texts, rng: {"use_beam_search": True, "n": 2, "max_tokens": 6},
-    "truncated": lambda texts, rng: {"truncate_prompt_tokens": rng.randint(1, 40)},
-    "stop strings": lambda texts, rng: {"stop": rng.sample(_STOPS, rng.randint(1, 3))},
-    "stop ids": lambda texts, rng: {"stop_token_ids": rng.sample(range(texts.vocab_size), 100)},
-    "least length": lambda texts, rng: {"min_tokens": 20, "max_tokens": 40},
-    "bad words": lambda texts, rng: {"bad_words": ["self", " return", "x"]},
-    "allowed ids": _ids_only,
-    "token ids": _token_ids,
+    "sampled penalties": lambda rng, texts: _sampled(rng) | _penalties(rng),
+    "several": lambda rng, texts: {"n": rng.randint(2, 3), "temperature": 0.8},
+    "logprobs": lambda rng, texts: {"logprobs": rng.randint(0, 5)},
+    "echo": lambda rng, texts: {"echo": True, "logprobs": rng.choice((None, 2))},
+    "named tokens": lambda rng, texts: {"logprob_token_ids": _ids(rng, texts, rng.randint(1, 20))},
+    "prompt logprobs": lambda rng, texts: {"prompt_logprobs": rng.randint(0, 3)},
+    "beams": lambda rng, texts: {"use_beam_search": True, "n": 2, "max_tokens": 6},
+    "truncated": lambda rng, texts: {"truncate_prompt_tokens": rng.randint(1, 40)},
+    "stop strings": lambda rng, texts: {"stop": rng.sample(_STOPS, rng.randint(1, 3))},
+    "stop ids": lambda rng, texts: {"stop_token_ids": _ids(rng, texts, 100)},
+    "least length": lambda rng, texts: {"min_tokens": 20, "max_tokens": 40},
+    "bad words": lambda rng, texts: {"bad_words": ["self", " return", "x"]},
+    # More than 1,024 of them end an engine on vLLM's Model Runner V2, with a drafter and without.
+    "allowed ids": lambda rng, texts: {"allowed_token_ids": _ids(rng, texts, 1000)},
+    "token ids": lambda rng, texts: {"prompt": _ids(rng, texts, rng.randint(1, 300))},
     "grammar": _grammar,
-    "stream": lambda texts, rng: {"stream": True},
-    "dropped": lambda texts, rng: {"stream": True, "max_tokens": 200, "ignore_eos": True},
-    "lookahead": lambda texts, rng: {
-        "vllm_xargs": {"hetero_spec_lookahead": rng.choice((0, 1, 2, 9, 99))}
-    },
-    "odd lookahead": lambda texts, rng: {
-        "vllm_xargs": {"hetero_spec_lookahead": rng.choice(("2", True, False))}
-    },
-    "salt": lambda texts, rng: {"prompt": texts.prompts[0], "cache_salt": rng.choice("ab")},
-    "unknown ids": lambda texts, rng: {"prompt": [5, texts.vocab_size + rng.randrange(1 << 20)]},
-    "too long": lambda texts, rng: {"prompt": "x y " * 20_000},
-    "nothing": lambda texts, rng: {"prompt": ""},
-    "wrong values": lambda texts, rng: dict(rng.choice(_BAD)),
+    "stream": lambda rng, texts: {"stream": True},
+    "dropped": lambda rng, texts: {"stream": True, "max_tokens": 200, "ignore_eos": True},
+    "lookahead": lambda rng, texts: _lookahead(rng.choice((0, 1, 2, 9, 99))),
+    "odd lookahead": lambda rng, texts: _lookahead(rng.choice(("2", True, False))),
+    "salt": lambda rng, texts: {"prompt": texts.prompts[0], "cache_salt": rng.choice("ab")},
+    "unknown ids": lambda rng, texts: {"prompt": [5, texts.vocab_size + rng.randrange(1 << 20)]},
+    "too long": lambda rng, texts: {"prompt": "x y " * 20_000},
+    "nothing": lambda rng, texts: {"prompt": ""},
+    "wrong values": lambda rng, texts: dict(rng.choice(_BAD)),
 }

@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the demo folder: the trained pair of `examples/demo`, and a wide copy of its target.
+"""Make the demo folder: the trained pair of `examples/demo`, and a wide copy of its target.
 
-    python scripts/make_demo.py                             # takes seconds, needs no network
-    python scripts/make_demo.py --widen SRC DST --parameters 176e6
+    python scripts/make_demo.py   # takes seconds, needs no network
 
-The wide copy has MLP columns of zeros. It writes what the target writes, at the cost of a larger
-model, so that speculation can pay as it does with real models.
+Speculation pays if a target forward costs much more than a drafter forward, as with real models. A
+model that is small enough to train in minutes is too fast for that. So the wide copy has MLP
+columns of zeros: it writes what the target writes, at the cost of a larger model.
 """
 
 import argparse
 import filecmp
+import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from _demo_widen import widen
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from vllm_hetero_spec.paths import demo_folder
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "demo"
 WIDE_PARAMETERS = 176e6
 _WIDE = "target-wide"
+_COLUMNS = 64  # columns are added in multiples of this, for aligned matrices
 
 
 def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
@@ -51,33 +54,41 @@ def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
 
 def _same(shipped: Path, made: Path) -> bool:
     """Return True if `made` contains each shipped file, byte by byte."""
-    files = [file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()]
-    return all(
-        (made / file).is_file() and filecmp.cmp(shipped / file, made / file, shallow=False)
-        for file in files
-    )
+    files = [str(file.relative_to(shipped)) for file in shipped.rglob("*") if file.is_file()]
+    return filecmp.cmpfiles(shipped, made, files, shallow=False)[1:] == ([], [])
+
+
+def widen(src: Path, dst: Path, parameters: float) -> int:
+    """Copy the Llama in `src` to `dst` with zero MLP columns; return its parameter count.
+
+    An added intermediate unit is silu(0) * 0 = 0 and adds 0 to the residual stream, so logits are
+    unchanged. The count is the largest up to `parameters` that a multiple of 64 columns gives.
+    """
+    config = json.loads((src / "config.json").read_text())
+    tensors = load_file(src / "model.safetensors")
+    outer = [name for name in tensors if name.endswith(".down_proj.weight")]
+    inner = [name for name in tensors if name.endswith((".gate_proj.weight", ".up_proj.weight"))]
+    count = sum(tensor.numel() for tensor in tensors.values())
+    per_column = len(inner + outer) * config["hidden_size"]
+    added = int((parameters - count) / per_column) // _COLUMNS * _COLUMNS
+    config["intermediate_size"] += added
+    tensors |= {name: pad(tensors[name], (0, added)) for name in outer}
+    tensors |= {name: pad(tensors[name], (0, 0, 0, added)) for name in inner}
+    shutil.copytree(src, dst, ignore=shutil.ignore_patterns("model.safetensors"))
+    (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, dst / "model.safetensors", metadata={"format": "pt"})
+    return count + added * per_column
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=demo_folder(), help="default: %(default)s")
-    parser.add_argument(
-        "--widen", nargs=2, type=Path, metavar=("SRC", "DST"), help="widen a Llama folder instead"
-    )
-    parser.add_argument(
-        "--parameters", type=float, default=WIDE_PARAMETERS, help="of the wide copy (%(default)g)"
-    )
-    arguments = parser.parse_args()
+    out = parser.parse_args().out
     try:
-        if arguments.widen:
-            source, wide = arguments.widen
-            count = widen(source, wide, arguments.parameters)
-            print(f"{wide}: {source} with MLP columns of zeros, {count:,} parameters")
-        else:
-            made = make_demo(arguments.out, arguments.parameters)
-            print(f"demo pair in {arguments.out}: {'made' if made else 'already there'}")
-    except (FileNotFoundError, FileExistsError, ValueError) as error:
+        made = make_demo(out)
+    except (FileNotFoundError, FileExistsError) as error:
         parser.error(str(error))
+    print(f"demo pair in {out}: {'made' if made else 'already there'}")
     return 0
 
 

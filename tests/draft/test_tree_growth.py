@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
 from goodness import follows
 from toy_worlds import World, worlds
@@ -16,7 +17,6 @@ from vllm_hetero_spec.draft.race_tree import Arrivals, RaceGrowth
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.lookahead.tree_values import RankRates
-from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.race import first_arrivals, race
 from vllm_hetero_spec.verify.trees import ROOT, TreeBatch, greedy_walk
 

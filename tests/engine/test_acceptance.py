@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from _demo_corpus import Corpus, standard_library
-from _demo_training import ModelSpec
-from _oracle_text import Translator, token_bytes
 from harness import engine, metrics_of, proposer_of, slem
 from oracle_acceptance import Drafter, Rule, load
+from oracle_text import Translator, token_bytes
 from scenarios import generate, greedy
-from train_demo_models import Steps, train_pair
+from train_models import ModelSpec, Steps, train_pair
 from vllm import SamplingParams
 
 from vllm_hetero_spec.engine.seam.step_view import StepView

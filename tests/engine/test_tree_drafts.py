@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference as ref
 from toy_drafter import VOCAB
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
 
@@ -21,7 +22,6 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.verify import reference as ref
 
 
 @pytest.mark.parametrize("raced", [False, True])

@@ -8,6 +8,8 @@ caught.
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import reference as ref
+from chance import Chance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_worlds import World, total_variation, worlds
@@ -16,8 +18,6 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance
 
 EXACT, WRONG = 1e-10, 0.01
 STEPS = 3

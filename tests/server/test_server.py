@@ -327,12 +327,11 @@ def test_a_soak_of_requests_of_all_kinds(
     free = {call.kind for call in todo} - {call.kind for call in todo if call.settled}
     assert free == {"sampled", "seeded", "sampled penalties", "several", "dropped"}
     # What would be wrong is told.
-    late = done[0].late._replace(files=done[0].late.files + 9)
+    late = done[0].late | {"files": done[0].late["files"] + 9}
     number = next(i for i, call in enumerate(todo) if call.settled and done[0].answers[i].texts)
     answers = list(done[0].answers)
     answers[number] = Answer(200, (("something else", "stop"),))
     answers[-1] = Answer(500)
-    spoilt = done[0]._replace(
-        answers=answers, late=late, left={"kv_blocks_held": 3.0, "requests_held": 1.0}
-    )
+    counters = done[0].counters | {"kv_blocks_held": 3.0, "requests_held": 1.0}
+    spoilt = done[0]._replace(answers=answers, late=late, counters=counters)
     assert len(complaints(todo, spoilt, done[1])) == 5

@@ -7,10 +7,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+import reference as ref
+from chance import Chance, law
 from goodness import MISSED, follows, missed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
+from reference import Pair, Proposal, Stream
 from toy_worlds import (
     LETTERS,
     WORDS,
@@ -20,10 +23,6 @@ from toy_worlds import (
     total_variation,
     worlds,
 )
-
-from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance, law
-from vllm_hetero_spec.verify.reference import Pair, Proposal, Stream
 
 EXACT = 1e-10
 WRONG = 0.01  # total variation that a known-wrong rule must exceed

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
+from chance import Chance, law
 from goodness import MISSED, follows, missed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.verify import noise
-from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance, law
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import diverge, fuzzy_rule
 from vllm_hetero_spec.verify.noise import (

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
 from numpy.typing import ArrayLike
+from reference import Proposal, Stream
 
-from vllm_hetero_spec.verify import reference as ref
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
-from vllm_hetero_spec.verify.reference import Proposal, Stream
 from vllm_hetero_spec.verify.rules import block_rule, token_rule
 
 SIZE, LONGEST, REQUESTS = 5, 4, 4000
@@ -136,7 +136,7 @@ class Requests:
         """What a rule in words emits by the batch's numbers; None where a choice is close.
 
         Args:
-            rule: Of `verify.reference`.
+            rule: Of `reference`.
             mixed_up: Each proposal has the number of another one.
         """
         drafts = self.batch()

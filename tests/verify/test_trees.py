@@ -8,17 +8,17 @@ from itertools import product
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
+from chance import Chance
 from goodness import follows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Proposal, Row
 from toy_worlds import World, total_variation, worlds
 
-from vllm_hetero_spec.verify import reference as ref
-from vllm_hetero_spec.verify.chance import Chance
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.reference import Proposal, Row
 from vllm_hetero_spec.verify.rules import greedy_rule, race_rule
 from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-
-from vllm_hetero_spec.verify.chance import Chance, Outcome, law
-from vllm_hetero_spec.verify.reference import Pair, Row
+from chance import Chance, Outcome, law
+from reference import Pair, Row
 
 TARGET = (b"a", b"b", b"ab", b"ba", b"aab")
 DRAFTER = (b"a", b"b", b"aa", b"ab", b"bb")

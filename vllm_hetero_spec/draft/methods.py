@@ -3,9 +3,10 @@
 
 To add a method, add a row to `METHODS` and its name to the tests of `tests/draft/test_methods.py`.
 A sampled method is a map: which target tokens a drafter token proposes. Any map is right, because
-the verifier is told the very distribution that follows from it (see `verify.reference`); a bad one
-is merely accepted less. Statistics of two tokenizers bound what a method can have accepted; they do
-not say what it will, so the order of the methods is a starting point for a measurement.
+the verifier is told the very distribution that follows from it; a bad one is merely accepted less
+(`tests/oracle/reference.py` has the proof). Statistics of two tokenizers bound what a method can
+have accepted; they do not say what it will, so the order of the methods is a starting point for a
+measurement.
 
 The configuration reads the names from here: this file loads neither torch nor a tokenizer.
 """

@@ -18,7 +18,7 @@ What was drawn behind the proposal is thrown away, and the next token drawn from
 without what would have made the proposal longer. (To keep what was drawn and tell the verifier the
 plain row would be biased.) A chain that is not drawn costs forwards and no memory: the drawn tokens
 take its places. Side branches lie in blocks of their own, and are fed again where they are drawn.
-`verify.reference.slrs_n` is the readable form.
+`slrs_n` of `tests/oracle/reference.py` is the readable form.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of verification over a batch (`verify.reference` has them for reading).
+"""The rules of verification over a batch (`tests/oracle/reference.py` has them for reading).
 
 p and q are the rows of target_probs and draft_probs at a draft token, K is the token.
 The token rule looks at the probabilities of the draft's tokens alone to see how far it is accepted,

@@ -3,7 +3,8 @@
 
 The target has computed a row behind every node. What it chooses there is its first choice or the
 winner of a race, a function of the row and of noise that no draft can change: so the output is the
-target's own, whatever the tree is, and whatever it was made of (`verify.reference.walk`).
+target's own, whatever the tree is, and whatever it was made of (`walk` in
+`tests/oracle/reference.py`).
 
 Nodes of one depth are raced for by the same clocks, as these depend on the place in the output
 alone; a walk comes by each depth once.

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from _demo_corpus import Corpus, standard_library
-from _demo_training import ModelSpec, train
-from _oracle_text import Translator, split_complete, token_bytes
 from oracle_acceptance import DRAFTING, Counts, Drafter, Rule, load, measure, walk
-from train_demo_models import Steps, train_pair
+from oracle_text import Translator, split_complete, token_bytes
+from train_models import ModelSpec, Steps, train, train_pair
 from transformers import AutoTokenizer
 
 # A target whose vocabulary is "ab", "c" and "d"; drafts come a letter at a time.

@@ -1,34 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the acceptance length that exact-text string matching (SLEM) reaches on a pair.
+"""The acceptance length that exact-text string matching (SLEM) reaches on a pair.
 
 The target's greedy continuation is computed once. Then rounds walk along it: the exact text so
 far is tokenised from scratch for the drafter, drafted greedily, translated to target ids, and
 compared with the continuation. No vLLM, nothing incremental: it is the yardstick for the engine.
-
-    python scripts/oracle_acceptance.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
 
-import argparse
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
-from _oracle_text import Translator, split_complete, token_bytes
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from oracle_text import Translator, split_complete, token_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.utils.logging import disable_progress_bar
-
-from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.report.tables import print_json
 
 DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
 _STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed
@@ -196,63 +182,17 @@ def measure(
     prompts: Sequence[str],
     max_tokens: int,
     rules: Sequence[Rule],
-    ignore_eos: bool = False,
-    progress: Callable[[Sequence[str]], Any] = lambda prompts: prompts,
 ) -> list[Counts]:
     """Counts of each rule on the same greedy continuations of `prompts`."""
     target_model, target_tokenizer = load(target)
     draft = Drafter(*load(drafter))
     table, translate = token_bytes(target_tokenizer), Translator(target_tokenizer)
     eos = target_model.generation_config.eos_token_id
-    stops = set() if ignore_eos else set(eos if isinstance(eos, list) else [eos])
+    stops = set(eos if isinstance(eos, list) else [eos])
     counts = [Counts() for _ in rules]
-    for prompt in progress(prompts):
+    for prompt in prompts:
         ids = target_tokenizer(prompt)["input_ids"]
         greedy = greedy_decode(target_model, ids, max_tokens, stops)
         for rule, sums in zip(rules, counts, strict=True):
             walk(prompt.encode(), greedy, table, draft, translate, rule, max_tokens, sums)
     return counts
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt"')
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
-    parser.add_argument("--drafting", choices=(*DRAFTING, "all"), default="cover")
-    parser.add_argument("--drop-last", action="store_true", help="withhold the last target token")
-    parser.add_argument("--ignore-eos", action="store_true", help="decode the target past its EOS")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    drafting = DRAFTING if arguments.drafting == "all" else (arguments.drafting,)
-    rules = [Rule(arguments.num_speculative_tokens, name, arguments.drop_last) for name in drafting]
-    disable_progress_bar()
-    stderr = Console(stderr=True)
-    counts = measure(
-        arguments.target,
-        arguments.drafter,
-        load_prompts(arguments.prompts, arguments.num_prompts),
-        arguments.max_tokens,
-        rules,
-        arguments.ignore_eos,
-        progress=lambda prompts: track(prompts, "prompts", console=stderr, transient=True),
-    )
-    rows = [
-        asdict(rule) | asdict(sums) | {"acceptance_length": sums.acceptance_length}
-        for rule, sums in zip(rules, counts, strict=True)
-    ]
-    if arguments.json:
-        print_json(rows)
-        return 0
-    table = Table(*(name.replace("_", " ") for name in rows[0]))
-    for row in rows:
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

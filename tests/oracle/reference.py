@@ -24,8 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from vllm_hetero_spec.verify.chance import Chance, law
+from chance import Chance, law
 
 Row = np.ndarray  # probabilities over T or D; of a proposal they may add up to less than 1
 Target = Callable[[tuple[int, ...]], Row]
