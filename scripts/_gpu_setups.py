@@ -15,10 +15,10 @@ import _gpu_graphs
 import _shell
 from _gpu_engine import GpuEngine, Setup
 
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.config import DEFAULT_METHOD, ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measure.load import MeasurementError
 
 MAX_MODEL_LEN = 1024
 LOOKAHEAD = 5

@@ -43,12 +43,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from vllm_hetero_spec.bench.load import Load, Sample
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.measure.load import Load, Sample
 
 ALONE, GOODPUT, FRESH, CHAINS, TREES = "alone", "goodput", "fresh", "chains", "trees"
 _DRAWN = 4000  # means, for an interval
@@ -117,7 +117,7 @@ class Bench:
         """Start an engine in this process."""
         from vllm import LLM
 
-        from vllm_hetero_spec.measure.vllm_driver import Driver
+        from vllm_hetero_spec.bench.vllm_engine import Driver
 
         speculative: dict[str, Any] = {
             "method": arguments.method,

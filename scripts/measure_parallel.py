@@ -35,7 +35,7 @@ from _parallel_options import pair_parser, parsed
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_hetero_spec.measure.load import Load, Sample
+from vllm_hetero_spec.bench.load import Load, Sample
 
 ALONE, SERIAL, PARALLEL = "target alone", "serial, one core", "parallel, one core each"
 ALONE_THERE = "target alone, one core"
@@ -103,7 +103,7 @@ def begin(kind: Kind, options: argparse.Namespace, cache: str) -> None:
     from _parallel_timed import timed
     from vllm import LLM
 
-    from vllm_hetero_spec.measure.vllm_driver import Driver
+    from vllm_hetero_spec.bench.vllm_engine import Driver
 
     global _engine
     llm = LLM(

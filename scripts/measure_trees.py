@@ -30,11 +30,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from rich.console import Console
 from rich.progress import track
 
+from vllm_hetero_spec.bench.figures import error_of_ratio
+from vllm_hetero_spec.bench.load import Load, Sample
+from vllm_hetero_spec.bench.tables import with_error
 from vllm_hetero_spec.config import DEFAULT_TREE_WIDTH, ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measure.load import Load, Sample
-from vllm_hetero_spec.report.figures import error_of_ratio
-from vllm_hetero_spec.report.values import with_error
 
 GREEDY, RACE = "greedy", "race"
 _UNDRAFTED = 2  # arrivals: of the prompt's step, and of the next one
@@ -62,7 +62,7 @@ def serve(arguments: argparse.Namespace, law: str, shape: Shape, load: Load) -> 
     """Both halves of a load in an engine of its own, in a process of its own."""
     from vllm import LLM
 
-    from vllm_hetero_spec.measure.vllm_driver import Driver
+    from vllm_hetero_spec.bench.vllm_engine import Driver
 
     speculative: dict[str, Any] = {
         "method": arguments.method,

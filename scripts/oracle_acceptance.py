@@ -27,8 +27,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.report.tables import print_json
 
 DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
 _STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed

@@ -17,13 +17,13 @@ from advice_fakes import ALONE, World
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench, doctor
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
 GOLDEN = Path(__file__).parent / "golden"

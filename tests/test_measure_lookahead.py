@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from measure_lookahead import Bench, Run, _in_turn, report
 
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 
 def run_of(

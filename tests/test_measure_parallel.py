@@ -11,8 +11,8 @@ import pytest
 from _parallel_model import Step
 from measure_parallel import ALONE, COLUMNS, PARALLEL, SERIAL, Run, report
 
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.measure.load import Sample, Trace
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 

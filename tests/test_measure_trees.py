@@ -3,8 +3,8 @@
 
 from measure_trees import Shape, report, row
 
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.measure.load import Sample, Trace
 
 
 def test_a_line_says_what_was_counted() -> None:

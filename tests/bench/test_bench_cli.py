@@ -12,20 +12,19 @@ import pytest
 from bench_fakes import GOOD, Fakes
 from bench_fakes import SUITE as FAKE_SUITE
 
-from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench import engines, huggingface_engine, vllm_engine
 from vllm_hetero_spec.bench.engines import vocabularies_differ
+from vllm_hetero_spec.bench.figures import rows_of
+from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceSpec
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.results import read_results
-from vllm_hetero_spec.bench.rows import rows_of
 from vllm_hetero_spec.bench.suite import Drafter, Target
 from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
-from vllm_hetero_spec.measure import huggingface_engine, vllm_engine
-from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
-from vllm_hetero_spec.measure.load import MeasurementError
 
 Write = Callable[[str], Path]
 SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD

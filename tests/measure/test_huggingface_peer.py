@@ -10,11 +10,15 @@ import pytest
 import torch
 from goodness import follows
 
+from vllm_hetero_spec.bench.huggingface_engine import (
+    Generator,
+    HuggingFaceEngine,
+    HuggingFaceSpec,
+    counts,
+)
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.huggingface_driver import Generator, counts
-from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
-from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
 LOOKAHEAD = 4
 

@@ -6,7 +6,7 @@ Both are bounds: what they would bring at best. Only a measurement says what the
 
 from collections.abc import Sequence
 
-from vllm_hetero_spec.bench.rows import Row
+from vllm_hetero_spec.bench.figures import Row
 
 # Share of the time below which drafting leaves nothing to hide behind the target's steps.
 _LEAST_SHARE = 0.02

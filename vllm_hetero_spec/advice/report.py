@@ -10,11 +10,21 @@ from rich.console import Console
 from vllm_hetero_spec.advice.drafters import DrafterFacts
 from vllm_hetero_spec.advice.measuring import DATASET, Candidate, Measured, engine_name
 from vllm_hetero_spec.advice.prospects import prospects
-from vllm_hetero_spec.bench.rows import Row
+from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    as_data,
+    meanings,
+    mebibytes,
+    number,
+    percent,
+    ratio,
+    terminal_table,
+    with_error,
+)
 from vllm_hetero_spec.inputs.model_folder import widened_columns
-from vllm_hetero_spec.report.tables import Column, as_data, meanings, terminal_table
-from vllm_hetero_spec.report.values import NONE, mebibytes, number, percent, ratio, with_error
 
 
 def _of_text(

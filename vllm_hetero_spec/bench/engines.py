@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.methods import KINDS
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
 from vllm_hetero_spec.config import METHODS, ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
-from vllm_hetero_spec.measure.child_process import EngineProcess
-from vllm_hetero_spec.measure.load import MeasurementError
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
 _OVERHEAD_BYTES = 2 << 30
@@ -40,13 +40,13 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     target = suite.target(engine.target)
     drafter = next((d for d in target.drafters if d.name == engine.drafter), None)
     if KINDS[engine.method].huggingface:
-        from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
+        from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 
         given = {key: target.engine[key] for key in _SHARED_KEYS if key in target.engine}
         if drafter is not None:
             given |= {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
         return HuggingFaceEngine(HuggingFaceSpec(target.model, **given), verbose=verbose)
-    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+    from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     config = vllm_config(engine, drafter)
     # The side paths of a tree, fewer than its tokens, take places beside the requests'.

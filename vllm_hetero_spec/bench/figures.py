@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a cell, from what its runs measured.
+"""The figures of a report: of each cell what its runs measured, beside its references.
 
-Latencies are pooled over the requests of all rounds; speeds are taken per round.
+Latencies are pooled over the requests of all rounds; speeds are taken per round. A speedup is a
+ratio of two runs of the same round, so that its range over rounds says how far a machine drifted.
 """
 
 from collections import Counter
@@ -9,8 +10,78 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from vllm_hetero_spec.measure.load import Sample
-from vllm_hetero_spec.report.figures import Quantiles, Spread, error_of_ratio, quantiles, spread
+import numpy as np
+
+from vllm_hetero_spec.bench.load import Sample
+from vllm_hetero_spec.bench.methods import ALONE, HF_ALONE, KINDS
+from vllm_hetero_spec.bench.plan import Cell
+from vllm_hetero_spec.bench.results import Contents, Recorded
+
+Pairs = list[tuple[Sample, Sample]]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Median and tail of pooled latencies, in seconds."""
+
+    median: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One value per round: median, range and quartiles."""
+
+    median: float
+    low: float
+    high: float
+    quartile1: float
+    quartile3: float
+    rounds: int
+
+
+def quantiles(values: Sequence[float]) -> Quantiles | None:
+    """Linearly interpolated; None of nothing."""
+    if not values:
+        return None
+    return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of one or more rounds."""
+    median, low, high, first, third = (
+        float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
+    )
+    return Spread(median, low, high, first, third, rounds=len(values))
+
+
+def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
+    """Ratios of tokens per second.
+
+    Args:
+        pairs: (run, reference) of the same round.
+
+    Returns:
+        The median of the ratios with their range; None without pairs.
+    """
+    if not pairs:
+        return None
+    return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
+
+
+def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
+    """Standard error of `sum(parts) / sum(wholes)`, one pair for each independent group.
+
+    Groups are prompts: their numbers vary together, so that a ratio of sums is less certain than
+    its total count says. None of fewer than two groups, or where all is zero.
+    """
+    groups, whole = len(parts), sum(wholes)
+    if groups < 2 or not whole:
+        return None
+    of_all = sum(parts) / whole
+    squares = sum((part - of_all * own) ** 2 for part, own in zip(parts, wholes, strict=True))
+    return float((groups / (groups - 1) * squares) ** 0.5 / whole)
 
 
 @dataclass(frozen=True)
@@ -147,3 +218,88 @@ def _total(samples: Sequence[Sample], counter: str) -> float | None:
     """Of a counter of the plugin's; None where the engine does not count it."""
     found = [sample.worker[counter] for sample in samples if counter in sample.worker]
     return sum(found) if found else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell of the report.
+
+    Attributes:
+        cell: Which one.
+        figures: Its own.
+        speedup: Over the target alone in vLLM; None without a run of it to compare with.
+        speedup_over_hf: The same over the target alone in Hugging Face, for its methods.
+        speedup_over_first: The same over the first setting of the drafter, for its others.
+        identical: Prompts with the tokens of the reference in every round, and all prompts; None
+            where nothing is to be equal: sampled cells, and the references themselves.
+    """
+
+    cell: Cell
+    figures: Figures
+    speedup: Spread | None
+    speedup_over_hf: Spread | None
+    speedup_over_first: Spread | None
+    identical: tuple[int, int] | None
+
+
+def rows_of(contents: Contents) -> list[Row]:
+    """One row per measured cell; loads in the order measured, the references of each first."""
+    by_cell: dict[Cell, list[Recorded]] = {}
+    for recorded in contents.samples:
+        by_cell.setdefault(recorded.run.cell, []).append(recorded)
+    loads = list(dict.fromkeys((cell.engine.target, *cell[1:]) for cell in by_cell))
+
+    def place(cell: Cell) -> tuple[int, bool, bool]:
+        kind = KINDS[cell.engine.method]
+        load = loads.index((cell.engine.target, *cell[1:]))
+        return load, kind.huggingface, kind.drafts
+
+    return [_row(cell, by_cell) for cell in sorted(by_cell, key=place)]
+
+
+def pairs_with(runs: Sequence[Recorded], references: Sequence[Recorded]) -> Pairs:
+    """Each run with the reference's run of the same session, wave and round.
+
+    Where engines were up one at a time there is none: then the reference's run of that round in
+    another wave.
+    """
+    pairs = []
+    for recorded in runs:
+        same_round = [of for of in references if of.run.round == recorded.run.round]
+        near = [
+            of
+            for of in same_round
+            if (of.session, of.run.wave) == (recorded.session, recorded.run.wave)
+        ]
+        if same_round:
+            pairs.append((recorded.sample, (near or same_round)[-1].sample))
+    return pairs
+
+
+def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
+    runs = by_cell[cell]
+    kind = KINDS[cell.engine.method]
+
+    def pairs(method: str) -> Pairs:
+        engine = cell.engine._replace(method=method, drafter=None, lookahead=None)
+        return pairs_with(runs, by_cell.get(cell._replace(engine=engine), []))
+
+    first = next(other for other in by_cell if _but_for_setting(other) == _but_for_setting(cell))
+
+    return Row(
+        cell=cell,
+        # A reference that was measured again after an interruption counts once for its round.
+        figures=figures_of(list({recorded.run: recorded.sample for recorded in runs}.values())),
+        speedup=speedup(pairs(ALONE)) if cell.engine.method != ALONE else None,
+        speedup_over_hf=speedup(pairs(HF_ALONE)) if kind.drafts and kind.huggingface else None,
+        speedup_over_first=speedup(pairs_with(runs, by_cell[first])) if first != cell else None,
+        identical=(
+            identical(pairs(kind.reference)) if kind.drafts and cell.temperature == 0 else None
+        ),
+    )
+
+
+def _but_for_setting(cell: Cell) -> Cell:
+    """The cell of a drafter's setting, DRAFTER:SETTING, as that of the drafter."""
+    drafter = (cell.engine.drafter or "").partition(":")[0]
+    return cell._replace(engine=cell.engine._replace(drafter=drafter))

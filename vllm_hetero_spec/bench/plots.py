@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.methods import ALONE
 from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.rows import Row
 
 _PANEL = (5.0, 3.6)  # inches
 

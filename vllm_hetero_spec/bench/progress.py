@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_hetero_spec.bench.load import Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.errors import one_line
-from vllm_hetero_spec.measure.load import Sample
 
 
 class TimeLeft:

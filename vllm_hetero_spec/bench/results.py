@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.load import Sample, Trace
 
 FILE = "results.jsonl"
 _FORMAT = 1

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import Load, MeasurementError
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.measure.child_process import EngineProcess
-from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 Start = Callable[[EngineId], EngineProcess]
 

@@ -15,8 +15,10 @@ from vllm_hetero_spec.advice.drafters import DrafterFacts, look_at
 from vllm_hetero_spec.advice.measuring import DATASET, Measured, measure
 from vllm_hetero_spec.advice.report import as_json, show
 from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
+from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
     MODEL,
@@ -29,8 +31,6 @@ from vllm_hetero_spec.cli.options import (
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import missing_weights
-from vllm_hetero_spec.measure.load import MeasurementError
-from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
@@ -25,7 +26,6 @@ from vllm_hetero_spec.bench.suite_file import read_suite
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance
-from vllm_hetero_spec.measure.load import MeasurementError
 
 _RESULTS = Path("bench-results")
 

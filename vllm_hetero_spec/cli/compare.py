@@ -15,22 +15,29 @@ from rich.markup import escape
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
+from vllm_hetero_spec.bench.figures import Row, rows_of
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.report import runner_notes
+from vllm_hetero_spec.bench.report import COUNTS, TIMES, acceptance_length, runner_notes
 from vllm_hetero_spec.bench.results import Results
-from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
-from vllm_hetero_spec.bench.tables import COUNTS, TIMES, acceptance_length
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    as_data,
+    count,
+    number,
+    print_json,
+    side_by_side,
+    widened,
+)
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
 from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import fetch_weights
-from vllm_hetero_spec.measure.load import MeasurementError
-from vllm_hetero_spec.report.tables import Column, as_data, print_json, side_by_side
-from vllm_hetero_spec.report.values import NONE, count, number, widened
 
 _DATASET = "prompts"
 _SAMPLES = 2

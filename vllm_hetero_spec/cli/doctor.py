@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_hetero_spec.bench.tables import Column, print_json, terminal_table
 from vllm_hetero_spec.cli.health import Finding, examine
 from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
-from vllm_hetero_spec.report.tables import Column, print_json, terminal_table
 
 
 class Unsound(Exception):

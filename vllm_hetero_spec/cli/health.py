@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec import __version__
+from vllm_hetero_spec.bench.load import Load, MeasurementError
 from vllm_hetero_spec.config import METHODS, ConfigError
 from vllm_hetero_spec.errors import first_line, one_line
 from vllm_hetero_spec.machine import gpus
-from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
@@ -232,7 +232,7 @@ def _serve() -> str:
 def _tiny_pair() -> str:
     from vllm.platforms import current_platform
 
-    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+    from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     given = _ON_GPU if current_platform.device_type == "cuda" else {}
     with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.pair_report import PairReport, Side, control_tokens
 from vllm_hetero_spec.cli.pair_tables import show
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
-from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from vllm_hetero_spec import __version__
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.yaml_file import refusal
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.cli.options import FIELDS
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
-from vllm_hetero_spec.measure.load import MeasurementError
 
 _HUNG_UP = 141  # as a shell has it of a program that ended with SIGPIPE
 

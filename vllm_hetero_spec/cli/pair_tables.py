@@ -8,10 +8,17 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    count,
+    number,
+    percent,
+    side_by_side,
+    terminal_table,
+)
 from vllm_hetero_spec.cli.pair_report import TEMPERATURES, ControlToken, PairReport, Side
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES
-from vllm_hetero_spec.report.tables import Column, side_by_side, terminal_table
-from vllm_hetero_spec.report.values import NONE, count, number, percent
 
 # Control tokens without a role that are named one by one.
 _NAMED = 6

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a measured vLLM's process: a client that keeps a number of requests in flight.
+"""vLLM as a measured engine: alone, with our plugin, or with a method of its own.
 
-It sends the next request when one ends, and notes when tokens arrive, as the clients of a server
-would. Run by `VllmEngine` as `python -m vllm_hetero_spec.measure.vllm_driver`.
+The child process, `python -m` this file, is a client that keeps a number of requests in flight: it
+sends the next request when one ends, and records when tokens arrive.
 """
 
 import os
@@ -14,18 +14,54 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
-from vllm_hetero_spec.measure.child_process import rest, serve
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
+_MODULE = "vllm_hetero_spec.bench.vllm_engine"
 _METRICS = "vllm:spec_decode_num_"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
 _LAST_WORDS = 5.0  # seconds for what vLLM raises, which says more
-_EXTENSION = "vllm_hetero_spec.measure.vllm_driver.DeviceMemory"
+_EXTENSION = f"{_MODULE}.DeviceMemory"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start.
+
+    Attributes:
+        model: The target: a Hugging Face name or a folder.
+        speculative_config: As in vLLM, its own methods included; None runs the target alone.
+        max_batch_size: Largest `Load.batch_size`.
+        engine: Further arguments of `vllm.LLM`, over the defaults below.
+    """
+
+    model: str
+    speculative_config: dict[str, Any] | None = None
+    max_batch_size: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmEngine(EngineProcess):
+    """vLLM for an `EngineSpec`, its engine core in another process below, as in production."""
+
+    program = _MODULE
+
+    def __init__(self, spec: EngineSpec, **options: Any) -> None:
+        self._max_batch_size = spec.max_batch_size
+        super().__init__(spec, **options)
+
+    def run(self, load: Load) -> Sample:
+        """Generate a load; every one computes its prompts anew."""
+        if load.batch_size > self._max_batch_size:
+            raise MeasurementError(
+                f"a load of batch size {load.batch_size} on an engine started for at most "
+                f"{self._max_batch_size}; raise max_batch_size"
+            )
+        return super().run(load)
 
 
 class DeviceMemory:
