@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import read_suite
 from vllm_hetero_spec.cli import bench, doctor
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main

@@ -1,17 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the sentences in which users are told what is wrong."""
+"""Refusals for users: one sentence that says what was found, what is supported and how to fix it.
+
+Models of pydantic check what users write. `first_mistake` and `sentence` turn a `ValidationError`
+into such a sentence. A class that derives from `Table` names its keys if one is misspelt, and a
+validator raises `Mistake` if pydantic's own words do not say what is supported.
+"""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
+
+from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+Place = tuple[int | str, ...]  # keys and indices on the way to a value
+
+# What a value must be, by the type of pydantic's error.
+_MUST = {
+    "dataclass_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list of one or more",
+    "too_short": "a list of one or more",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than_equal": "a number from {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number up to {le}",
+}
 
 
 class ConfigError(ValueError):
     """A speculative configuration that is refused at start-up, in one sentence."""
 
 
+class Mistake(ValueError):
+    """The rest of a sentence that begins with the name of the wrong value.
+
+    Args:
+        rest: For example "is 3; it must be a string."
+        place: From the value that is checked to the wrong one.
+        line_of: From the wrong value to the key whose line a refusal of a file names.
+    """
+
+    def __init__(self, rest: str, *place: int | str, line_of: Place = ()) -> None:
+        super().__init__(rest)
+        self.place, self.line_of = place, line_of
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Table:
+    """A mapping that has no keys but the fields of its class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: Any) -> Any:
+        known = [each.name for each in fields(cls) if each.name not in cls.not_in_files()]
+        for key in given if isinstance(given, Mapping) else ():
+            if key not in known:
+                raise Mistake(
+                    f"has an unknown key {key!r}{nearest(key, known)}; supported: {listed(known)}.",
+                    line_of=(key,),
+                )
+        return given
+
+    @classmethod
+    def not_in_files(cls) -> Iterable[str]:
+        """Fields that no user sets."""
+        return ()
+
+
+def first_mistake(error: ValidationError) -> tuple[Place, Exception]:
+    """The first mistake that pydantic found.
+
+    Returns:
+        The place of the value, and a `Mistake`, or the exception that a validator raised.
+    """
+    found = error.errors()[0]
+    kind, place, value = found["type"], found["loc"], found["input"]
+    context = found.get("ctx", {})
+    if kind == "value_error":
+        return place, context["error"]
+    if kind == "missing":
+        return place[:-1], Mistake(f"has no {place[-1]}.")
+    if kind == "literal_error":
+        return place, not_among(value, re.findall(r"'([^']*)'", context["expected"]))
+    must = f"it must be {_MUST[kind].format(**context)}" if kind in _MUST else found["msg"]
+    return place, Mistake(f"is {value!r}; {must}.")
+
+
+def sentence(place: Place, error: Exception, whole: str) -> str:
+    """What is wrong, as one sentence.
+
+    Args:
+        place: Of the value that was checked.
+        error: A `Mistake`, or an exception whose message is the sentence.
+        whole: The name of all that was checked.
+    """
+    if isinstance(error, Mistake):
+        return f"{named((*place, *error.place)) or whole} {error}"
+    return str(error)
+
+
+def named(place: Place) -> str:
+    """The name of a value, for example "targets[0].model"."""
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return name.removeprefix(".")
+
+
+def not_among(value: Any, choices: Iterable[str]) -> Mistake:
+    """A value that is none of the choices."""
+    choices = list(choices)
+    return Mistake(f"is {value!r}{nearest(value, choices)}; supported: {listed(choices)}.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence."""
+    return ", ".join(names)
+
+
 def first_line(error: object) -> str:
-    """What an error says first, without the full stop: others' errors go on for pages."""
+    """The first line of an error without the full stop; the rest of it may be pages long."""
     return str(error).strip().split("\n")[0].rstrip(".")
 
 
@@ -21,6 +134,6 @@ def one_line(text: object) -> str:
 
 
 def nearest(word: Any, choices: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where one of the choices is near, else nothing."""
+    """ " (did you mean ...?)" if one of the choices is near, otherwise nothing."""
     near = difflib.get_close_matches(str(word), list(choices), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

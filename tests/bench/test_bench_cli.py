@@ -19,8 +19,7 @@ from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.results import read_results
-from vllm_hetero_spec.bench.suite import Drafter, Target
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import Drafter, Target, read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.config import METHODS, ConfigError

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.report import markdown, notes, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.config import ConfigError
 
 # 8 tokens per run, so 4, 2 and 8 tokens per second alone, 8 with the method.

@@ -9,13 +9,12 @@ from typing import Any
 from vllm_hetero_spec.bench.engines import on_gpu, vllm_config
 from vllm_hetero_spec.bench.figures import Row, Spread, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.methods import ALONE
 from vllm_hetero_spec.bench.plan import Cell, EngineId, make_plan
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import notes, widened_targets
 from vllm_hetero_spec.bench.results import Contents, Results
 from vllm_hetero_spec.bench.run import Start, run_plan
-from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.bench.suite import ALONE, Suite
 
 DATASET = "prompts"  # the only one of a suite
 

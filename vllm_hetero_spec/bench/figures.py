@@ -13,9 +13,9 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from vllm_hetero_spec.bench.load import Sample
-from vllm_hetero_spec.bench.methods import ALONE, HF_ALONE, KINDS
 from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents, Recorded
+from vllm_hetero_spec.bench.suite import ALONE, HF_ALONE, KINDS
 
 Pairs = list[tuple[Sample, Sample]]
 

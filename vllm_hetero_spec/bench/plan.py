@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from vllm_hetero_spec.bench.methods import ALONE, KINDS
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import ALONE, KINDS, Drafter, Suite, Target
 from vllm_hetero_spec.config import METHODS, ConfigError
 
 

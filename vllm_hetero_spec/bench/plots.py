@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.figures import Row
-from vllm_hetero_spec.bench.methods import ALONE
-from vllm_hetero_spec.bench.optional import optional
+from vllm_hetero_spec.bench.suite import ALONE
+from vllm_hetero_spec.bench.values import optional
 
 _PANEL = (5.0, 3.6)  # inches
 

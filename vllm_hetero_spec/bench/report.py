@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from vllm_hetero_spec.bench.figures import Row, rows_of
-from vllm_hetero_spec.bench.methods import ALONE, KINDS
 from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
+from vllm_hetero_spec.bench.suite import ALONE, KINDS
 from vllm_hetero_spec.bench.tables import (
     NONE,
     Column,

@@ -14,15 +14,14 @@ from rich.console import Console
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.optional import optional
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import Suite, read_suite
+from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance

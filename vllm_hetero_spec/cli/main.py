@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.yaml_file import refusal
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
-from vllm_hetero_spec.cli.options import FIELDS
+from vllm_hetero_spec.cli.options import refusal
 from vllm_hetero_spec.config import ConfigError
 from vllm_hetero_spec.errors import first_line
 
@@ -60,7 +59,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         parsed.run(parsed)
     except (ConfigError, ValidationError) as error:
-        sentence = refusal(error, FIELDS) if isinstance(error, ValidationError) else error
+        sentence = refusal(error) if isinstance(error, ValidationError) else error
         print(f"error: {sentence}", file=sys.stderr)
         return 2
     except doctor.Unsound:

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from vllm_hetero_spec.errors import Mistake, first_mistake, named, sentence
+
 # Help of an option whose name says all but its default.
 DEFAULT = "default: %(default)s"
-# Of the fields of a suite, what a command line calls them.
-FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
+# The options from which fields of a suite come.
+_FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
     field: f"--{field.replace('_', '-')}"
     for field in ("engines_at_once", "repeats", "settings", "temperatures")
 }
@@ -46,6 +50,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """Options of what is printed."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
+
+
+def refusal(error: ValidationError) -> str:
+    """The first mistake in a suite that was made from options."""
+    place, mistake = first_mistake(error)
+    if not isinstance(mistake, Mistake) or not place or place[0] not in _FIELDS:
+        return sentence(place, mistake, "the suite")
+    keys = tuple(key for key in (*place[1:], *mistake.place) if isinstance(key, str))
+    within = f"{named(keys)} of " if keys else ""
+    return f"{within}{_FIELDS[str(place[0])]} {mistake}"
 
 
 def positive(text: str) -> int:
