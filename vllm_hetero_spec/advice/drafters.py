@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from vllm_hetero_spec.advice.memory import Memory, memory_of
 from vllm_hetero_spec.bench.suite import Drafter
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.draft.methods import Choice, order
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 _TICK = 0.1  # seconds between looks at whether the child is still there
 _GRACE = 10.0  # seconds that an engine has to end by itself

@@ -9,7 +9,8 @@ from vllm_hetero_spec.bench.child_process import EngineProcess
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import KINDS, Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.machine import available_memory_bytes
 

@@ -20,8 +20,7 @@ from transformers.generation import BaseStreamer
 
 from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 
 _DTYPES = {  # as vLLM names them
     "half": torch.float16,

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from vllm_hetero_spec.bench.suite import ALONE, KINDS, Drafter, Suite, Target
-from vllm_hetero_spec.config import METHODS, ConfigError
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.errors import ConfigError
 
 
 class EngineId(NamedTuple):

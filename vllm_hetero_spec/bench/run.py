@@ -12,7 +12,7 @@ from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 Start = Callable[[EngineId], EngineProcess]
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 
 _MODULE = "vllm_hetero_spec.bench.vllm_engine"

@@ -28,7 +28,8 @@ from vllm_hetero_spec.cli.options import (
     dictionary,
     positive,
 )
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT

@@ -22,7 +22,7 @@ from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
 from vllm_hetero_spec.bench.values import optional
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance
 

@@ -34,7 +34,8 @@ from vllm_hetero_spec.bench.tables import (
     widened,
 )
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, add_engines, add_load, add_output, positive
-from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS, ConfigError
+from vllm_hetero_spec.config import DEFAULT_METHOD, METHODS
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import check_model, widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import fetch_weights

@@ -16,8 +16,8 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import Load, MeasurementError
-from vllm_hetero_spec.config import METHODS, ConfigError
-from vllm_hetero_spec.errors import first_line, one_line
+from vllm_hetero_spec.config import METHODS
+from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.pair_report import PairReport, Side, control_tokens
 from vllm_hetero_spec.cli.pair_tables import show
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.text.bridge import make_bridge

@@ -13,8 +13,7 @@ from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.cli.options import refusal
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.errors import ConfigError, first_line
 
 _HUNG_UP = 141  # as a shell has it of a program that ended with SIGPIPE
 

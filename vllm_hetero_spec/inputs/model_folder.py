@@ -4,8 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.errors import ConfigError, first_line
 from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf, tensors_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_hetero_spec.config import ConfigError
+from vllm_hetero_spec.errors import ConfigError
 
 BUILT_IN = (
     "The history of the printing press begins in the fifteenth century, when",

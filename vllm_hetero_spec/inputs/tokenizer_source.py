@@ -15,8 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import one_line
+from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.token_bytes import SPACE_MARK, components
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vllm_hetero_spec.config import ConfigError
-from vllm_hetero_spec.errors import first_line
+from vllm_hetero_spec.errors import ConfigError, first_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # as vLLM looks for them: the first kind that is there
 _LENGTH = 8  # bytes in front of the header of a safetensors file, which say how long it is
