@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_hetero_spec.advice.prospects import own_process, prospects, trees
+from vllm_hetero_spec.bench.advise import own_process, prospects, trees
 from vllm_hetero_spec.bench.figures import Row, figures_of
 from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId

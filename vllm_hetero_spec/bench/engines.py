@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the engine of an `EngineId`, and says how many may be up together on this machine."""
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from vllm_hetero_spec.bench.suite import KINDS, Drafter, Suite, Target, speculat
 from vllm_hetero_spec.config import METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
+from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
 
 # Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
@@ -21,7 +22,6 @@ _GPU_SHARE = 0.9  # of a device's memory
 _PAIR = 2  # `alone` and one other
 # Arguments of `vllm.LLM` that Hugging Face's peers heed too.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
-_HALF_PRECISION = ("bfloat16", "float16")
 
 
 def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> EngineProcess:
@@ -144,7 +144,7 @@ def device_share(at_once: int) -> dict[str, Any]:
 
 
 def _engine_bytes(target: Target) -> int | None:
-    """Memory of an engine on a CPU, with the largest drafter; None where it cannot be known."""
+    """Memory of an engine on a CPU, with the largest drafter; None if it is not known."""
     own = _float32_bytes(target.model)
     drafters = [_float32_bytes(drafter.model) for drafter in target.drafters]
     if own is None or None in drafters:
@@ -153,14 +153,7 @@ def _engine_bytes(target: Target) -> int | None:
 
 
 def _float32_bytes(model: str) -> int | None:
-    folder = Path(model)
-    config = folder / "config.json"
-    if not config.is_file():
-        return None
-    try:
-        plain = json.loads(config.read_text(encoding="utf-8"))
-        halves = (plain.get("dtype") or plain.get("torch_dtype")) in _HALF_PRECISION
-    except (OSError, ValueError, AttributeError):  # the engine says what is wrong
-        return None
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return sum(file.stat().st_size for file in files) * (2 if halves else 1)
+    """Of a folder; the engine reports what is wrong with it."""
+    with contextlib.suppress(ConfigError):
+        return weight_bytes(Path(model), 4)
+    return None

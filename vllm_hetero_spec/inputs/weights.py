@@ -2,6 +2,7 @@
 """Whether a model's weights are on this machine, and how they come here."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ _POINTER = b"version https://git-lfs"
 NO_GGUF = (
     "this vLLM reads no GGUF; give a folder or Hugging Face name of the same model in safetensors"
 )
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that are converted on loading
 _UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 # With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
 _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
@@ -106,6 +108,25 @@ def tensors_of(file: Path) -> list[dict[str, Any]]:
             "download the file again."
         )
     return tensors
+
+
+def weight_bytes(folder: Path, element: int) -> int | None:
+    """Memory of a model's weights in numbers of `element` bytes; None if there are none.
+
+    Quantized tensors of safetensors files and files of older formats keep their size.
+
+    Raises:
+        ConfigError: A safetensors file is not whole.
+    """
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        return sum(file.stat().st_size for file in folder.glob("*.bin")) or None
+    total = 0
+    for tensor in (tensor for file in files for tensor in tensors_of(file)):
+        begin, end = tensor["data_offsets"]
+        converted = tensor["dtype"] in _FLOATS
+        total += math.prod(tensor["shape"]) * element if converted else end - begin
+    return total
 
 
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
