@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the engine of an `EngineId`, and says how many may be up together on this machine."""
+"""Start of the engine of an `EngineId`, and the number of engines that fit on this machine."""
 
 import contextlib
 from pathlib import Path
@@ -15,12 +15,11 @@ from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
 
-# Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
-_OVERHEAD_BYTES = 2 << 30
+_OVERHEAD_BYTES = 2 << 30  # of an engine on a CPU beside the weights: libraries, KV, buffers
 _CPU_SHARE = 0.8  # of the free memory
 _GPU_SHARE = 0.9  # of a device's memory
 _PAIR = 2  # `alone` and one other
-# Arguments of `vllm.LLM` that Hugging Face's peers heed too.
+# Arguments of `vllm.LLM` that Hugging Face's peers have too.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
 
 
@@ -28,9 +27,9 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     """Start an engine and wait until it is ready.
 
     Args:
-        engine: Which one.
-        suite: What it belongs to.
-        at_once: Engines that share the machine, `at_once_for`'s answer.
+        engine: Of the suite.
+        suite: With its models and arguments.
+        at_once: Engines that share the machine.
         verbose: Let it write to stderr.
 
     Raises:
@@ -49,7 +48,7 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     config = vllm_config(engine, drafter)
-    # The side paths of a tree, fewer than its tokens, take places beside the requests'.
+    # The branches of a tree, fewer than its tokens, take places beside the requests.
     places = 1 + ((config or {}).get("tree_nodes") or 0)
     spec = EngineSpec(
         model=target.model,
@@ -64,7 +63,7 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
 
 
 def _of_shared_memory(error: Exception, at_once: int) -> str:
-    """What helps where engines that share a GPU lack memory, as lines of its sentence."""
+    """The remedy if engines that share a GPU lack memory."""
     if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
         return ""
     return (
@@ -74,7 +73,7 @@ def _of_shared_memory(error: Exception, at_once: int) -> str:
 
 
 def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for an engine; None for the target alone."""
+    """vLLM's `speculative_config`; None for the target alone."""
     if drafter is None or engine.lookahead is None:
         return None
     if engine.method in METHODS:
@@ -88,7 +87,7 @@ def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | N
 
 
 def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
-    """Why vLLM's `draft_model` cannot run a pair; None where the vocabularies agree.
+    """Why vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
 
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
@@ -111,11 +110,11 @@ def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
 
 
 def at_once_for(suite: Suite) -> int:
-    """How many engines may be up together.
+    """The number of engines that may be up together.
 
-    On a GPU two: `alone` and one other, each with half of the memory, or one where the suite gives
-    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory,
-    and two where the size of a model is not known because it lies on a hub.
+    On a GPU two, `alone` and one other, with half of the memory each; one if the suite gives
+    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory;
+    two if the size of a model is unknown because it is on a hub.
     """
     if suite.engines_at_once is not None:
         return suite.engines_at_once
@@ -130,7 +129,6 @@ def at_once_for(suite: Suite) -> int:
 
 
 def on_gpu() -> bool:
-    """Whether the engines run on GPUs."""
     import torch
 
     return torch.cuda.is_available()

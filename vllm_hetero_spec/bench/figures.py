@@ -42,7 +42,7 @@ class Spread:
 
 
 def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """Linearly interpolated; None of nothing."""
+    """Linearly interpolated; None without values."""
     if not values:
         return None
     return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
@@ -57,24 +57,17 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
-    """Ratios of tokens per second.
-
-    Args:
-        pairs: (run, reference) of the same round.
-
-    Returns:
-        The median of the ratios with their range; None without pairs.
-    """
+    """Ratios of tokens per second in pairs (run, reference) of the same round."""
     if not pairs:
         return None
     return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
 
 
 def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
-    """Standard error of `sum(parts) / sum(wholes)`, one pair for each independent group.
+    """Standard error of `sum(parts) / sum(wholes)`, one pair for each prompt.
 
-    Groups are prompts: their numbers vary together, so that a ratio of sums is less certain than
-    its total count says. None of fewer than two groups, or where all is zero.
+    The numbers of a prompt vary together, so that the ratio is less certain than its total count
+    suggests. None for a single prompt, or if all are zero.
     """
     groups, whole = len(parts), sum(wholes)
     if groups < 2 or not whole:
@@ -86,57 +79,29 @@ def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | N
 
 @dataclass(frozen=True)
 class Figures:
-    """What a cell did.
+    """What a cell did in all rounds; None if the engine does not count it, or there was none."""
 
-    Attributes:
-        requests: Completed prompts, of all rounds.
-        tokens: Generated target tokens, of all rounds.
-        seconds: Of all rounds.
-        ttft: Time to the first token.
-        tpot: Time per output token after the first arrival.
-        itl: Gaps between arrivals.
-        tokens_per_second: Of all requests together.
-        drafts: Drafts that the target verified.
-        draft_tokens: Target tokens proposed in them.
-        accepted_tokens: Those accepted.
-        acceptance_length: 1 + accepted / drafts; None without drafts.
-        acceptance_error: Its standard error over prompts; None of a single one.
-        acceptance_per_position: Share of drafts whose token at position 0, 1, ... was accepted.
-        acceptance_of_drafted: Share of the tokens drafted at a position that were accepted; empty
-            where the engine does not count them.
-        drafter_tokens: Tokens the drafter generated; None where the engine does not count them, as
-            for the times below.
-        translate_seconds: Translation, both directions.
-        forward_seconds: The drafter's forwards.
-        propose_seconds: Drafting in the engine's own process, with the forwards that run there.
-        verify_seconds: The rejection sampler.
-        skipped: Requests left undrafted in a step, by reason.
-        peak_memory_bytes: Largest of all rounds.
-        runner: Which of vLLM's model runners ran it; "" for other engines.
-        dtype: What the target computed in; "" where nobody says.
-    """
-
-    requests: int
-    tokens: int
+    requests: int  # completed prompts
+    tokens: int  # generated target tokens
     seconds: float
-    ttft: Quantiles | None
-    tpot: Quantiles | None
-    itl: Quantiles | None
+    ttft: Quantiles | None  # time to the first token
+    tpot: Quantiles | None  # time per output token after the first arrival
+    itl: Quantiles | None  # gaps between arrivals
     tokens_per_second: Spread
-    drafts: int
-    draft_tokens: int
+    drafts: int  # that the target verified
+    draft_tokens: int  # target tokens in them
     accepted_tokens: int
-    acceptance_length: float | None
-    acceptance_error: float | None
-    acceptance_per_position: list[float]
-    acceptance_of_drafted: list[float]
-    drafter_tokens: float | None
-    translate_seconds: float | None
-    forward_seconds: float | None
-    propose_seconds: float | None
-    verify_seconds: float | None
-    skipped: dict[str, int]
-    peak_memory_bytes: int
+    acceptance_length: float | None  # 1 + accepted / drafts
+    acceptance_error: float | None  # its standard error over prompts
+    acceptance_per_position: list[float]  # share of drafts whose token there was accepted
+    acceptance_of_drafted: list[float]  # share of the tokens drafted there; [] if not counted
+    drafter_tokens: float | None  # that the drafter generated
+    translate_seconds: float | None  # both directions
+    forward_seconds: float | None  # the drafter's forwards
+    propose_seconds: float | None  # drafting in the engine's own process
+    verify_seconds: float | None  # the rejection sampler
+    skipped: dict[str, int]  # requests without a draft in a step, by reason
+    peak_memory_bytes: int  # largest of all rounds
     runner: str = ""
     dtype: str = ""
 
@@ -194,8 +159,8 @@ def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
 def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> float | None:
     """Over prompts, all rounds of one together.
 
-    Engines count drafts of all prompts together. A prompt's share of them is taken from its later
-    arrivals: each brings one token, and those accepted with it.
+    Engines count drafts of all prompts together. The later arrivals of a prompt give its share:
+    each has one token, and those accepted with it.
     """
     if not accepted:
         return None
@@ -215,30 +180,20 @@ def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _total(samples: Sequence[Sample], counter: str) -> float | None:
-    """Of a counter of the plugin's; None where the engine does not count it."""
     found = [sample.worker[counter] for sample in samples if counter in sample.worker]
     return sum(found) if found else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A cell of the report.
-
-    Attributes:
-        cell: Which one.
-        figures: Its own.
-        speedup: Over the target alone in vLLM; None without a run of it to compare with.
-        speedup_over_hf: The same over the target alone in Hugging Face, for its methods.
-        speedup_over_first: The same over the first setting of the drafter, for its others.
-        identical: Prompts with the tokens of the reference in every round, and all prompts; None
-            where nothing is to be equal: sampled cells, and the references themselves.
-    """
+    """A cell of the report; None if there is nothing to compare with."""
 
     cell: Cell
     figures: Figures
-    speedup: Spread | None
-    speedup_over_hf: Spread | None
-    speedup_over_first: Spread | None
+    speedup: Spread | None  # over the target alone in vLLM
+    speedup_over_hf: Spread | None  # over the target alone in Hugging Face, for its methods
+    speedup_over_first: Spread | None  # over the first setting of the drafter, for its others
+    # Prompts with the reference's tokens in every round, and all prompts; greedy drafting alone.
     identical: tuple[int, int] | None
 
 
@@ -260,8 +215,7 @@ def rows_of(contents: Contents) -> list[Row]:
 def pairs_with(runs: Sequence[Recorded], references: Sequence[Recorded]) -> Pairs:
     """Each run with the reference's run of the same session, wave and round.
 
-    Where engines were up one at a time there is none: then the reference's run of that round in
-    another wave.
+    If engines were up one at a time: with its run of that round in another wave.
     """
     pairs = []
     for recorded in runs:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers as a measured engine: alone or with an assistant.
 
-Assisted generation takes one request at a time, so both generate the prompts one by one and are
-comparable with other engines at batch size 1. Across tokenizers its method depends on the load:
-universal assisted generation where it is greedy, token-level intersection where it is sampled.
+Assisted generation takes one request at a time, so both are comparable with other engines at batch
+size 1. Across tokenizers greedy loads use universal assisted generation, sampled loads token-level
+intersection.
 The child process is `python -m` this file.
 """
 
@@ -33,28 +33,15 @@ _DTYPES = {  # as vLLM names them
 
 @dataclass(frozen=True)
 class HuggingFaceSpec:
-    """What to start.
+    """What to start."""
 
-    Attributes:
-        model: The target: a Hugging Face name or a folder.
-        assistant: The drafter; None runs the target alone.
-        num_assistant_tokens: Lookahead in tokens of the assistant, the same in every round.
-        confidence_threshold: The assistant stops early below this probability; 0 never does, None
-            is Hugging Face's default.
-        dtype: Of both models, as vLLM names it; "auto" is float32 on CPUs, elsewhere the target's
-            own, where that is float32 bfloat16 as in vLLM.
-        tokenizer: The target's, where it is not the model's own.
-        revision: Of the target.
-        trust_remote_code: Run code of the models' repositories.
-    """
-
-    model: str
-    assistant: str | None = None
-    num_assistant_tokens: int = 4
-    confidence_threshold: float | None = None
-    dtype: str = "auto"
-    tokenizer: str | None = None
-    revision: str | None = None
+    model: str  # the target: a Hugging Face name or a folder
+    assistant: str | None = None  # the drafter; None: the target alone
+    num_assistant_tokens: int = 4  # of the assistant, in every round
+    confidence_threshold: float | None = None  # the assistant stops below; 0: never
+    dtype: str = "auto"  # as in vLLM; "auto": float32 on CPUs, elsewhere 16 bits
+    tokenizer: str | None = None  # of the target; None: the model's own
+    revision: str | None = None  # of the target
     trust_remote_code: bool = False
 
 
@@ -64,15 +51,10 @@ class HuggingFaceEngine(EngineProcess):
     program = "vllm_hetero_spec.bench.huggingface_engine"
 
     def run(self, load: Load) -> Sample:
-        """Generate a load of batch size 1, after a warm-up where it is the first of its kind.
+        """Generate a load of batch size 1.
 
-        A draft is counted as vLLM counts it, in every verification of at least one token. The
-        first one comes with the prompt's forward, so that `drafts` may exceed vLLM's by one for
-        each prompt.
-
-        Raises:
-            MeasurementError: The load is wider, or the engine failed or took too long and is
-                closed now.
+        A draft counts in every verification of at least one token, as in vLLM. The first one is
+        verified with the prompt, so that `drafts` may exceed vLLM's by one for each prompt.
         """
         if load.batch_size > 1:
             raise MeasurementError(
@@ -83,7 +65,7 @@ class HuggingFaceEngine(EngineProcess):
 
 
 class _Arrivals(BaseStreamer):
-    """Notes when tokens arrive: the accepted ones of a verification come together."""
+    """Records when tokens arrive: those of one verification arrive together."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -93,7 +75,7 @@ class _Arrivals(BaseStreamer):
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Take new tokens; the first call brings the prompt."""
+        """Take new tokens; the first call has the prompt."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -107,11 +89,7 @@ class _Arrivals(BaseStreamer):
 
 
 def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """A `Sample`'s counts of drafts.
-
-    Args:
-        verified: (drafted, accepted) tokens of each verification; those of no draft do not count.
-    """
+    """A `Sample`'s counts, from (drafted, accepted) tokens of each verification."""
     drafts = [(drafted, accepted) for drafted, accepted in verified if drafted]
     positions = range(max((drafted for drafted, _ in drafts), default=0))
     return {
@@ -124,7 +102,7 @@ def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 class Generator:
-    """A target, perhaps an assistant, and what has been run on them."""
+    """A target, perhaps an assistant, and the loads that ran on them."""
 
     def __init__(self, spec: HuggingFaceSpec) -> None:
         self._spec = spec
@@ -136,15 +114,15 @@ class Generator:
         self._warm: set[bool] = set()
         self._widths: list[int] = []
         self._target.register_forward_pre_hook(self._saw_forward, with_kwargs=True)
-        # Of the model's defaults only the ends of a text count, as in vLLM once told how to sample.
+        # Of the model's defaults only the EOS ids count, as in vLLM with sampling parameters.
         ends = self._target.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self._ends = sorted({*ends, self._tokenizer.eos_token_id} - {None})
         self._target.generation_config = GenerationConfig()
-        self._assistant(sampled=False)  # a folder that cannot be loaded is said at once
+        self._assistant(sampled=False)  # refuse a folder that cannot be loaded at once
 
     def run(self, load: Load) -> Sample:
-        """Generate a load, after a warm-up where it is the first greedy or sampled one."""
+        """Generate a load, the first greedy or sampled one after a warm-up."""
         sampled = load.temperature > 0
         if sampled not in self._warm:
             self._generate_all(load.warm_up)
@@ -203,10 +181,10 @@ class Generator:
         self._widths.append(named["input_ids"].shape[1])
 
     def _assistant(self, sampled: bool) -> dict[str, Any]:
-        """What `generate` is to be given beside the target's own arguments.
+        """Further arguments of `generate`.
 
-        Sampling across tokenizers prunes the assistant's embeddings for good, so that a greedy load
-        needs another copy of it.
+        Sampling across tokenizers prunes the assistant's embeddings for good, so that greedy loads
+        need another copy of it.
         """
         if self._spec.assistant is None:
             return {}
@@ -224,7 +202,6 @@ class Generator:
         return self._assistants[sampled]
 
     def _dtype(self) -> torch.dtype:
-        """The target's, as vLLM takes it."""
         spec = self._spec
         if spec.dtype in _DTYPES:
             return _DTYPES[spec.dtype]
@@ -258,7 +235,6 @@ class Generator:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Errors of a model that cannot be loaded, in a sentence."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -266,11 +242,11 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _in_order(tokenizer: Any) -> Any:
-    """The tokenizer, its vocabulary listed by id.
+    """The tokenizer with its vocabulary in the order of ids.
 
-    transformers 5.19 takes an assistant's logits for those of its ids in rising order, but they
-    come in the order of this list, which is a hash table's. Drafts are then verified against
-    another token's probability: all are accepted, and samples do not follow the target's law.
+    transformers 5.19 assumes that an assistant's logits are in the order of its ids, but they have
+    the order of this dictionary. Without this, drafts are verified against another token's
+    probability: all are accepted, and samples do not follow the target's distribution.
     """
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=itemgetter(1)))
     tokenizer.get_vocab = vocabulary.copy
@@ -278,11 +254,7 @@ def _in_order(tokenizer: Any) -> Any:
 
 
 def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
-    """Load the models.
-
-    Raises:
-        ConfigError: A model cannot be loaded.
-    """
+    """Load the models, and return a function that runs a load on them."""
     return Generator(spec).run
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured and how its figures are defined: a load, and what an engine did with it.
+"""A load, what an engine did with it, and the definition of each figure.
 
-Pure Python, so that vLLM, its peers and the reports mean the same by every figure. All times are
-host seconds counted from the moment the load began.
+All times are host seconds from the start of the load.
 """
 
 from collections.abc import Sequence
@@ -19,50 +18,32 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is to generate.
-
-    Attributes:
-        prompts: Texts, each completed once.
-        max_tokens: Longest completion, in target tokens.
-        batch_size: Requests in flight; the next prompt starts when one ends.
-        temperature: 0 is greedy.
-        top_p: Nucleus of the target's distribution; 1 is all of it.
-        seed: Of request i is `seed + i`; None leaves sampling unseeded.
-        ignore_eos: Generate `max_tokens` whatever comes.
-    """
+    """What an engine generates: each prompt is completed once."""
 
     prompts: Sequence[str]
-    max_tokens: int
-    batch_size: int = 1
+    max_tokens: int  # target tokens of a completion
+    batch_size: int = 1  # requests in flight; the next prompt starts when one ends
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int | None = None
+    seed: int | None = None  # request i has `seed + i`; None: unseeded
     ignore_eos: bool = False
 
     @property
     def warm_up(self) -> "Load":
-        """What is generated before: memory for such prompts is there then, and kernels are made."""
+        """The load that allocates memory and compiles kernels before this one is measured."""
         tokens, prompts = min(self.max_tokens, _WARM_UP_TOKENS), self.prompts[: self.batch_size]
         return replace(self, prompts=prompts, max_tokens=tokens, ignore_eos=True, seed=None)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One request as a client sees it.
+    """One request as a client sees it."""
 
-    Attributes:
-        token_ids: Generated target ids.
-        text: The same as text.
-        sent: When the request was sent.
-        times: When output arrived, in order.
-        counts: New tokens in each arrival; they add up to `len(token_ids)`.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # generated target ids
     text: str
-    sent: float
-    times: list[float]
-    counts: list[int]
+    sent: float  # seconds
+    times: list[float]  # seconds, of each arrival of output
+    counts: list[int]  # new tokens of each arrival
 
     @property
     def ttft(self) -> float:
@@ -71,47 +52,35 @@ class Trace:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first arrival; None where all came at once."""
+        """Time per output token after the first arrival; None if all came at once."""
         later = sum(self.counts[1:])
         return (self.times[-1] - self.times[0]) / later if later else None
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies as a reader feels them: the gaps between arrivals."""
+        """Gaps between arrivals."""
         return [after - before for before, after in pairwise(self.times)]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What an engine did with a load, its warm-up not counted.
+    """What an engine did with a load, without the warm-up.
 
-    Attributes:
-        traces: One per prompt, in the order of the prompts.
-        seconds: From the first request to the last token; model loading is not in it.
-        drafts: Drafts that the target verified; 0 without speculation.
-        draft_tokens: Target tokens in them, never padding.
-        accepted_tokens: Those the target accepted, bonus tokens not counted.
-        accepted_per_position: Accepted tokens at draft position 0, 1, ...
-        drafted_per_position: Draft tokens at position 0, 1, ...; empty where the engine does not
-            count them.
-        worker: Growth of the plugin's counters (`DraftStats`); empty for other engines.
-        peak_memory_bytes: Of the engine's processes: on GPUs most bytes of tensors on the devices,
-            for vLLM since it started; else the sum of each process's highest resident memory.
-        runner: Which of vLLM's model runners ran the target, "V1" or "V2"; "" for other engines.
-        dtype: What the target computed in, as "bfloat16"; "" where nobody says.
+    Peak memory is, on GPUs, the most bytes of tensors on the devices (for vLLM since it started);
+    on CPUs the sum over the engine's processes of their highest resident memory.
     """
 
-    traces: list[Trace]
-    seconds: float
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    traces: list[Trace]  # one per prompt, in their order
+    seconds: float  # from the first request to the last token
+    drafts: int = 0  # that the target verified
+    draft_tokens: int = 0  # target tokens in them, without padding
+    accepted_tokens: int = 0  # without bonus tokens
     accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
-    worker: dict[str, Any] = field(default_factory=dict)
+    drafted_per_position: list[int] = field(default_factory=list)  # empty: not counted
+    worker: dict[str, Any] = field(default_factory=dict)  # growth of the plugin's counters
     peak_memory_bytes: int = 0
-    runner: str = ""
-    dtype: str = ""
+    runner: str = ""  # vLLM's model runner, "V1" or "V2"
+    dtype: str = ""  # of the target, for example "bfloat16"
 
     @property
     def tokens(self) -> int:
@@ -120,7 +89,7 @@ class Sample:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens of all prompts per second of wall-clock time."""
+        """Of all prompts together, in wall-clock time."""
         return self.tokens / self.seconds
 
     @property

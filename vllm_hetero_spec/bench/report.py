@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a results file says, as Markdown, as data, and as a table on a terminal."""
+"""The report of a results file: Markdown, JSON, and a table on a terminal."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -147,7 +147,6 @@ def write_report(folder: Path, contents: Contents) -> list[Row]:
 
 
 def markdown(contents: Contents, rows: Sequence[Row]) -> str:
-    """The whole report."""
     parts = [f"# {contents.header['suite']['name']}", *_preamble(contents)]
     drafting = [row for row in rows if row.figures.drafts]
     for title, columns, shown in (
@@ -163,7 +162,7 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
 
 
 def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
-    """The table of speeds, drawn on a terminal and as Markdown elsewhere."""
+    """Print the table of speeds: drawn on a terminal, as Markdown elsewhere."""
     if not console.is_terminal:
         console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
     else:
@@ -173,7 +172,7 @@ def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> No
 
 
 def notes(contents: Contents) -> list[str]:
-    """What a reader of the figures must know of how they came about."""
+    """What a reader of the figures must know about the measurement."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)
@@ -194,7 +193,7 @@ def notes(contents: Contents) -> list[str]:
 
 
 def runner_notes(contents: Contents) -> list[str]:
-    """Which methods vLLM ran on another model runner than their target alone."""
+    """Methods that vLLM ran on another model runner than their target alone."""
     runners = {
         recorded.run.cell.engine: recorded.sample.runner
         for recorded in contents.samples
@@ -214,7 +213,7 @@ def runner_notes(contents: Contents) -> list[str]:
 
 
 def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Zero and all MLP columns of the targets that were made slower on purpose, by name."""
+    """Zero and all MLP columns of targets that were made slower on purpose, by name."""
     found = {target.name: widened_columns(target.model) for target in targets}
     return {name: columns for name, columns in found.items() if columns}
 
@@ -242,7 +241,6 @@ def _preamble(contents: Contents) -> list[str]:
 
 
 def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
-    """Cells by reason."""
     by_reason: dict[str, list[str]] = {}
     for cell, reason in reasons.items():
         by_reason.setdefault(one_line(reason), []).append(f"`{cell}`")
@@ -253,7 +251,6 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
 
 
 def _as_data(row: Row) -> dict[str, Any]:
-    """A row with the parts of its cell beside its figures."""
     plain = as_data(row)
     cell = plain.pop("cell")
     return {"name": str(row.cell), **cell.pop("engine"), **cell, **plain}

@@ -19,21 +19,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table.
-
-    Attributes:
-        name: Its head.
-        value: What it shows of a row; functions below write numbers.
-        help: What the figure means, as a clause.
-    """
+    """A column of a table."""
 
     name: str
     value: Callable[[Row], str]
-    help: str = ""
+    help: str = ""  # the meaning of the figure, as a clause
 
 
 def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """One line per row, in Markdown."""
     lines = [[column.name for column in columns], ["---"] * len(columns)]
     lines += [[column.value(row).replace("|", "\\|") for column in columns] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -52,14 +45,14 @@ def side_by_side(
     rows: Mapping[str, Row],
     title: str | None = None,
 ) -> Table:
-    """One line per column and one column per row, under its name; lines of dashes are left out."""
+    """One line per column and one column per row, under its name; without lines of dashes."""
     lines = [[column.name, *map(column.value, rows.values())] for column in columns]
     kept = [line for line in lines if set(line[1:]) - {NONE, ""}]
     return _drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
 
 
 def meanings(columns: Sequence[Column[Any]]) -> str:
-    """What the columns mean, for the line below a table."""
+    """The line below a table."""
     return "; ".join(f"{column.name}: {column.help}" for column in columns if column.help) + "."
 
 
@@ -83,39 +76,33 @@ def print_json(data: Any) -> None:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number with a fixed count of decimals."""
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
 def count(value: float | None) -> str:
-    """A whole number, its thousands set apart."""
     return number(value, 0)
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time in milliseconds, without the unit."""
     return NONE if seconds is None else number(1e3 * seconds, 1)
 
 
 def mebibytes(size: float | None) -> str:
-    """Bytes in MiB, without the unit."""
     return NONE if size is None else count(size / _MIB)
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 as a percentage."""
     return NONE if share is None else f"{share:.1%}"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """A value and its standard error, if that is known."""
     if value is None or error is None:
         return number(value, digits)
     return f"{number(value, digits)} ± {number(error, digits)}"
 
 
 def ratio(found: Spread | None) -> str:
-    """A speedup, and its range where there are several rounds."""
+    """A speedup, and its range over several rounds."""
     if found is None:
         return NONE
     bounds = f" ({found.low:.2f}-{found.high:.2f})" if found.rounds > 1 else ""
@@ -123,17 +110,15 @@ def ratio(found: Spread | None) -> str:
 
 
 def median(found: Quantiles | None) -> str:
-    """The median of latencies, in milliseconds."""
     return milliseconds(found.median if found else None)
 
 
 def tail(found: Quantiles | None) -> str:
-    """The median, p90 and p99 of latencies, in milliseconds."""
     return " / ".join(map(milliseconds, (found.median, found.p90, found.p99))) if found else NONE
 
 
 def widened(target: str, columns: tuple[int, int]) -> str:
-    """What a reader must know of a target that was made slower on purpose."""
+    """The note about a target that was made slower on purpose."""
     zero, every = columns
     return (
         f"{target} is a model widened with zero MLP columns: {zero:,} of {every:,} add nothing but "
