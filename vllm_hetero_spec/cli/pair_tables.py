@@ -53,9 +53,7 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     rows = list(_control(found["bridge"]["control_tokens"], opened))
     console.print(_listed(("token", "becomes"), rows, "target's control tokens for the drafter"))
     for name, methods in found["methods"].items():
-        title = (
-            f"methods at {'temperature 0' if name == 'temperature_0' else 'higher temperatures'}"
-        )
+        when = "temperature 0" if name == "temperature_0" else "higher temperatures"
         rows = [(str(place), *each) for place, each in enumerate(methods, 1)]
         console.print(_listed(("", "method", "why"), rows, f"methods at {when}"))
 
