@@ -180,7 +180,7 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
 
 
 def test_a_wider_load_is_refused(assisted: HuggingFaceEngine) -> None:
-    with pytest.raises(MeasurementError, match="use batch size 1"):
+    with pytest.raises(MeasurementError, match="for at most 1 requests"):
         assisted.run(Load(["a", "b"], max_tokens=4, batch_size=2))
 
 

@@ -59,6 +59,7 @@ class EngineProcess:
         run_timeout: float = 3600.0,
     ) -> None:
         self._run_timeout = run_timeout
+        self._widest: int | None = getattr(spec, "max_batch_size", None)
         self._closed = False
         self._log = None if verbose else tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         output = self._log or sys.stderr
@@ -85,14 +86,20 @@ class EngineProcess:
         return self._process.pid
 
     def run(self, load: Load) -> Sample:
-        """Generate a load.
+        """Generate a load; every one computes its prompts anew.
 
         Raises:
             ConfigError: The engine refused the load; it stays up.
-            MeasurementError: The engine failed or took too long, and is closed now.
+            MeasurementError: The load is wider than the engine, or the engine failed or took too
+                long and is closed now.
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
+        if self._widest is not None and load.batch_size > self._widest:
+            raise MeasurementError(
+                f"a load of batch size {load.batch_size} on an engine for at most {self._widest} "
+                "requests at a time"
+            )
         for folder in processes(self.pid):
             with contextlib.suppress(OSError):  # if the kernel does not have it
                 (folder / "clear_refs").write_text("5")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
 from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
-from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 
 _DTYPES = {  # as vLLM names them
@@ -43,25 +43,17 @@ class HuggingFaceSpec:
     tokenizer: str | None = None  # of the target; None: the model's own
     revision: str | None = None  # of the target
     trust_remote_code: bool = False
+    max_batch_size: ClassVar[int] = 1  # one request at a time
 
 
 class HuggingFaceEngine(EngineProcess):
-    """`generate` for a `HuggingFaceSpec`; both models in one dtype."""
+    """`generate` for a `HuggingFaceSpec`; both models in one dtype.
+
+    A draft counts in every verification of at least one token, as in vLLM. The first one is
+    verified with the prompt, so that `drafts` may exceed vLLM's by one for each prompt.
+    """
 
     program = "vllm_hetero_spec.bench.huggingface_engine"
-
-    def run(self, load: Load) -> Sample:
-        """Generate a load of batch size 1.
-
-        A draft counts in every verification of at least one token, as in vLLM. The first one is
-        verified with the prompt, so that `drafts` may exceed vLLM's by one for each prompt.
-        """
-        if load.batch_size > 1:
-            raise MeasurementError(
-                f"a load of batch size {load.batch_size} on Hugging Face's generate, which is "
-                "measured one request at a time; use batch size 1"
-            )
-        return super().run(load)
 
 
 class _Arrivals(BaseStreamer):

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
-from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 
@@ -41,19 +41,6 @@ class VllmEngine(EngineProcess):
     """vLLM for an `EngineSpec`, its engine core in another process below, as in production."""
 
     program = _MODULE
-
-    def __init__(self, spec: EngineSpec, **options: Any) -> None:
-        self._max_batch_size = spec.max_batch_size
-        super().__init__(spec, **options)
-
-    def run(self, load: Load) -> Sample:
-        """Generate a load; every one computes its prompts anew."""
-        if load.batch_size > self._max_batch_size:
-            raise MeasurementError(
-                f"a load of batch size {load.batch_size} on an engine started for at most "
-                f"{self._max_batch_size}; raise max_batch_size"
-            )
-        return super().run(load)
 
 
 class DeviceMemory:
