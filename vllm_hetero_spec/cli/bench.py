@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, suite: Suite, results: Results, progress: Console
 ) -> None:
-    # What the first session found room for, so that waves are the same in all of them.
+    # Of the first session, so that all sessions have the same waves.
     at_once = results.contents.header["engines_at_once"]
     plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
     pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
@@ -101,7 +101,7 @@ def _measure(
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )
-    # Whoever ends this process ends its engines.
+    # A SIGTERM to this process also ends its engines.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Reporter(progress) as reporter:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor`: is the installation sound, and if not, what mends it."""
+"""`vllm-hetero-spec doctor`: faults of the installation and their fixes."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
 
 
 class Unsound(Exception):
-    """Some check failed; what and why has been printed."""
+    """Some check failed; its findings are printed."""
 
 
 def add_parser(commands: Any) -> None:

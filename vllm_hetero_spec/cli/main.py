@@ -22,22 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0 on success, 1 where an engine or the machine failed, 2 for wrong input,
-        141, without a word, where nobody reads on.
+        The exit code: 0 on success, 1 if an engine or the machine failed, 2 for wrong input, 141 if
+        the reader of the output has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale need not have a completion's characters
+            stream.reconfigure(errors="replace")  # the locale may lack characters of a completion
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as ended:
-        # rich makes an exit of it.
+        # rich turns it into an exit.
         if not any(isinstance(each, BrokenPipeError) for each in (ended, ended.__context__)):
             raise
-        # What is left to print would be tried once more at the end of Python.
+        # Python flushes the rest of the output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _HUNG_UP
 

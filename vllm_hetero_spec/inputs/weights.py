@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's weights are on this machine, and how they come here."""
+"""A model's weights: whether they are on this machine, their download, their size."""
 
 import json
 import math
@@ -23,7 +23,7 @@ _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
 
 
 def local_folder(name: str) -> Path | None:
-    """Where the files of a model are on this machine; None where there are none."""
+    """The folder of a model's files on this machine; None if there is none."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -37,11 +37,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def only_gguf(name: str) -> bool:
-    """Whether a model that cannot be read is a GGUF file, or a folder or repository of such files.
-
-    Args:
-        name: A Hugging Face name, a folder or a file.
-    """
+    """Whether a model that cannot be read is a GGUF file, or a folder or repository of them."""
     path = Path(name).expanduser()
     if path.is_dir():
         return any(path.glob("*.gguf")) and not _has_weights(path)
@@ -53,7 +49,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def missing_weights(name: str) -> str:
-    """Why a model's weights cannot be read here, in a clause; "" where they can."""
+    """Why a model's weights cannot be read here, in a clause; "" if they can."""
     folder = local_folder(name)
     if folder is not None:
         used = sorted(folder.glob("*.safetensors"))
@@ -79,7 +75,7 @@ def missing_weights(name: str) -> str:
 
 
 def tensors_of(file: Path) -> list[dict[str, Any]]:
-    """What a safetensors file says of each of its tensors: dtype, shape and data_offsets.
+    """The dtype, shape and data_offsets of each tensor of a safetensors file.
 
     Raises:
         ConfigError: It is no such file, or not all of it is there.
@@ -130,13 +126,10 @@ def weight_bytes(folder: Path, element: int) -> int | None:
 
 
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
-    """Download what is missing of a model, with bars on stderr.
+    """Download missing files of a model, with bars on stderr.
 
-    An engine would do it out of sight, and within its time to start.
-
-    Args:
-        name: A Hugging Face name or a folder.
-        engine: Arguments of `vllm.LLM`; where they say where weights are, that is vLLM's matter.
+    An engine would do it without a sign, and within its time to start. Nothing if the arguments of
+    `vllm.LLM` name another place of the weights.
 
     Raises:
         ConfigError: They are in no folder, or cannot be downloaded.
@@ -159,7 +152,7 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
 
 
 def wanted_files(files: Sequence[str]) -> list[str]:
-    """Those of a repository that an engine reads: one format of weights, and what is no weights."""
+    """The files of a repository that an engine reads: one format of weights, and other files."""
     top = [file for file in files if "/" not in file]
     of_kind = {kind: [f for f in top if PurePosixPath(f).suffix == kind] for kind in _WEIGHTS}
     weights = next(filter(None, of_kind.values()), [])
