@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a benchmark: a bar on a terminal, plain lines elsewhere, time left in both."""
+"""Progress of a benchmark: a line for each start and each run, with the time left."""
 
 import statistics
 from collections.abc import Collection, Sequence
-from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_hetero_spec.bench.load import Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
@@ -44,7 +41,7 @@ class TimeLeft:
 
 
 class Reporter:
-    """Writes the progress to a console; a context manager."""
+    """Writes the progress to a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,29 +49,11 @@ class Reporter:
         self._total = 0
         self._up = set[EngineId]()
         self._estimate = TimeLeft()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None, left="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def begin(self, runs: Collection[Measurement]) -> None:
         """Set what will be measured, in order."""
         self._left = list(runs)
         self._total = len(runs)
-        self._bar.update(self._task, total=self._total)
 
     def starting(self, engine: EngineId) -> None:
         """Report the start of an engine."""
@@ -84,10 +63,6 @@ class Reporter:
         """Report that it is ready, or failed to start."""
         self._up.add(engine)
         self._estimate.started(seconds)
-
-    def measuring(self, run: Measurement) -> None:
-        """Report the start of a run."""
-        self._bar.update(self._task, description=escape(f"{run.cell}, round {run.round + 1}"))
 
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
         """Report the end of a run after `seconds`, its warm-up included."""
@@ -104,15 +79,12 @@ class Reporter:
         self._left.remove(run)
         engines = {left.cell.engine for left in self._left} - self._up
         seconds = self._estimate.seconds(self._left, len(engines))
-        left = f"about {_duration(seconds)} left" if seconds and self._left else ""
+        left = f"; about {_duration(seconds)} left" if seconds and self._left else ""
         count = self._total - len(self._left)
-        self._bar.update(self._task, completed=count, left=left)
-        line = f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}"
-        # The bar shows the time left itself.
-        self._say(f"{line}; {left}" if left and not self._console.is_terminal else line)
+        self._say(f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}{left}")
 
     def _say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

@@ -64,7 +64,6 @@ def _measure(
     engine = run.cell.engine
     try:
         running = engines.running(engine)
-        reporter.measuring(run)
         began = time.perf_counter()
         sample = running.run(load_of(run, suite))
     except (ConfigError, MeasurementError) as error:

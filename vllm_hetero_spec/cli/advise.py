@@ -155,9 +155,8 @@ def _measure(suite: Suite, verbose: bool) -> Measured:
     start = functools.partial(engines.start, suite=suite, at_once=at_once, verbose=verbose)
     header = {"widened": widened_targets(suite.targets), "gpu": engines.on_gpu()}
     results = Results(header=header | {"engines_at_once": at_once})
-    with Reporter(Console(stderr=True)) as reporter:
-        plan = make_plan(suite, at_once, lambda target, drafter: None)
-        run_plan(plan, suite, results, start, reporter)
+    plan = make_plan(suite, at_once, lambda target, drafter: None)
+    run_plan(plan, suite, results, start, Reporter(Console(stderr=True)))
     for cell, reason in results.contents.errors.items():
         if cell.engine.method == ALONE:
             raise MeasurementError(f"the target alone: {reason}")

@@ -104,8 +104,7 @@ def _measure(
     # A SIGTERM to this process also ends its engines.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Reporter(progress) as reporter:
-            run_plan(plan, suite, results, start, reporter)
+        run_plan(plan, suite, results, start, Reporter(progress))
     except KeyboardInterrupt:
         progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
         raise

@@ -96,8 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
         fetch_weights(model, target.engine)
     start = functools.partial(engines.start, suite=suite, at_once=1, verbose=arguments.verbose)
     results = Results()
-    with _Reporter(Console(stderr=True)) as reporter:
-        run_plan(plan, suite, results, start, reporter)
+    run_plan(plan, suite, results, start, _Reporter(Console(stderr=True)))
     alone, drafted = rows_of(results.contents)
     if arguments.json:
         print_json(_as_json(target, alone, drafted))
