@@ -6,13 +6,11 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.pair_tables import show
@@ -37,7 +35,6 @@ from vllm_hetero_spec.text.statistics import (
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
 _LONGEST = 16  # bytes; longer tokens share the last number of a histogram
-_BATCH = 64  # documents between two moves of the progress bar
 _EXAMPLES = 12  # characters without a token
 _TEMPERATURES = (0.0, 1.0)  # for which the methods are put in order
 
@@ -75,14 +72,20 @@ def run(arguments: argparse.Namespace) -> None:
     """
     documents = _documents(arguments.text)
     pair = {"target": arguments.target, "drafter": arguments.drafter}
-    with _collector_off(), _progress() as progress:
-        opened = {}
-        for role, name in pair.items():
-            with _step(progress, f"opening the {role}'s tokenizer"):
-                trust = arguments.trust_remote_code
-                opened[role] = open_tokenizer(name, role, trust_remote_code=trust)
-        source = str(arguments.text or "built-in")
-        found = _findings(opened["target"], opened["drafter"], documents, source, progress)
+    trust = arguments.trust_remote_code
+    collects = gc.isenabled()
+    gc.disable()  # it takes a quarter of the time, and finds nothing to free
+    try:
+        with Console(stderr=True).status("comparing the tokenizers ..."):
+            opened = {
+                role: open_tokenizer(name, role, trust_remote_code=trust)
+                for role, name in pair.items()
+            }
+            source = str(arguments.text or "built-in")
+            found = _findings(opened["target"], opened["drafter"], documents, source)
+    finally:
+        if collects:
+            gc.enable()
     if arguments.json:
         print_json(found)
     else:
@@ -108,28 +111,20 @@ def _documents(file: Path | None) -> list[str]:
 
 
 def _findings(
-    target: OpenTokenizer,
-    drafter: OpenTokenizer,
-    documents: Sequence[str],
-    source: str,
-    progress: Progress,
+    target: OpenTokenizer, drafter: OpenTokenizer, documents: Sequence[str], source: str
 ) -> dict[str, Any]:
     """Every finding under stable names; shares are between 0 and 1."""
     theirs, ours = target.text, drafter.text
-    with _step(progress, "comparing the vocabularies"):
-        strings = {
-            "target": set(theirs.token_bytes),
-            "drafter": set(ours.token_bytes),
-            "shared": shared_text(theirs, ours),
-        }
-        # Numbers of byte strings of 1, 2, ... bytes.
-        lengths = {name: length_histogram(each, _LONGEST) for name, each in strings.items()}
-        overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
-    with _step(progress, "comparing the two on the text", len(documents)) as task:
-        meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
-        for start in range(0, len(documents), _BATCH):
-            meter.add(documents[start : start + _BATCH])
-            progress.advance(task, _BATCH)
+    strings = {
+        "target": set(theirs.token_bytes),
+        "drafter": set(ours.token_bytes),
+        "shared": shared_text(theirs, ours),
+    }
+    # Numbers of byte strings of 1, 2, ... bytes.
+    lengths = {name: length_histogram(each, _LONGEST) for name, each in strings.items()}
+    overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
+    meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
+    meter.add(documents)
     bridge = make_bridge(
         theirs,
         ours,
@@ -215,37 +210,3 @@ def _control_tokens(target: OpenTokenizer, special: SpecialTokens) -> Iterator[M
             "text": text,
             "becomes": kind if drafter_id is None else "special",
         }
-
-
-def _progress() -> Progress:
-    """A bar on stderr, on terminals only."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-@contextmanager
-def _step(progress: Progress, description: str, total: int | None = None) -> Iterator[Any]:
-    task = progress.add_task(description, total=total)
-    try:
-        yield task
-    finally:
-        progress.remove_task(task)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """No garbage collection: it takes a quarter of the time, and finds nothing to free."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
