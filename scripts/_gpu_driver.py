@@ -27,8 +27,8 @@ from _gpu_engine import (
 from _gpu_profile import device_use, host_use
 
 import vllm_hetero_spec
-from vllm_hetero_spec.measure.child_process import serve
-from vllm_hetero_spec.measure.vllm_driver import Driver, start
+from vllm_hetero_spec.bench.child_process import serve
+from vllm_hetero_spec.bench.vllm_engine import Driver, start
 
 _WARM_UPS, _REPEATS = 3, 20
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_hetero_spec.measure.child_process import EngineProcess
-from vllm_hetero_spec.measure.load import Load, Sample
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import Load, Sample
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec
 
 _FAULTS = ("drafter_error", "backing_off", "nan_logits")
 

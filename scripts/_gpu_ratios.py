@@ -18,7 +18,7 @@ from _gpu_engine import Continuation, Facts, GpuEngine, Lesson, Outcome, Record,
 from _gpu_parts import RATE, Report, Result
 from _gpu_setups import FIXED, LOOKAHEAD, Options, Setups, modes, running, served, shells, tried
 
-from vllm_hetero_spec.report.figures import speedup
+from vllm_hetero_spec.bench.figures import speedup
 
 _BATCHES = (1, 8)
 # In bfloat16 logits between 16 and 32 are steps of 1/8 apart. Rows of another batch are rounded

@@ -3,7 +3,7 @@
 
 import _shell
 
-from vllm_hetero_spec.measure.vllm_driver import DeviceMemory
+from vllm_hetero_spec.bench.vllm_engine import DeviceMemory
 
 _shell.register()
 

@@ -34,7 +34,7 @@ from rich.progress import Progress
 
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.measure.load import Load, Sample
+from vllm_hetero_spec.bench.load import Load, Sample
 
 ALONE, SERIAL, AHEAD = "target alone", "serial, one core", "ahead, one core each"
 ALONE_THERE, LONG = "target alone, one core", "serial, long drafts"
@@ -80,7 +80,7 @@ def begin(engine: Engine, options: argparse.Namespace, cache: str) -> None:
     from _timed_worker import timed
     from vllm import LLM
 
-    from vllm_hetero_spec.measure.vllm_driver import Driver
+    from vllm_hetero_spec.bench.vllm_engine import Driver
 
     global _engine
     llm = LLM(

@@ -24,9 +24,8 @@ from _host_sections import SECTIONS, OwnTime, wrap_sections
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hetero_spec.measure.load import Load
-from vllm_hetero_spec.measure.vllm_driver import Driver, start
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
+from vllm_hetero_spec.bench.load import Load
+from vllm_hetero_spec.bench.vllm_engine import Driver, EngineSpec, start
 from vllm_hetero_spec.paths import demo_folder
 
 _TEXTS = 3  # for each request of a batch

@@ -16,12 +16,12 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
-from vllm_hetero_spec.measure.load import MeasurementError, Sample, Trace
 
 ALONE = Sample(
     traces=[

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_hetero_spec.bench.datasets import Dataset
-from vllm_hetero_spec.bench.suite import Drafter, Target
-from vllm_hetero_spec.bench.suite_file import SuiteFile
+from vllm_hetero_spec.bench.suite import Drafter, SuiteFile, Target
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 from vllm_hetero_spec.options import (

@@ -9,13 +9,13 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
+from vllm_hetero_spec.bench import vllm_engine
+from vllm_hetero_spec.bench.child_process import causes
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli import health
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.cli.nodes import COLUMNS, DRAFTER, KEY, PLUGIN, faults
-from vllm_hetero_spec.measure import vllm_engine
-from vllm_hetero_spec.measure.child_process import causes
-from vllm_hetero_spec.measure.load import MeasurementError
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:

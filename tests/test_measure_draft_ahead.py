@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from measure_draft_ahead import AHEAD, ALONE, COLUMNS, SERIAL, Run, report
 
-from vllm_hetero_spec.measure.load import Sample, Trace
+from vllm_hetero_spec.bench.load import Sample, Trace
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 

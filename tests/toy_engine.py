@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Callable
 
+from vllm_hetero_spec.bench.child_process import serve
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.child_process import serve
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 
 def build(spec: str) -> Callable[[Load], Sample]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_hetero_spec.bench.engines import vllm_config
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
+from vllm_hetero_spec.options import parse
 from vllm_hetero_spec.options import parse
 
 PROMPTS = ("one", "two", "three", "four")

@@ -11,10 +11,10 @@ import pytest
 from advice_fakes import ALONE, PROMPTS, Fakes, World
 
 from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import missing_weights
-from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.options import parse
 
 Make = Callable[..., str]

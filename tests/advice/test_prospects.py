@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_hetero_spec.advice.prospects import own_process, prospects, trees
-from vllm_hetero_spec.bench.figures import figures_of
+from vllm_hetero_spec.bench.advise import own_process, prospects, trees
+from vllm_hetero_spec.bench.figures import Row, figures_of
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId
-from vllm_hetero_spec.bench.rows import Row
-from vllm_hetero_spec.measure.load import Sample, Trace
 
 
 def row_of(engine: EngineId, batch: int, seconds: float, proposing: float | None = None) -> Row:

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId, Measurement
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 # A suite file with nothing wrong.
 GOOD = """\
@@ -164,8 +164,6 @@ class Silent:
     def starting(self, engine: EngineId) -> None: ...
 
     def started(self, engine: EngineId, seconds: float) -> None: ...
-
-    def measuring(self, run: Measurement) -> None: ...
 
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None: ...
 

@@ -12,20 +12,18 @@ import pytest
 from bench_fakes import GOOD, Fakes
 from bench_fakes import SUITE as FAKE_SUITE
 
-from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench import engines, huggingface_engine, vllm_engine
 from vllm_hetero_spec.bench.engines import vocabularies_differ
+from vllm_hetero_spec.bench.figures import rows_of
+from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceSpec
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.results import read_results
-from vllm_hetero_spec.bench.rows import rows_of
-from vllm_hetero_spec.bench.suite import Drafter, Target
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import Drafter, Target, read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
-from vllm_hetero_spec.measure import huggingface_engine, vllm_engine
-from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
-from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.options import METHODS
 
 Write = Callable[[str], Path]
@@ -229,15 +227,27 @@ def test_vllm_configurations() -> None:
     assert engines.vllm_config(EngineId("big", "alone"), None) is None
 
 
+def write_weights(folder: Path, size: int, element: int) -> None:
+    """One tensor of numbers of some bytes, all zero."""
+    tensor = {
+        "dtype": {2: "BF16", 4: "F32"}[element],
+        "shape": [size // element],
+        "data_offsets": [0, size],
+    }
+    header = json.dumps({"a": tensor}).encode()
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.write(len(header).to_bytes(8, "little") + header)
+        weights.truncate(8 + len(header) + size)
+
+
 def test_as_many_engines_as_memory_holds(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"big": 3 << 30, "small": 1 << 30}
     for name, size in sizes.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"dtype": "float32"}')
-        with (tmp_path / name / "model.safetensors").open("wb") as weights:
-            weights.truncate(size)
+        (tmp_path / name / "config.json").write_text("{}")
+        write_weights(tmp_path / name, size, 4)
     text = GOOD.replace("org/big", "./big").replace("org/small", "./small")
     suite = read_suite(write(text))
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
@@ -245,7 +255,7 @@ def test_as_many_engines_as_memory_holds(
     for free, expected in ((30, 4), (16, 2), (4, 1)):
         monkeypatch.setattr(engines, "available_memory_bytes", lambda free=free: free << 30)
         assert engines.at_once_for(suite) == expected
-    (tmp_path / "big" / "config.json").write_text('{"dtype": "bfloat16"}')
+    write_weights(tmp_path / "big", 3 << 30, 2)
     monkeypatch.setattr(engines, "available_memory_bytes", lambda: 30 << 30)
     assert engines.at_once_for(suite) == 2  # 6 + 1 + 2 GiB as float32
     monkeypatch.setattr(engines, "on_gpu", lambda: True)
@@ -254,7 +264,7 @@ def test_as_many_engines_as_memory_holds(
         given = f"engine: {{gpu_memory_utilization: {share}}}\n"
         assert engines.at_once_for(read_suite(write(given + text))) == expected
     assert engines.at_once_for(read_suite(write("engines_at_once: 7\n" + text))) == 7
-    (tmp_path / "big" / "config.json").write_text("{bad")  # of which the engine will tell
+    (tmp_path / "big" / "model.safetensors").write_text("bad")  # of which the engine will tell
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
     assert engines.at_once_for(suite) == 2
 

@@ -4,12 +4,17 @@
 import pytest
 from bench_fakes import sample, trace
 
-from vllm_hetero_spec.bench.figures import figures_of, identical
+from vllm_hetero_spec.bench.figures import (
+    figures_of,
+    identical,
+    pairs_with,
+    quantiles,
+    speedup,
+    spread,
+)
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.results import Recorded
-from vllm_hetero_spec.bench.rows import pairs_with
-from vllm_hetero_spec.measure.load import Sample, Trace
-from vllm_hetero_spec.report.figures import quantiles, speedup, spread
 
 
 def at_speed(tokens_per_second: float) -> Sample:

@@ -10,16 +10,16 @@ import pytest
 from bench_fakes import HEADER, SUITE, Fakes, Silent, suite
 from rich.console import Console
 
-from vllm_hetero_spec.bench.optional import optional
+from vllm_hetero_spec.bench.figures import Row, rows_of
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.report import markdown, notes, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
-from vllm_hetero_spec.bench.rows import Row, rows_of
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.load import MeasurementError
 
 # 8 tokens per run, so 4, 2 and 8 tokens per second alone, 8 with the method.
 SECONDS = {"alone": [2.0, 4.0, 1.0], "slem": [1.0]}

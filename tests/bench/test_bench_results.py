@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from bench_fakes import HEADER, sample
 
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.bench.results import FILE, Results, read_results
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.load import Sample, Trace
 
 CELL = Cell(EngineId("t", "slem", "d", 4), "code", 8, 0.7)
 RUN = Measurement(CELL, 1, 2)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from bench_fakes import HEADER, PROMPTS, SUITE, Fakes, Silent, suite
 
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.load import MeasurementError
 
 
 def go(folder: Path, fakes: Fakes, asked: Suite = SUITE, at_once: int = 8) -> Silent:

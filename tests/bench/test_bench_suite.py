@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 from bench_fakes import GOOD
 
-from vllm_hetero_spec.bench import datasets, suite_file
-from vllm_hetero_spec.bench.methods import KINDS, PEERS
+from vllm_hetero_spec.bench import datasets
 from vllm_hetero_spec.bench.plan import make_plan
-from vllm_hetero_spec.bench.suite import Drafter, Suite, speculative_config
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import (
+    KINDS,
+    PEERS,
+    Drafter,
+    Suite,
+    read_suite,
+    speculative_config,
+)
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
 
@@ -222,7 +227,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
             2,
             "engine.tensor_parallel_size is '2'; it must be a whole number from 1",
         ),
-        ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a text"),
+        ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a string"),
         ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),
         ("org/big", "demo:target", 2, "make the demo pair with `python scripts/make_demo"),
@@ -231,9 +236,9 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),
         ("[org/small]", "[{name: x}]", 3, "targets[0].drafters[0] has no model"),
         ("[org/small]", "[{speculative: {}}]", 3, "targets[0].drafters[0] has no model"),
-        ("[org/small]", "['']", 3, "targets[0].drafters[0].model is ''; it must be a text"),
-        ("org/big", "3", 2, "targets[0].model is 3; it must be a text"),
-        ("org/big", "org/big\n    name: 3", 3, "targets[0].name is 3; it must be a text"),
+        ("[org/small]", "['']", 3, "targets[0].drafters[0].model is ''; it must be a string"),
+        ("org/big", "3", 2, "targets[0].model is 3; it must be a string"),
+        ("org/big", "org/big\n    name: 3", 3, "targets[0].name is 3; it must be a string"),
         (
             "[org/small]",
             "\n      - org/tiny\n      - {model: org/small, speculative: {tree_node: 8}}",
@@ -420,9 +425,10 @@ def test_rows_of_hugging_face_may_lie_in_a_folder(
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    suites = "vllm_hetero_spec.bench.suite"
     if name in ("long", "paper", "real", "spec_bench"):  # their prompts are elsewhere
-        monkeypatch.setattr(suite_file, "load_dataset", lambda dataset, name: ["a prompt"] * 64)
-        monkeypatch.setattr(suite_file, "in_chat_template", lambda texts, *_: texts)
+        monkeypatch.setattr(f"{suites}.load_dataset", lambda dataset, name: ["a prompt"] * 64)
+        monkeypatch.setattr(f"{suites}.in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)
     file = EXAMPLES / f"{name}.yaml"
     text = file.read_text()

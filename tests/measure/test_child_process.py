@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hetero_spec.bench.child_process import EngineProcess, causes, processes
+from vllm_hetero_spec.bench.load import Load, MeasurementError
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.child_process import EngineProcess, causes, processes
-from vllm_hetero_spec.measure.load import Load, MeasurementError
 
 LOAD = Load(["a", "b"], max_tokens=1)
 
@@ -132,8 +132,8 @@ def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
 
 def test_an_engine_ends_when_its_parent_is_killed() -> None:
     program = (
-        "from vllm_hetero_spec.measure.child_process import EngineProcess\n"
-        "from vllm_hetero_spec.measure.load import Load\n"
+        "from vllm_hetero_spec.bench.child_process import EngineProcess\n"
+        "from vllm_hetero_spec.bench.load import Load\n"
         "EngineProcess.program = 'toy_engine'\n"
         "engine = EngineProcess('leave a process')\n"
         "print(engine.pid, flush=True)\n"

@@ -10,11 +10,15 @@ import pytest
 import torch
 from goodness import follows
 
+from vllm_hetero_spec.bench.huggingface_engine import (
+    Generator,
+    HuggingFaceEngine,
+    HuggingFaceSpec,
+    counts,
+)
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.huggingface_driver import Generator, counts
-from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
-from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
 LOOKAHEAD = 4
 
@@ -176,7 +180,7 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
 
 
 def test_a_wider_load_is_refused(assisted: HuggingFaceEngine) -> None:
-    with pytest.raises(MeasurementError, match="use batch size 1"):
+    with pytest.raises(MeasurementError, match="for at most 1 requests"):
         assisted.run(Load(["a", "b"], max_tokens=4, batch_size=2))
 
 

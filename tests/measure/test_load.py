@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_hetero_spec.measure.load import Sample, Trace
+from vllm_hetero_spec.bench.load import Sample, Trace
 
 # Sent at 1 s; 1 token at 3 s, 3 more at 4 s, 2 more at 7 s.
 TRACE = Trace([5, 6, 7, 8, 9, 10], "text", 1.0, [3.0, 4.0, 7.0], [1, 3, 2])

@@ -18,12 +18,11 @@ from target_law import Setting, counted, law_of
 from target_law import load as load_model
 from vllm.platforms import current_platform
 
+from vllm_hetero_spec.bench import vllm_engine
+from vllm_hetero_spec.bench.child_process import processes
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine, since
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure import vllm_driver
-from vllm_hetero_spec.measure.child_process import processes
-from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
-from vllm_hetero_spec.measure.vllm_driver import since
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
 LOOKAHEAD = 4
 
@@ -173,15 +172,15 @@ def test_trees_want_room_beside_the_longest_request(room: int) -> None:
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
     refused = pytest.raises(ConfigError, match=r"for 32 tokens of one; .*: 16\}")
     with refused if room < 64 else nullcontext():
-        vllm_driver.Driver(llm)
+        vllm_engine.Driver(llm)
 
 
 def test_on_a_gpu_requests_are_as_long_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user says how long; on a CPU they are short."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert vllm_driver._engine_arguments(EngineSpec("m"))["max_model_len"] == -1
+    assert vllm_engine._engine_arguments(EngineSpec("m"))["max_model_len"] == -1
     given = EngineSpec("m", engine={"max_model_len": 64})
-    assert vllm_driver._engine_arguments(given)["max_model_len"] == 64
+    assert vllm_engine._engine_arguments(given)["max_model_len"] == 64
 
 
 @pytest.mark.engine
@@ -263,11 +262,11 @@ def test_counters_of_the_warm_up_are_left_out() -> None:
 def test_nothing_is_asked_of_a_worker_right_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look for more work, on a core that the load's first step wants."""
     done: list[object] = []
-    driver = object.__new__(vllm_driver.Driver)
+    driver = object.__new__(vllm_engine.Driver)
     driver._warm, driver._extended, driver._runner, driver._dtype = set(), False, "V1", "float32"
     monkeypatch.setattr(driver, "_drive", lambda load: (done.append(load), ([], 1.0))[1])
     monkeypatch.setattr(driver, "_counters", lambda: (done.append("asked"), {"worker": {}})[1])
-    monkeypatch.setattr(vllm_driver, "rest", lambda: done.append("rest"))
+    monkeypatch.setattr(vllm_engine, "rest", lambda: done.append("rest"))
     load = Load(["a", "b", "c"], max_tokens=40, batch_size=2, seed=1)
     driver.run(load)
     driver.run(load)

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hetero_spec.report import values
-from vllm_hetero_spec.report.figures import Spread, error_of_ratio, quantiles
-from vllm_hetero_spec.report.tables import (
+from vllm_hetero_spec.bench import tables
+from vllm_hetero_spec.bench.figures import Spread, error_of_ratio, quantiles
+from vllm_hetero_spec.bench.tables import (
     Column,
     as_data,
     markdown_table,
@@ -37,7 +37,7 @@ class Person:
 
 COLUMNS: tuple[Column[Person], ...] = (
     Column("name", lambda person: person.name),
-    Column("height (m)", lambda person: values.number(person.height), "without shoes"),
+    Column("height (m)", lambda person: tables.number(person.height), "without shoes"),
 )
 ROWS = (Person("a|[bold]b", 1.5, Place("x", 1)), Person("c", None, Place("y", 2)))
 
@@ -84,19 +84,19 @@ def test_rows_are_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_values() -> None:
-    assert values.count(1234567.0) == "1,234,567"
-    assert values.milliseconds(1.2345) == "1,234.5"
-    assert values.mebibytes(3 << 20) == "3"
-    assert values.percent(0.123) == "12.3%"
-    assert values.with_error(2.5, 0.04) == "2.50 ± 0.04"
-    assert values.with_error(2.5, None) == "2.50"
-    assert values.ratio(Spread(1.5, 1.25, 2, 1.3, 1.6, rounds=3)) == "1.50x (1.25-2.00)"
-    assert values.ratio(Spread(1.5, 1.5, 1.5, 1.5, 1.5, rounds=1)) == "1.50x"
-    assert values.tail(quantiles([0.5])) == "500.0 / 500.0 / 500.0"
+    assert tables.count(1234567.0) == "1,234,567"
+    assert tables.milliseconds(1.2345) == "1,234.5"
+    assert tables.mebibytes(3 << 20) == "3"
+    assert tables.percent(0.123) == "12.3%"
+    assert tables.with_error(2.5, 0.04) == "2.50 ± 0.04"
+    assert tables.with_error(2.5, None) == "2.50"
+    assert tables.ratio(Spread(1.5, 1.25, 2, 1.3, 1.6, rounds=3)) == "1.50x (1.25-2.00)"
+    assert tables.ratio(Spread(1.5, 1.5, 1.5, 1.5, 1.5, rounds=1)) == "1.50x"
+    assert tables.tail(quantiles([0.5])) == "500.0 / 500.0 / 500.0"
     nothing = (
-        values.number(None), values.milliseconds(None), values.mebibytes(None),
-        values.percent(None), values.with_error(None, 1.0), values.ratio(None),
-        values.median(None), values.tail(None),
+        tables.number(None), tables.milliseconds(None), tables.mebibytes(None),
+        tables.percent(None), tables.with_error(None, 1.0), tables.ratio(None),
+        tables.median(None), tables.tail(None),
     )  # fmt: skip
     assert set(nothing) == {"-"}
 

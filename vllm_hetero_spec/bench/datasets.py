@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a suite: from a JSONL file, from Hugging Face, or the few that come along."""
+"""The prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
 
 import itertools
 import os
@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
-from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.values import Positive, Text, located, one_of
-from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
+from vllm_hetero_spec.bench.values import Positive, Text, located, one_of, optional
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, first_line, nearest
 from vllm_hetero_spec.errors import ConfigError, first_line, nearest
 from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
@@ -37,35 +36,23 @@ def _template(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, config=strict, kw_only=True)
-class Dataset(Part):
-    """A dataset as a suite describes it.
+@dataclass(frozen=True, kw_only=True)
+class Dataset(Table):
+    """A dataset as a suite describes it: a file, built-in prompts or a Hugging Face dataset."""
 
-    Attributes:
-        file: JSONL file, one row per line.
-        builtin: One of `BUILT_IN_SETS`.
-        hf: A dataset of Hugging Face, with `config`, `data_dir`, `split` and `revision` of it.
-        prompt: Template of a prompt, columns in braces.
-        where: Values that columns of a row must have; a list means any of them.
-        count: Prompts taken, from the first; all where left out.
-        repeat: Begin again with the first where there are fewer.
-        max_prompt_chars: Longest text of a column.
-        chat_template: Put prompts into the target's chat template.
-    """
-
-    file: Annotated[Text, AfterValidator(located)] | None = None
+    file: Annotated[Text, AfterValidator(located)] | None = None  # JSONL
     builtin: Annotated[Text, one_of(BUILT_IN_SETS)] | None = None
     hf: Text | None = None
     config: Text | None = None
     data_dir: Text | None = None
     split: Text | None = None
     revision: Text | None = None
-    prompt: Annotated[Text, AfterValidator(_template)] = "{prompt}"
-    where: dict[str, Any] = field(default_factory=dict)
+    prompt: Annotated[Text, AfterValidator(_template)] = "{prompt}"  # columns in braces
+    where: dict[str, Any] = field(default_factory=dict)  # values of columns; a list means any
     count: Positive | None = None
-    repeat: StrictBool = False
-    max_prompt_chars: Positive | None = None
-    chat_template: StrictBool = False
+    repeat: StrictBool = False  # begin again with the first prompt to reach the count
+    max_prompt_chars: Positive | None = None  # of a column
+    chat_template: StrictBool = False  # of the target
 
     @model_validator(mode="after")
     def _fits(self) -> "Dataset":
@@ -80,22 +67,19 @@ class Dataset(Part):
             for key in _HF_KEYS:
                 if getattr(self, key):
                     raise Mistake(f"goes with hf, not with {sources[0]}.", key)
-        else:
-            if self.split is None:
-                raise Mistake("needs a split, as `split: test`.")
-            if not os.environ.get(_FOLDER):
-                optional("datasets", f"the dataset {self.hf}")
+        elif self.split is None:
+            raise Mistake("needs a split, as `split: test`.")
+        elif not os.environ.get(_FOLDER):
+            optional("datasets", f"the dataset {self.hf}")
         if self.repeat and self.count is None:
             raise Mistake("needs a count to come to.", "repeat")
         return self
 
 
 def load_dataset(dataset: Dataset, name: str) -> list[str]:
-    """The prompts of a dataset, before any chat template.
+    """The prompts of a dataset, without a chat template.
 
-    Args:
-        dataset: What the suite says of it.
-        name: Its name in the suite, and in `$HETERO_SPEC_PROMPTS`, with `.jsonl` behind it.
+    A file `name`.jsonl in the folder `$HETERO_SPEC_PROMPTS` replaces a Hugging Face dataset.
 
     Raises:
         ConfigError: It cannot be read.
@@ -121,9 +105,7 @@ def load_dataset(dataset: Dataset, name: str) -> list[str]:
 
 
 def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any]) -> tuple[str, ...]:
-    """Each prompt as a user's turn in the chat template of a model.
-
-    Without the BOS token where the tokenizer puts it there by itself.
+    """Each prompt as a user's turn in a model's chat template, without a BOS that vLLM adds.
 
     Raises:
         ConfigError: The model's tokenizer cannot be loaded.
@@ -146,20 +128,20 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
 
 
 def _rows(dataset: Dataset, name: str) -> Iterator[dict[str, Any]]:
+    folder = os.environ.get(_FOLDER)
     if dataset.builtin:
         yield from ({"prompt": text} for text in BUILT_IN_SETS[dataset.builtin])
-    elif dataset.file:
-        yield from (row for _, row in json_lines(Path(dataset.file)))
-    elif folder := os.environ.get(_FOLDER):
-        file = Path(folder, f"{name}.jsonl")
-        if not file.is_file():
-            raise ConfigError(
-                f"{_FOLDER} is {folder}, which has no {file.name}; put the rows of {dataset.hf} "
-                "there as JSONL, or unset the variable to load them from Hugging Face."
-            )
-        yield from (row for _, row in json_lines(file))
-    else:
+        return
+    if dataset.hf and not folder:
         yield from _hf_rows(dataset)
+        return
+    file = Path(dataset.file or Path(folder or "", f"{name}.jsonl"))
+    if dataset.hf and not file.is_file():
+        raise ConfigError(
+            f"{_FOLDER} is {folder}, which has no {file.name}; put the rows of {dataset.hf} "
+            "there as JSONL, or unset the variable to load them from Hugging Face."
+        )
+    yield from (row for _, row in json_lines(file))
 
 
 def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
@@ -167,7 +149,7 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     library = optional("datasets", f"the dataset {dataset.hf}")
     given = {key: value for key in _HF_KEYS[1:] if (value := getattr(dataset, key))}
     try:
-        # Streamed, as a few rows are wanted of what may be gigabytes; offline, what is kept.
+        # Streamed, because the dataset may be gigabytes; offline from the cache.
         yield from library.load_dataset(
             dataset.hf,
             dataset.config,
@@ -180,7 +162,6 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
 
 
 def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:
-    """Whether a row has the wanted values; a list means any of them."""
     for column, wanted in where.items():
         if column not in row:
             raise _no_column(column, row)
@@ -190,7 +171,7 @@ def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:
 
 
 def _fields(template: str) -> list[tuple[str, str | None]]:
-    """A template as (text, field after it) pairs."""
+    """Pairs of a text and the field after it."""
     return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
 
 

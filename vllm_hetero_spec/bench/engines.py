@@ -1,37 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the engine of an `EngineId`, and says how many may be up together on this machine."""
+"""Start of the engine of an `EngineId`, and the number of engines that fit on this machine."""
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
-from vllm_hetero_spec.bench.methods import KINDS
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.bench.suite import KINDS, Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
+from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
-from vllm_hetero_spec.measure.child_process import EngineProcess
-from vllm_hetero_spec.measure.load import MeasurementError
 from vllm_hetero_spec.options import METHODS
 
-# Of an engine's processes beside the weights, on a CPU: libraries, KV, buffers.
-_OVERHEAD_BYTES = 2 << 30
+_OVERHEAD_BYTES = 2 << 30  # of an engine on a CPU beside the weights: libraries, KV, buffers
 _CPU_SHARE = 0.8  # of the free memory
 _GPU_SHARE = 0.9  # of a device's memory
 _PAIR = 2  # `alone` and one other
-# Arguments of `vllm.LLM` that Hugging Face's peers heed too.
+# Arguments of `vllm.LLM` that Hugging Face's peers have too.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
-_HALF_PRECISION = ("bfloat16", "float16")
 
 
 def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> EngineProcess:
     """Start an engine and wait until it is ready.
 
     Args:
-        engine: Which one.
-        suite: What it belongs to.
-        at_once: Engines that share the machine, `at_once_for`'s answer.
+        engine: Of the suite.
+        suite: With its models and arguments.
+        at_once: Engines that share the machine.
         verbose: Let it write to stderr.
 
     Raises:
@@ -41,16 +40,16 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     target = suite.target(engine.target)
     drafter = next((d for d in target.drafters if d.name == engine.drafter), None)
     if KINDS[engine.method].huggingface:
-        from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
+        from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceEngine, HuggingFaceSpec
 
         given = {key: target.engine[key] for key in _SHARED_KEYS if key in target.engine}
         if drafter is not None:
             given |= {"assistant": drafter.model, "num_assistant_tokens": engine.lookahead}
         return HuggingFaceEngine(HuggingFaceSpec(target.model, **given), verbose=verbose)
-    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+    from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     config = vllm_config(engine, drafter)
-    # The side paths of a tree, fewer than its tokens, take places beside the requests'.
+    # The branches of a tree, fewer than its tokens, take places beside the requests.
     places = 1 + ((config or {}).get("tree_nodes") or 0)
     spec = EngineSpec(
         model=target.model,
@@ -65,7 +64,7 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
 
 
 def _of_shared_memory(error: Exception, at_once: int) -> str:
-    """What helps where engines that share a GPU lack memory, as lines of its sentence."""
+    """The remedy if engines that share a GPU lack memory."""
     if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
         return ""
     return (
@@ -75,7 +74,7 @@ def _of_shared_memory(error: Exception, at_once: int) -> str:
 
 
 def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for an engine; None for the target alone."""
+    """vLLM's `speculative_config`; None for the target alone."""
     if drafter is None or engine.lookahead is None:
         return None
     if engine.method in METHODS:
@@ -89,7 +88,7 @@ def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | N
 
 
 def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
-    """Why vLLM's `draft_model` cannot run a pair; None where the vocabularies agree.
+    """Why vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
 
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
@@ -112,11 +111,11 @@ def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
 
 
 def at_once_for(suite: Suite) -> int:
-    """How many engines may be up together.
+    """The number of engines that may be up together.
 
-    On a GPU two: `alone` and one other, each with half of the memory, or one where the suite gives
-    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory,
-    and two where the size of a model is not known because it lies on a hub.
+    On a GPU two, `alone` and one other, with half of the memory each; one if the suite gives
+    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory;
+    two if the size of a model is unknown because it is on a hub.
     """
     if suite.engines_at_once is not None:
         return suite.engines_at_once
@@ -131,7 +130,6 @@ def at_once_for(suite: Suite) -> int:
 
 
 def on_gpu() -> bool:
-    """Whether the engines run on GPUs."""
     import torch
 
     return torch.cuda.is_available()
@@ -145,7 +143,7 @@ def device_share(at_once: int) -> dict[str, Any]:
 
 
 def _engine_bytes(target: Target) -> int | None:
-    """Memory of an engine on a CPU, with the largest drafter; None where it cannot be known."""
+    """Memory of an engine on a CPU, with the largest drafter; None if it is not known."""
     own = _float32_bytes(target.model)
     drafters = [_float32_bytes(drafter.model) for drafter in target.drafters]
     if own is None or None in drafters:
@@ -154,14 +152,7 @@ def _engine_bytes(target: Target) -> int | None:
 
 
 def _float32_bytes(model: str) -> int | None:
-    folder = Path(model)
-    config = folder / "config.json"
-    if not config.is_file():
-        return None
-    try:
-        plain = json.loads(config.read_text(encoding="utf-8"))
-        halves = (plain.get("dtype") or plain.get("torch_dtype")) in _HALF_PRECISION
-    except (OSError, ValueError, AttributeError):  # the engine says what is wrong
-        return None
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return sum(file.stat().st_size for file in files) * (2 if halves else 1)
+    """Of a folder; the engine reports what is wrong with it."""
+    with contextlib.suppress(ConfigError):
+        return weight_bytes(Path(model), 4)
+    return None

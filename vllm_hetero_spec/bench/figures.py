@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a cell, from what its runs measured.
+"""The figures of a report: of each cell what its runs measured, beside its references.
 
-Latencies are pooled over the requests of all rounds; speeds are taken per round.
+Latencies are pooled over the requests of all rounds; speeds are taken per round. A speedup is a
+ratio of two runs of the same round, so that its range over rounds says how far a machine drifted.
 """
 
 from collections import Counter
@@ -9,63 +10,98 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from vllm_hetero_spec.measure.load import Sample
-from vllm_hetero_spec.report.figures import Quantiles, Spread, error_of_ratio, quantiles, spread
+import numpy as np
+
+from vllm_hetero_spec.bench.load import Sample
+from vllm_hetero_spec.bench.plan import Cell
+from vllm_hetero_spec.bench.results import Contents, Recorded
+from vllm_hetero_spec.bench.suite import ALONE, HF_ALONE, KINDS
+
+Pairs = list[tuple[Sample, Sample]]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Median and tail of pooled latencies, in seconds."""
+
+    median: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One value per round: median, range and quartiles."""
+
+    median: float
+    low: float
+    high: float
+    quartile1: float
+    quartile3: float
+    rounds: int
+
+
+def quantiles(values: Sequence[float]) -> Quantiles | None:
+    """Linearly interpolated; None without values."""
+    if not values:
+        return None
+    return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of one or more rounds."""
+    median, low, high, first, third = (
+        float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
+    )
+    return Spread(median, low, high, first, third, rounds=len(values))
+
+
+def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
+    """Ratios of tokens per second in pairs (run, reference) of the same round."""
+    if not pairs:
+        return None
+    return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
+
+
+def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
+    """Standard error of `sum(parts) / sum(wholes)`, one pair for each prompt.
+
+    The numbers of a prompt vary together, so that the ratio is less certain than its total count
+    suggests. None for a single prompt, or if all are zero.
+    """
+    groups, whole = len(parts), sum(wholes)
+    if groups < 2 or not whole:
+        return None
+    of_all = sum(parts) / whole
+    squares = sum((part - of_all * own) ** 2 for part, own in zip(parts, wholes, strict=True))
+    return float((groups / (groups - 1) * squares) ** 0.5 / whole)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a cell did.
+    """What a cell did in all rounds; None if the engine does not count it, or there was none."""
 
-    Attributes:
-        requests: Completed prompts, of all rounds.
-        tokens: Generated target tokens, of all rounds.
-        seconds: Of all rounds.
-        ttft: Time to the first token.
-        tpot: Time per output token after the first arrival.
-        itl: Gaps between arrivals.
-        tokens_per_second: Of all requests together.
-        drafts: Drafts that the target verified.
-        draft_tokens: Target tokens proposed in them.
-        accepted_tokens: Those accepted.
-        acceptance_length: 1 + accepted / drafts; None without drafts.
-        acceptance_error: Its standard error over prompts; None of a single one.
-        acceptance_per_position: Share of drafts whose token at position 0, 1, ... was accepted.
-        acceptance_of_drafted: Share of the tokens drafted at a position that were accepted; empty
-            where the engine does not count them.
-        drafter_tokens: Tokens the drafter generated; None where the engine does not count them, as
-            for the times below.
-        translate_seconds: Translation, both directions.
-        forward_seconds: The drafter's forwards.
-        propose_seconds: Drafting in the engine's own process, with the forwards that run there.
-        verify_seconds: The rejection sampler.
-        skipped: Requests left undrafted in a step, by reason.
-        peak_memory_bytes: Largest of all rounds.
-        runner: Which of vLLM's model runners ran it; "" for other engines.
-        dtype: What the target computed in; "" where nobody says.
-    """
-
-    requests: int
-    tokens: int
+    requests: int  # completed prompts
+    tokens: int  # generated target tokens
     seconds: float
-    ttft: Quantiles | None
-    tpot: Quantiles | None
-    itl: Quantiles | None
+    ttft: Quantiles | None  # time to the first token
+    tpot: Quantiles | None  # time per output token after the first arrival
+    itl: Quantiles | None  # gaps between arrivals
     tokens_per_second: Spread
-    drafts: int
-    draft_tokens: int
+    drafts: int  # that the target verified
+    draft_tokens: int  # target tokens in them
     accepted_tokens: int
-    acceptance_length: float | None
-    acceptance_error: float | None
-    acceptance_per_position: list[float]
-    acceptance_of_drafted: list[float]
-    drafter_tokens: float | None
-    translate_seconds: float | None
-    forward_seconds: float | None
-    propose_seconds: float | None
-    verify_seconds: float | None
-    skipped: dict[str, int]
-    peak_memory_bytes: int
+    acceptance_length: float | None  # 1 + accepted / drafts
+    acceptance_error: float | None  # its standard error over prompts
+    acceptance_per_position: list[float]  # share of drafts whose token there was accepted
+    acceptance_of_drafted: list[float]  # share of the tokens drafted there; [] if not counted
+    drafter_tokens: float | None  # that the drafter generated
+    translate_seconds: float | None  # both directions
+    forward_seconds: float | None  # the drafter's forwards
+    propose_seconds: float | None  # drafting in the engine's own process
+    verify_seconds: float | None  # the rejection sampler
+    skipped: dict[str, int]  # requests without a draft in a step, by reason
+    peak_memory_bytes: int  # largest of all rounds
     runner: str = ""
     dtype: str = ""
 
@@ -123,8 +159,8 @@ def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
 def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> float | None:
     """Over prompts, all rounds of one together.
 
-    Engines count drafts of all prompts together. A prompt's share of them is taken from its later
-    arrivals: each brings one token, and those accepted with it.
+    Engines count drafts of all prompts together. The later arrivals of a prompt give its share:
+    each has one token, and those accepted with it.
     """
     if not accepted:
         return None
@@ -144,6 +180,80 @@ def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _total(samples: Sequence[Sample], counter: str) -> float | None:
-    """Of a counter of the plugin's; None where the engine does not count it."""
     found = [sample.worker[counter] for sample in samples if counter in sample.worker]
     return sum(found) if found else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell of the report; None if there is nothing to compare with."""
+
+    cell: Cell
+    figures: Figures
+    speedup: Spread | None  # over the target alone in vLLM
+    speedup_over_hf: Spread | None  # over the target alone in Hugging Face, for its methods
+    speedup_over_first: Spread | None  # over the first setting of the drafter, for its others
+    # Prompts with the reference's tokens in every round, and all prompts; greedy drafting alone.
+    identical: tuple[int, int] | None
+
+
+def rows_of(contents: Contents) -> list[Row]:
+    """One row per measured cell; loads in the order measured, the references of each first."""
+    by_cell: dict[Cell, list[Recorded]] = {}
+    for recorded in contents.samples:
+        by_cell.setdefault(recorded.run.cell, []).append(recorded)
+    loads = list(dict.fromkeys((cell.engine.target, *cell[1:]) for cell in by_cell))
+
+    def place(cell: Cell) -> tuple[int, bool, bool]:
+        kind = KINDS[cell.engine.method]
+        load = loads.index((cell.engine.target, *cell[1:]))
+        return load, kind.huggingface, kind.drafts
+
+    return [_row(cell, by_cell) for cell in sorted(by_cell, key=place)]
+
+
+def pairs_with(runs: Sequence[Recorded], references: Sequence[Recorded]) -> Pairs:
+    """Each run with the reference's run of the same session, wave and round.
+
+    If engines were up one at a time: with its run of that round in another wave.
+    """
+    pairs = []
+    for recorded in runs:
+        same_round = [of for of in references if of.run.round == recorded.run.round]
+        near = [
+            of
+            for of in same_round
+            if (of.session, of.run.wave) == (recorded.session, recorded.run.wave)
+        ]
+        if same_round:
+            pairs.append((recorded.sample, (near or same_round)[-1].sample))
+    return pairs
+
+
+def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
+    runs = by_cell[cell]
+    kind = KINDS[cell.engine.method]
+
+    def pairs(method: str) -> Pairs:
+        engine = cell.engine._replace(method=method, drafter=None, lookahead=None)
+        return pairs_with(runs, by_cell.get(cell._replace(engine=engine), []))
+
+    first = next(other for other in by_cell if _but_for_setting(other) == _but_for_setting(cell))
+
+    return Row(
+        cell=cell,
+        # A reference that was measured again after an interruption counts once for its round.
+        figures=figures_of(list({recorded.run: recorded.sample for recorded in runs}.values())),
+        speedup=speedup(pairs(ALONE)) if cell.engine.method != ALONE else None,
+        speedup_over_hf=speedup(pairs(HF_ALONE)) if kind.drafts and kind.huggingface else None,
+        speedup_over_first=speedup(pairs_with(runs, by_cell[first])) if first != cell else None,
+        identical=(
+            identical(pairs(kind.reference)) if kind.drafts and cell.temperature == 0 else None
+        ),
+    )
+
+
+def _but_for_setting(cell: Cell) -> Cell:
+    """The cell of a drafter's setting, DRAFTER:SETTING, as that of the drafter."""
+    drafter = (cell.engine.drafter or "").partition(":")[0]
+    return cell._replace(engine=cell.engine._replace(drafter=drafter))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine runs which load when.
+"""Order in which engines run loads.
 
-A target's engines start once and stay up; where they do not all fit, they come in waves, `alone` in
-each of them. Within a wave every engine runs the same load in turn, and each round begins with
-another engine, so that a machine that drifts drifts for all.
+A target's engines start once and stay up. If they do not all fit, they come in waves, each with
+`alone`. Within a wave every engine runs the same load in turn, and each round begins with another
+engine, so that a drift of the machine affects all.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from vllm_hetero_spec.bench.methods import ALONE, KINDS
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import ALONE, KINDS, Drafter, Suite, Target
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
 
 
 class EngineId(NamedTuple):
-    """An engine: of a target, one method with a drafter and a lookahead, None where it has none."""
+    """An engine of a target: a method, with a drafter and a draft length if it drafts."""
 
     target: str
     method: str
@@ -33,7 +33,7 @@ class EngineId(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An engine under a load: what one row of the report is about."""
+    """An engine under a load: one row of the report."""
 
     engine: EngineId
     dataset: str
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """One run of a cell, in a wave of engines and a round of theirs."""
+    """One run of a cell."""
 
     cell: Cell
     wave: int
@@ -54,18 +54,13 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """Engines that are up together.
+    """Engines that are up together."""
 
-    Attributes:
-        number: Of the wave within its target.
-        groups: Cells of the same load, one per engine, in the first round's order.
-    """
-
-    number: int
-    groups: tuple[tuple[Cell, ...], ...]
+    number: int  # of the wave within its target
+    groups: tuple[tuple[Cell, ...], ...]  # cells of the same load, in the first round's order
 
     def rounds(self, repeats: int) -> Iterator[list[Measurement]]:
-        """Group by group and round by round, each round begun by another engine."""
+        """Group by group and round by round; each round begins with another engine."""
         for group in self.groups:
             for turn in range(repeats):
                 first = turn % len(group)
@@ -75,17 +70,17 @@ class Wave:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured, and what cannot be and why."""
+    """What is to be measured."""
 
     waves: tuple[Wave, ...]
-    skipped: dict[Cell, str]
+    skipped: dict[Cell, str]  # cells that cannot be measured, with the reason
     repeats: int
 
     def pending(self, done: Collection[Measurement]) -> list[list[Measurement]]:
         """What each wave has left to measure, in order.
 
-        With whatever is left of a round, its references are measured again: a ratio is taken
-        between runs of the same time, not across an interruption.
+        The rest of a round is measured with its references again, because a ratio needs runs of
+        the same time.
         """
         return [
             [
@@ -98,7 +93,7 @@ class Plan:
 
 
 def reference_cells(cell: Cell) -> list[Cell]:
-    """The cells that a cell is compared with: the same load without speculation."""
+    """The same load without speculation."""
     methods = dict.fromkeys((ALONE, KINDS[cell.engine.method].reference))
     return [cell._replace(engine=EngineId(cell.engine.target, method)) for method in methods]
 
@@ -117,11 +112,10 @@ def make_plan(
     """Lay out a suite.
 
     Args:
-        suite: What is asked for.
-        engines_at_once: Engines that may be up together; with 1, no wave has a reference of its
-            own, and runs are compared with those of `alone` in its own wave.
-        differ: Why the vocabularies of a pair do not agree; None where they do.
-        only: Part of the names of the wanted cells, with wildcards; their references come along.
+        suite: What is to be measured.
+        engines_at_once: Engines that may be up together.
+        differ: Returns why the vocabularies of a pair do not agree, or None.
+        only: Part of the names of the wanted cells, with wildcards; their references are added.
 
     Raises:
         ConfigError: `only` fits no cell.
@@ -165,7 +159,7 @@ def make_plan(
 
 
 def _engines(suite: Suite, target: Target) -> list[EngineId]:
-    """The references first, so that they are in the first wave."""
+    """The references are first, so that they are in the first wave."""
     asked = [ALONE, *suite.methods, *suite.peers]
     methods = dict.fromkeys([*asked, *(KINDS[method].reference for method in asked)])
     alone = [method for method in methods if not KINDS[method].drafts]
@@ -179,7 +173,7 @@ def _engines(suite: Suite, target: Target) -> list[EngineId]:
 
 
 def _drafters(target: Target, method: str) -> Iterable[Drafter]:
-    """Peers know nothing of our settings: they run each model once, as the first of its name."""
+    """Peers have no settings: they run each model once, under the first of its names."""
     if method in METHODS:
         return target.drafters
     first: dict[str, Drafter] = {}
@@ -219,7 +213,7 @@ def _unsupported(
 
 
 def _waves(engines: list[EngineId], wanted: set[Cell], at_once: int) -> Iterator[list[EngineId]]:
-    """Engines with something to do, `alone` in each wave where more than one may be up."""
+    """Engines that have cells; with `alone` in each wave if more than one may be up."""
     busy = [engine for engine in engines if any(cell.engine == engine for cell in wanted)]
     if at_once == 1:
         yield from ([engine] for engine in busy)

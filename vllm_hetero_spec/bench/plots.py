@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a report: speedup by batch, acceptance by position, and what users get for it.
+"""Plots of a report: speedup by batch, acceptance by position, speed of one user and of all.
 
-One file per target and picture, with a panel per dataset and temperature.
+One file per target and plot, with a panel per dataset and temperature.
 """
 
 import re
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_hetero_spec.bench.methods import ALONE
-from vllm_hetero_spec.bench.optional import optional
-from vllm_hetero_spec.bench.rows import Row
+from vllm_hetero_spec.bench.figures import Row
+from vllm_hetero_spec.bench.suite import ALONE
+from vllm_hetero_spec.bench.values import optional
 
 _PANEL = (5.0, 3.6)  # inches
 
 
 def write_plots(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every picture that the rows have figures for, and return the files.
+    """Draw every plot that the rows have figures for, and return the files.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,36 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells how a benchmark gets on: a bar on a terminal, plain lines elsewhere, time left in both."""
+"""Progress of a benchmark: a line for each start and each run, with the time left."""
 
 import statistics
 from collections.abc import Collection, Sequence
-from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_hetero_spec.bench.load import Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.errors import one_line
-from vllm_hetero_spec.measure.load import Sample
 
 
 class TimeLeft:
-    """Estimates what is left from what was: a cell's own last run, else runs like it."""
+    """Estimates the time left from a cell's last run, or from runs like it."""
 
     def __init__(self) -> None:
         self._runs: dict[Cell, float] = {}
         self._starts: list[float] = []
 
     def ran(self, cell: Cell, seconds: float) -> None:
-        """A run of a cell took this long."""
+        """Record how long a run of a cell took."""
         self._runs[cell] = seconds
 
     def started(self, seconds: float) -> None:
-        """An engine took this long to start."""
+        """Record how long an engine took to start."""
         self._starts.append(seconds)
 
     def seconds(self, runs: Sequence[Measurement], starts: int) -> float | None:
-        """For these runs and as many starts of engines; None while nothing ran yet."""
+        """For these runs and as many starts of engines; None before the first run."""
         if not self._runs:
             return None
         start = statistics.mean(self._starts) if self._starts else 0.0
@@ -44,7 +41,7 @@ class TimeLeft:
 
 
 class Reporter:
-    """Is told how a benchmark gets on, and writes it to a console; a context manager."""
+    """Writes the progress to a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,67 +49,42 @@ class Reporter:
         self._total = 0
         self._up = set[EngineId]()
         self._estimate = TimeLeft()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None, left="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def begin(self, runs: Collection[Measurement]) -> None:
-        """These are to be measured, in this order."""
+        """Set what will be measured, in order."""
         self._left = list(runs)
         self._total = len(runs)
-        self._bar.update(self._task, total=self._total)
 
     def starting(self, engine: EngineId) -> None:
-        """An engine starts."""
+        """Report the start of an engine."""
         self._say(f"starting {engine}")
 
     def started(self, engine: EngineId, seconds: float) -> None:
-        """It is ready, or failed to start."""
+        """Report that it is ready, or failed to start."""
         self._up.add(engine)
         self._estimate.started(seconds)
 
-    def measuring(self, run: Measurement) -> None:
-        """A run begins."""
-        self._bar.update(self._task, description=escape(f"{run.cell}, round {run.round + 1}"))
-
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
-        """It ended, `seconds` after it began, its warm-up included."""
+        """Report the end of a run after `seconds`, its warm-up included."""
         self._estimate.ran(run.cell, seconds)
         length = sample.acceptance_length
         accepted = f", acceptance length {length:.2f}" if length else ""
         self._done(run, f"{sample.tokens_per_second:.1f} tok/s{accepted}")
 
     def failed(self, run: Measurement, sentence: str) -> None:
-        """It failed, or its engine had failed before."""
+        """Report that a run, or its engine before it, failed."""
         self._done(run, f"failed: {one_line(sentence)}")
 
     def _done(self, run: Measurement, how: str) -> None:
         self._left.remove(run)
         engines = {left.cell.engine for left in self._left} - self._up
         seconds = self._estimate.seconds(self._left, len(engines))
-        left = f"about {_duration(seconds)} left" if seconds and self._left else ""
+        left = f"; about {_duration(seconds)} left" if seconds and self._left else ""
         count = self._total - len(self._left)
-        self._bar.update(self._task, completed=count, left=left)
-        line = f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}"
-        # The bar shows the time left itself.
-        self._say(f"{line}; {left}" if left and not self._console.is_terminal else line)
+        self._say(f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}{left}")
 
     def _say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a results file says, as Markdown, as data, and as a table on a terminal."""
+"""The report of a results file: Markdown, JSON, and a table on a terminal."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,19 +8,128 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.bench.methods import ALONE, KINDS
+from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
-from vllm_hetero_spec.bench.rows import Row, rows_of
-from vllm_hetero_spec.bench.tables import LATENCY, SPECULATION, SPEED
+from vllm_hetero_spec.bench.suite import ALONE, KINDS
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    as_data,
+    count,
+    markdown_table,
+    meanings,
+    mebibytes,
+    median,
+    number,
+    ratio,
+    tail,
+    terminal_table,
+    widened,
+    with_error,
+)
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
-from vllm_hetero_spec.options import METHODS
-from vllm_hetero_spec.report.tables import as_data, markdown_table, meanings, terminal_table
-from vllm_hetero_spec.report.values import widened
 
 MARKDOWN = "results.md"
 SUMMARY = "summary.json"
+
+
+def acceptance_length(row: Row) -> str:
+    """1 + accepted / drafts, with its standard error over prompts."""
+    return with_error(row.figures.acceptance_length, row.figures.acceptance_error)
+
+
+CELL: tuple[Column[Row], ...] = (
+    Column("dataset", lambda row: row.cell.dataset),
+    Column("target", lambda row: row.cell.engine.target),
+    Column("method", lambda row: row.cell.engine.method),
+    Column("drafter", lambda row: row.cell.engine.drafter or NONE),
+    Column(
+        "K",
+        lambda row: count(row.cell.engine.lookahead),
+        "lookahead in target tokens, for Hugging Face's method in the drafter's",
+    ),
+    Column("temperature", lambda row: f"{row.cell.temperature:g}"),
+    Column("batch", lambda row: str(row.cell.batch_size)),
+)
+TIMES: tuple[Column[Row], ...] = (
+    Column(
+        "TTFT (ms)",
+        lambda row: median(row.figures.ttft),
+        "time to the first token, median over requests",
+    ),
+    Column(
+        "TPOT (ms)",
+        lambda row: median(row.figures.tpot),
+        "time per token after the first arrival, median over requests",
+    ),
+    Column(
+        "tok/s",
+        lambda row: number(row.figures.tokens_per_second.median, 1),
+        "tokens per second of all requests, median over rounds",
+    ),
+    Column(
+        "speedup",
+        lambda row: ratio(row.speedup),
+        "median, with the range, of the ratios of tok/s to `alone` in the same round",
+    ),
+)
+SPEED: tuple[Column[Row], ...] = (
+    *CELL,
+    *TIMES,
+    Column("over hf_alone", lambda row: ratio(row.speedup_over_hf)),
+    Column(
+        "over first setting",
+        lambda row: ratio(row.speedup_over_first),
+        "the same ratios to the first of the drafter's settings",
+    ),
+    Column(
+        "acceptance length",
+        acceptance_length,
+        "1 + accepted / drafts ± its standard error over prompts",
+    ),
+    Column(
+        "identical",
+        lambda row: " of ".join(map(str, row.identical or ())) or NONE,
+        "prompts at temperature 0 whose tokens are in every round those of `alone`, for Hugging "
+        "Face's method those of `hf_alone`",
+    ),
+)
+LATENCY: tuple[Column[Row], ...] = (
+    *CELL,
+    Column("TTFT p50 / p90 / p99 (ms)", lambda row: tail(row.figures.ttft)),
+    Column("TPOT p50 / p90 / p99 (ms)", lambda row: tail(row.figures.tpot)),
+    Column(
+        "ITL p50 / p90 / p99 (ms)",
+        lambda row: tail(row.figures.itl),
+        "gaps between arrivals, which bring several tokens where drafts are accepted",
+    ),
+    Column("tokens", lambda row: count(row.figures.tokens)),
+    Column("peak memory (MiB)", lambda row: mebibytes(row.figures.peak_memory_bytes)),
+)
+COUNTS: tuple[Column[Row], ...] = (
+    Column("drafts", lambda row: count(row.figures.drafts), "sum over all rounds, as all here"),
+    Column("drafter tokens", lambda row: count(row.figures.drafter_tokens)),
+    Column("proposed", lambda row: count(row.figures.draft_tokens), "target tokens"),
+    Column("accepted", lambda row: count(row.figures.accepted_tokens), "target tokens"),
+    Column(
+        "accepted at position 1, 2, ...",
+        lambda row: " ".join(map(number, row.figures.acceptance_per_position)) or NONE,
+        "share of all drafts",
+    ),
+    Column("translating (s)", lambda row: number(row.figures.translate_seconds)),
+    Column("drafting (s)", lambda row: number(row.figures.forward_seconds)),
+    Column("proposing in all (s)", lambda row: number(row.figures.propose_seconds)),
+    Column("verifying (s)", lambda row: number(row.figures.verify_seconds), "the sampler alone"),
+    Column(
+        "undrafted",
+        lambda row: ", ".join(f"{why} {n:,}" for why, n in row.figures.skipped.items()) or NONE,
+        "requests left without a draft in a step, by reason",
+    ),
+)
+SPECULATION = (*CELL, *COUNTS)
 
 
 def write_report(folder: Path, contents: Contents) -> list[Row]:
@@ -38,7 +147,6 @@ def write_report(folder: Path, contents: Contents) -> list[Row]:
 
 
 def markdown(contents: Contents, rows: Sequence[Row]) -> str:
-    """The whole report."""
     parts = [f"# {contents.header['suite']['name']}", *_preamble(contents)]
     drafting = [row for row in rows if row.figures.drafts]
     for title, columns, shown in (
@@ -54,7 +162,7 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
 
 
 def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
-    """The table of speeds, drawn on a terminal and as Markdown elsewhere."""
+    """Print the table of speeds: drawn on a terminal, as Markdown elsewhere."""
     if not console.is_terminal:
         console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
     else:
@@ -64,7 +172,7 @@ def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> No
 
 
 def notes(contents: Contents) -> list[str]:
-    """What a reader of the figures must know of how they came about."""
+    """What a reader of the figures must know about the measurement."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)
@@ -85,7 +193,7 @@ def notes(contents: Contents) -> list[str]:
 
 
 def runner_notes(contents: Contents) -> list[str]:
-    """Which methods vLLM ran on another model runner than their target alone."""
+    """Methods that vLLM ran on another model runner than their target alone."""
     runners = {
         recorded.run.cell.engine: recorded.sample.runner
         for recorded in contents.samples
@@ -105,7 +213,7 @@ def runner_notes(contents: Contents) -> list[str]:
 
 
 def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Zero and all MLP columns of the targets that were made slower on purpose, by name."""
+    """Zero and all MLP columns of targets that were made slower on purpose, by name."""
     found = {target.name: widened_columns(target.model) for target in targets}
     return {name: columns for name, columns in found.items() if columns}
 
@@ -133,7 +241,6 @@ def _preamble(contents: Contents) -> list[str]:
 
 
 def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
-    """Cells by reason."""
     by_reason: dict[str, list[str]] = {}
     for cell, reason in reasons.items():
         by_reason.setdefault(one_line(reason), []).append(f"`{cell}`")
@@ -144,7 +251,6 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
 
 
 def _as_data(row: Row) -> dict[str, Any]:
-    """A row with the parts of its cell beside its figures."""
     plain = as_data(row)
     cell = plain.pop("cell")
     return {"name": str(row.cell), **cell.pop("engine"), **cell, **plain}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of a benchmark: one JSON object per line, readable after any interruption.
 
-The first line says what is measured and where; every finished run adds a line that is on the disk
-before the next begins. Running again appends to it.
+The first line describes the suite and the machine. Every finished run adds a line, which is on the
+disk before the next run begins. A later session appends to the file.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.load import Sample, Trace
+
 
 FILE = "results.jsonl"
 _FORMAT = 1
@@ -24,50 +25,40 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run that is in the file; `session` counts the times the benchmark was started."""
+    """One run that is in the file."""
 
     run: Measurement
-    session: int
+    session: int  # from 0
     sample: Sample
 
 
 @dataclass
 class Contents:
-    """What a file holds.
+    """The content of a file."""
 
-    Attributes:
-        header: Its first line.
-        resumed: Provenance of the later sessions.
-        samples: Runs in the order in which they were made.
-        errors: Cells that failed and were not measured since, with the reason.
-        skipped: Cells that cannot be measured, with the reason.
-        whole_bytes: Length of the file without a line that was cut short.
-    """
-
-    header: dict[str, Any]
-    resumed: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[Recorded] = field(default_factory=list)
-    errors: dict[Cell, str] = field(default_factory=dict)
-    skipped: dict[Cell, str] = field(default_factory=dict)
-    whole_bytes: int = 0
+    header: dict[str, Any]  # the first line
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # provenance of later sessions
+    samples: list[Recorded] = field(default_factory=list)  # in the order of the runs
+    errors: dict[Cell, str] = field(default_factory=dict)  # by cells that were not measured since
+    skipped: dict[Cell, str] = field(default_factory=dict)  # by cells that cannot be measured
+    whole_bytes: int = 0  # length of the file without an incomplete last line
 
 
 class Results:
-    """Results that are being written to a file, or kept in memory alone.
-
-    Raises:
-        ConfigError: The file holds another suite's results, or another process writes to it.
-    """
+    """Results that are written to a file, or only kept in memory."""
 
     def __init__(
         self, folder: Path | None = None, header: dict[str, Any] | None = None, fresh: bool = False
     ) -> None:
-        """Begin a file, or go on with one.
+        """Begin a file, or continue one.
 
         Args:
-            folder: Where it lies, made if need be; None keeps the results in memory.
-            header: "suite", "digest", "provenance" and what else is to be remembered.
-            fresh: Begin anew and keep what is there as a .bak file.
+            folder: Of the file, made if it is missing; None keeps the results in memory.
+            header: "suite", "digest", "provenance" and further facts of the first session.
+            fresh: Begin a new file and keep the old one as .bak.
+
+        Raises:
+            ConfigError: The file has another suite's results, or another process writes to it.
         """
         self._file: TextIO | None = None
         header = {"kind": "suite", "format": _FORMAT, **(header or {})}
@@ -113,16 +104,14 @@ class Results:
 
     @property
     def session(self) -> int:
-        """How many times the benchmark was started before."""
+        """Number of earlier sessions."""
         return len(self.contents.resumed)
 
     @property
     def done(self) -> set[Measurement]:
-        """The runs that are recorded."""
         return {recorded.run for recorded in self.contents.samples}
 
     def measured(self, run: Measurement, sample: Sample) -> None:
-        """Record a run."""
         self.contents.samples.append(Recorded(run, self.session, sample))
         self.contents.errors.pop(run.cell, None)
         self._append(
@@ -137,7 +126,6 @@ class Results:
         )
 
     def failed(self, cell: Cell, sentence: str) -> None:
-        """Record that a cell failed."""
         self.contents.errors[cell] = sentence
         self._append({"kind": "error", **_plain(cell), "error": sentence})
 
@@ -148,7 +136,7 @@ class Results:
             self._append({"kind": "skipped", **_plain(cell), "reason": reason})
 
     def close(self) -> None:
-        """Let others write to the file; a second call does nothing."""
+        """Release the file; a second call does nothing."""
         if self._file is not None:
             self._file.close()
 
@@ -161,10 +149,10 @@ class Results:
 
 
 def read_results(folder: Path) -> Contents:
-    """What a folder's results file holds; a last line that was cut short is left out.
+    """Read the results file of a folder, without an incomplete last line.
 
     Raises:
-        ConfigError: There is no such file, or it is no results file.
+        ConfigError: There is none, or it is no results file.
     """
     path = folder / FILE
     try:
@@ -214,7 +202,7 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def _compact(sample: Sample) -> dict[str, Any]:
-    """A sample as plain data: microseconds are enough, and ids say what texts would."""
+    """A sample as plain data, with times in microseconds and without texts."""
     plain = dataclasses.asdict(sample)
     for trace in plain["traces"]:
         trace["text"] = ""

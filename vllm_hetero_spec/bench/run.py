@@ -6,23 +6,20 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import Load, MeasurementError
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.child_process import EngineProcess
-from vllm_hetero_spec.measure.load import Load, MeasurementError
+
 
 Start = Callable[[EngineId], EngineProcess]
 
 
 def load_of(run: Measurement, suite: Suite) -> Load:
-    """What the engine of a run is to generate.
-
-    Seeds differ between rounds, so that sampled rounds are samples of their own, and are the same
-    for all engines of a round.
-    """
+    """The load of a run; seeds differ between rounds, not between the engines of a round."""
     cell = run.cell
     prompts = suite.prompts[cell.engine.target][cell.dataset]
     seed = None if suite.seed is None else suite.seed + run.round * len(prompts)
@@ -40,9 +37,8 @@ def load_of(run: Measurement, suite: Suite) -> Load:
 def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, reporter: Reporter) -> None:
     """Measure what is not recorded yet.
 
-    A run that fails fails its cell: the rest of the cell's rounds are left out, its engine is
-    started anew for other cells. An engine that does not start fails all its cells. A later call
-    tries them again.
+    A failed run fails its cell: its other rounds are skipped, and its engine restarts for other
+    cells. An engine that does not start fails all its cells. A later call tries them again.
     """
     for cell, reason in plan.skipped.items():
         results.skip(cell, reason)
@@ -69,7 +65,6 @@ def _measure(
     engine = run.cell.engine
     try:
         running = engines.running(engine)
-        reporter.measuring(run)
         began = time.perf_counter()
         sample = running.run(load_of(run, suite))
     except (ConfigError, MeasurementError) as error:
@@ -95,11 +90,11 @@ class _Engines:
     def keep_only(self, wanted: Collection[EngineId]) -> None:
         """End all others, then start what is not up yet, before anything is measured."""
         ended = [self._up.pop(engine) for engine in list(self._up) if engine not in wanted]
-        # Together, as each takes seconds to end, which is long for whoever pressed Ctrl-C.
+        # In parallel, because each takes seconds to end, also after Ctrl-C.
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda engine: engine.close(), ended))
         for engine in wanted:
-            # Told by `running` again, to each of its cells.
+            # `running` raises again for each of its cells.
             with contextlib.suppress(MeasurementError):
                 self.running(engine)
 

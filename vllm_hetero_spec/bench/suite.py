@@ -1,31 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark: targets, drafters, methods, prompts and loads, all of it checked."""
+"""A suite: targets, drafters, methods, prompts and loads, checked before any model is loaded."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
-from vllm_hetero_spec.bench.methods import ALONE, PEERS
-from vllm_hetero_spec.bench.values import DrafterName, Positive, Several, TargetName, Text, one_of
-from vllm_hetero_spec.bench.yaml_file import Mistake, Part, strict
+from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
+from vllm_hetero_spec.bench.values import (
+    Positive,
+    Several,
+    Text,
+    YamlFile,
+    model_name,
+    one_of,
+    read_yaml,
+)
 from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among
+
+ALONE = "alone"
+HF_ALONE = "hf_alone"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What running a method takes."""
+
+    drafts: bool = True  # a drafter and a draft length
+    huggingface: bool = False  # Hugging Face transformers, one request at a time, instead of vLLM
+    same_vocabulary: bool = False
+    reference: str = ALONE  # the method without speculation that has the same greedy output
+
+
+PEERS = {
+    ALONE: Kind(drafts=False),
+    "vllm_tli": Kind(),
+    "draft_model": Kind(same_vocabulary=True),
+    HF_ALONE: Kind(drafts=False, huggingface=True, reference=HF_ALONE),
+    "hf_assisted": Kind(huggingface=True, reference=HF_ALONE),
+}
+KINDS = {**{method: Kind() for method in METHODS}, **PEERS}
 
 _AUTO = "auto"
 # What the benchmark itself gives vllm.LLM.
 _RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
-# What it gives our methods, by where it is set: rows are called by it.
+# What it gives our methods, and where a user sets it: the names of rows contain it.
 _METHODS = "by methods in a suite, by --method or --methods on a command line"
+_LOOKAHEAD = "num_speculative_tokens"
 _SET_ELSEWHERE = {
     "method": _METHODS,
     "heterogeneous_vocab_method": _METHODS,
     "model": "as the drafter's model, or as a drafter on a command line",
-    "num_speculative_tokens": "by num_speculative_tokens in a suite, by --num-speculative-tokens "
-    "on a command line",
+    _LOOKAHEAD: f"by {_LOOKAHEAD} in a suite, by --num-speculative-tokens on a command line",
 }
 
 
@@ -40,6 +72,7 @@ def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
+    """Keys in one spelling, so that those of a setting replace the drafter's."""
     for key in given:
         name = key.replace("-", "_")
         if name in _SET_ELSEWHERE and name not in but:
@@ -48,8 +81,8 @@ def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
 
 
 def _setting(given: dict[str, Any]) -> dict[str, Any]:
-    """As above, but for the lookahead: the rows of a setting have its name."""
-    return _not_set_elsewhere(given, "num_speculative_tokens")
+    """The rows of a setting have its name, so that it may have a draft length of its own."""
+    return _not_set_elsewhere(given, _LOOKAHEAD)
 
 
 def _auto(value: Any) -> Any:
@@ -63,7 +96,7 @@ def _by_name(value: Any) -> Any:
 
 
 def short_name(model: str) -> str:
-    """What reports call a model: the last part of its name or folder."""
+    """The name of a model in reports: the last part of its own name or folder."""
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
@@ -85,33 +118,33 @@ Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
 Temperature = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, config=strict)
-class Named(Part):
-    """A model, in files called by the last part of its own name unless they name it."""
+@dataclass(frozen=True)
+class Named(Table):
+    """A model, which reports call by the last part of its name if the file gives no other."""
 
     @model_validator(mode="before")
     @classmethod
     def _name(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        # Any name where there is no model, of which there is more to say.
+        # Any name if there is no model: that mistake is reported instead.
         return {"name": short_name(str(given.get("model")).strip()) or "-", **given}
 
 
-@dataclass(frozen=True, config=strict)
+@dataclass(frozen=True)
 class Drafter(Named):
     """A drafter.
 
     Attributes:
-        name: What reports call it.
+        name: Its name in reports.
         model: A Hugging Face name or a folder.
         speculative: Further keys of our methods' configuration; none that is set elsewhere.
-        settings: By name, further keys with which it is measured side by side; in the rows each is
+        settings: By name, further keys with which it is measured side by side. In the rows each is
             a drafter of its own, DRAFTER:SETTING. May set num_speculative_tokens.
     """
 
     name: Annotated[Text, AfterValidator(_without_setting)]
-    model: DrafterName
+    model: Annotated[Text, model_name("drafter")]
     speculative: SpeculativeKeys = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
 
@@ -123,55 +156,38 @@ class Drafter(Named):
             yield InSetting(f"{self.name}:{name}", self.model, self.speculative | more)
 
 
-@dataclass(frozen=True, config=strict)
+@dataclass(frozen=True)
 class InSetting(Drafter):
-    """A drafter in one of its settings, which may give it a lookahead."""
+    """A drafter in one of its settings, which may give it a draft length."""
 
     name: Text
     speculative: Setting = field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=strict)
+@dataclass(frozen=True)
 class Target(Named):
     """A target and what it is measured with.
 
     Attributes:
-        name: What reports call it.
+        name: Its name in reports.
         model: A Hugging Face name or a folder.
         drafters: Its drafters.
-        datasets: Names of datasets, in order; in a file all where left out.
+        datasets: Names of datasets, in order; a file that gives none means all.
         engine: Further arguments of `vllm.LLM`, the suite's included.
     """
 
     name: Text
-    model: TargetName
+    model: Annotated[Text, model_name("target")]
     drafters: Several[Annotated[Drafter, BeforeValidator(_by_name)]]
     datasets: Several[Text] = ()
     engine: EngineArguments = field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=strict, kw_only=True)
-class Suite(Part):
-    """A benchmark.
+@dataclass(frozen=True, kw_only=True)
+class Suite(Table):
+    """A benchmark, with its prompts by target and dataset, chat templates applied."""
 
-    Attributes:
-        name: What the results are called; in a file by default as the file.
-        targets: Targets with their drafters.
-        methods: Methods of this package.
-        prompts: Texts by target and dataset, chat templates applied.
-        peers: What the methods are measured beside (`PEERS`).
-        batch_sizes: Requests in flight.
-        temperatures: 0 is greedy.
-        num_speculative_tokens: Lookaheads.
-        max_tokens: Longest completion, in target tokens.
-        repeats: Rounds in which every engine runs every load.
-        ignore_eos: Generate `max_tokens` whatever comes.
-        seed: Of the first request in the first round; None leaves sampling unseeded.
-        top_p: Nucleus of the target's distribution.
-        engines_at_once: Engines that are up together; None chooses by the machine.
-    """
-
-    name: Text = ""
+    name: Text = ""  # in a file by default the file's
     targets: Several[Target]
     methods: Several[Method] = METHODS
     prompts: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -182,11 +198,11 @@ class Suite(Part):
     max_tokens: Positive = 128
     repeats: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
     ignore_eos: StrictBool = False
-    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0
+    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # of the first request
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     engines_at_once: Annotated[
         Annotated[int, Field(strict=True, ge=1, le=100)] | None, BeforeValidator(_auto)
-    ] = None
+    ] = None  # chosen by the machine
 
     def target(self, name: str) -> Target:
         """The target of a name."""
@@ -194,15 +210,11 @@ class Suite(Part):
 
     def described(self) -> dict[str, Any]:
         """The suite as JSON has it, prompts as their number and digest."""
-        plain = json.loads(json.dumps(asdict(self)))
-        plain["prompts"] = {
-            target: {
-                name: {"count": len(texts), "sha256": _digest(texts)}
-                for name, texts in datasets.items()
-            }
-            for target, datasets in self.prompts.items()
-        }
-        return plain
+        suite: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for datasets in suite["prompts"].values():
+            for name, texts in datasets.items():
+                datasets[name] = {"count": len(texts), "sha256": _digest(texts)}
+        return suite
 
     @property
     def digest(self) -> str:
@@ -210,8 +222,57 @@ class Suite(Part):
         return _digest(self.described())
 
 
+@dataclass(frozen=True, kw_only=True)
+class SuiteFile(Suite):
+    """A suite as it is written: by default with all peers."""
+
+    peers: Several[Peer] = tuple(PEERS)
+    datasets: dict[str, Dataset]
+    engine: EngineArguments = field(default_factory=dict)
+
+    @classmethod
+    def not_in_files(cls) -> Collection[str]:
+        return ("prompts",)
+
+    @model_validator(mode="after")
+    def _names_of_datasets(self) -> "SuiteFile":
+        if not self.datasets:
+            raise Mistake("is empty; name one or more.", "datasets")
+        for index, target in enumerate(self.targets):
+            for number, name in enumerate(target.datasets):
+                if name not in self.datasets:
+                    wrong = str(not_among(name, self.datasets))
+                    raise Mistake(wrong, "targets", index, "datasets", number)
+        return self
+
+
+def read_suite(file: Path) -> Suite:
+    """Read and check a suite file, and load its prompts.
+
+    Raises:
+        ConfigError: The first mistake, with its line and what is supported.
+    """
+    source = read_yaml(file)
+    asked = source.checked(SuiteFile)
+    targets = []
+    for index, target in enumerate(asked.targets):
+        target = replace(target, engine=asked.engine | target.engine)
+        for number, drafter in enumerate(target.drafters):
+            try:
+                check_drafter(target, drafter, asked.methods, asked.num_speculative_tokens[0])
+            except ConfigError as error:
+                place = ("targets", index, "drafters", number)
+                raise source.refusal(place, error) from error
+        apart = [each for drafter in target.drafters for each in drafter.in_each_setting()]
+        names = target.datasets or tuple(asked.datasets)
+        targets.append(replace(target, drafters=tuple(apart), datasets=names))
+    given = {each.name: getattr(asked, each.name) for each in fields(Suite)}
+    given |= {"name": asked.name or file.stem, "targets": tuple(targets)}
+    return Suite(**given | {"prompts": _prompts(source, asked, targets)})
+
+
 def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], lookahead: int) -> None:
-    """Refuse what would be refused by an engine, which takes a while to start.
+    """Refuse what an engine would refuse, which takes a while to start.
 
     Raises:
         ConfigError: The drafter's further keys do not fit some method, or the target.
@@ -224,12 +285,34 @@ def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], look
 
 def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for one of our methods."""
-    return {
-        "method": method,
-        "model": drafter.model,
-        "num_speculative_tokens": lookahead,
-        **drafter.speculative,
-    }
+    given = {"method": method, "model": drafter.model, _LOOKAHEAD: lookahead}
+    return {**given, **drafter.speculative}
+
+
+def _prompts(
+    source: YamlFile, asked: SuiteFile, targets: Iterable[Target]
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    plain: dict[str, tuple[str, ...]] = {}
+    prompts: dict[str, dict[str, tuple[str, ...]]] = {}
+    largest = max(asked.batch_sizes)
+    for target in targets:
+        prompts[target.name] = {}
+        for name in target.datasets:
+            dataset = asked.datasets[name]
+            try:
+                if name not in plain:
+                    plain[name] = tuple(load_dataset(dataset, name))
+                texts = plain[name]
+                if dataset.chat_template:
+                    texts = in_chat_template(texts, target.model, target.engine)
+            except (ConfigError, Mistake) as error:
+                raise source.refusal(("datasets", name), error) from error
+            if len(texts) < largest:
+                wants = f"batch size {largest} needs as many prompts"
+                has = f"dataset {name!r} has {len(texts)}"
+                raise source.refusal(("batch_sizes",), ConfigError(f"{wants}; {has}."))
+            prompts[target.name][name] = texts
+    return prompts
 
 
 def _digest(value: Any) -> str:

@@ -1,111 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a report: which figures stand in which column, and what they mean."""
+"""Figures as text, and tables of them for terminals, for Markdown, and as data for programs."""
 
-from vllm_hetero_spec.bench.rows import Row
-from vllm_hetero_spec.report.tables import Column
-from vllm_hetero_spec.report.values import (
-    NONE,
-    count,
-    mebibytes,
-    median,
-    number,
-    ratio,
-    tail,
-    with_error,
-)
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
 
+from rich.markup import escape
+from rich.table import Table
 
-def acceptance_length(row: Row) -> str:
-    """1 + accepted / drafts, with its standard error over prompts."""
-    return with_error(row.figures.acceptance_length, row.figures.acceptance_error)
+from vllm_hetero_spec.bench.figures import Quantiles, Spread
+
+Row = TypeVar("Row")
+NONE = "-"
+_MIB = 1 << 20
 
 
-CELL: tuple[Column[Row], ...] = (
-    Column("dataset", lambda row: row.cell.dataset),
-    Column("target", lambda row: row.cell.engine.target),
-    Column("method", lambda row: row.cell.engine.method),
-    Column("drafter", lambda row: row.cell.engine.drafter or NONE),
-    Column(
-        "K",
-        lambda row: count(row.cell.engine.lookahead),
-        "lookahead in target tokens, for Hugging Face's method in the drafter's",
-    ),
-    Column("temperature", lambda row: f"{row.cell.temperature:g}"),
-    Column("batch", lambda row: str(row.cell.batch_size)),
-)
-TIMES: tuple[Column[Row], ...] = (
-    Column(
-        "TTFT (ms)",
-        lambda row: median(row.figures.ttft),
-        "time to the first token, median over requests",
-    ),
-    Column(
-        "TPOT (ms)",
-        lambda row: median(row.figures.tpot),
-        "time per token after the first arrival, median over requests",
-    ),
-    Column(
-        "tok/s",
-        lambda row: number(row.figures.tokens_per_second.median, 1),
-        "tokens per second of all requests, median over rounds",
-    ),
-    Column(
-        "speedup",
-        lambda row: ratio(row.speedup),
-        "median, with the range, of the ratios of tok/s to `alone` in the same round",
-    ),
-)
-SPEED: tuple[Column[Row], ...] = (
-    *CELL,
-    *TIMES,
-    Column("over hf_alone", lambda row: ratio(row.speedup_over_hf)),
-    Column(
-        "over first setting",
-        lambda row: ratio(row.speedup_over_first),
-        "the same ratios to the first of the drafter's settings",
-    ),
-    Column(
-        "acceptance length",
-        acceptance_length,
-        "1 + accepted / drafts ± its standard error over prompts",
-    ),
-    Column(
-        "identical",
-        lambda row: " of ".join(map(str, row.identical or ())) or NONE,
-        "prompts at temperature 0 whose tokens are in every round those of `alone`, for Hugging "
-        "Face's method those of `hf_alone`",
-    ),
-)
-LATENCY: tuple[Column[Row], ...] = (
-    *CELL,
-    Column("TTFT p50 / p90 / p99 (ms)", lambda row: tail(row.figures.ttft)),
-    Column("TPOT p50 / p90 / p99 (ms)", lambda row: tail(row.figures.tpot)),
-    Column(
-        "ITL p50 / p90 / p99 (ms)",
-        lambda row: tail(row.figures.itl),
-        "gaps between arrivals, which bring several tokens where drafts are accepted",
-    ),
-    Column("tokens", lambda row: count(row.figures.tokens)),
-    Column("peak memory (MiB)", lambda row: mebibytes(row.figures.peak_memory_bytes)),
-)
-COUNTS: tuple[Column[Row], ...] = (
-    Column("drafts", lambda row: count(row.figures.drafts), "sum over all rounds, as all here"),
-    Column("drafter tokens", lambda row: count(row.figures.drafter_tokens)),
-    Column("proposed", lambda row: count(row.figures.draft_tokens), "target tokens"),
-    Column("accepted", lambda row: count(row.figures.accepted_tokens), "target tokens"),
-    Column(
-        "accepted at position 1, 2, ...",
-        lambda row: " ".join(map(number, row.figures.acceptance_per_position)) or NONE,
-        "share of all drafts",
-    ),
-    Column("translating (s)", lambda row: number(row.figures.translate_seconds)),
-    Column("drafting (s)", lambda row: number(row.figures.forward_seconds)),
-    Column("proposing in all (s)", lambda row: number(row.figures.propose_seconds)),
-    Column("verifying (s)", lambda row: number(row.figures.verify_seconds), "the sampler alone"),
-    Column(
-        "undrafted",
-        lambda row: ", ".join(f"{why} {n:,}" for why, n in row.figures.skipped.items()) or NONE,
-        "requests left without a draft in a step, by reason",
-    ),
-)
-SPECULATION = (*CELL, *COUNTS)
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table."""
+
+    name: str
+    value: Callable[[Row], str]
+    help: str = ""  # the meaning of the figure, as a clause
+
+
+def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+    lines = [[column.name for column in columns], ["---"] * len(columns)]
+    lines += [[column.value(row).replace("|", "\\|") for column in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def terminal_table(
+    columns: Sequence[Column[Row]], rows: Sequence[Row], title: str | None = None
+) -> Table:
+    """One line per row; columns of numbers on the right."""
+    lines = [[column.value(row) for column in columns] for row in rows]
+    return _drawn([column.name for column in columns], lines, title)
+
+
+def side_by_side(
+    columns: Sequence[Column[Row]],
+    rows: Mapping[str, Row],
+    title: str | None = None,
+) -> Table:
+    """One line per column and one column per row, under its name; without lines of dashes."""
+    lines = [[column.name, *map(column.value, rows.values())] for column in columns]
+    kept = [line for line in lines if set(line[1:]) - {NONE, ""}]
+    return _drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
+
+
+def meanings(columns: Sequence[Column[Any]]) -> str:
+    """The line below a table."""
+    return "; ".join(f"{column.name}: {column.help}" for column in columns if column.help) + "."
+
+
+def as_data(value: Any) -> Any:
+    """Dataclasses and named tuples as dictionaries, for JSON."""
+    if is_dataclass(value):
+        return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_data(item) for key, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return as_data(value._asdict())
+    if isinstance(value, list | tuple):
+        return [as_data(item) for item in value]
+    return value
+
+
+def print_json(data: Any) -> None:
+    """Write one JSON object to standard output."""
+    json.dump(as_data(data), sys.stdout, indent=2)
+    print()
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    return number(value, 0)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return NONE if seconds is None else number(1e3 * seconds, 1)
+
+
+def mebibytes(size: float | None) -> str:
+    return NONE if size is None else count(size / _MIB)
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    if value is None or error is None:
+        return number(value, digits)
+    return f"{number(value, digits)} ± {number(error, digits)}"
+
+
+def ratio(found: Spread | None) -> str:
+    """A speedup, and its range over several rounds."""
+    if found is None:
+        return NONE
+    bounds = f" ({found.low:.2f}-{found.high:.2f})" if found.rounds > 1 else ""
+    return f"{found.median:.2f}x{bounds}"
+
+
+def median(found: Quantiles | None) -> str:
+    return milliseconds(found.median if found else None)
+
+
+def tail(found: Quantiles | None) -> str:
+    return " / ".join(map(milliseconds, (found.median, found.p90, found.p99))) if found else NONE
+
+
+def widened(target: str, columns: tuple[int, int]) -> str:
+    """The note about a target that was made slower on purpose."""
+    zero, every = columns
+    return (
+        f"{target} is a model widened with zero MLP columns: {zero:,} of {every:,} add nothing but "
+        "cost. Its speeds tell how speculation behaves at that ratio of costs, nothing about a "
+        "real pair."
+    )
+
+
+def _drawn(
+    heads: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    title: str | None,
+    numbers: Sequence[int] | None = None,
+) -> Table:
+    table = Table(
+        *map(escape, heads),
+        title=None if title is None else escape(title),
+        title_justify="left",
+        title_style="bold",
+    )
+    for index, column in enumerate(table.columns):
+        if index in numbers if numbers is not None else _is_of_numbers(lines, index):
+            column.justify = "right"
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table
+
+
+def _is_of_numbers(lines: Sequence[Sequence[str]], index: int) -> bool:
+    cells = [line[index].removeprefix(NONE) for line in lines]
+    return all(not cell or cell[0].isdigit() for cell in cells)

@@ -3,35 +3,59 @@
 
 import argparse
 import functools
+import json
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.advice.drafters import DrafterFacts, look_at
-from vllm_hetero_spec.advice.measuring import DATASET, Measured, measure
-from vllm_hetero_spec.advice.report import as_json, show
 from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.advise import (
+    Candidate,
+    DrafterFacts,
+    Measured,
+    compared,
+    engine_name,
+    look_at,
+    prospects,
+)
+from vllm_hetero_spec.bench.figures import Row
+from vllm_hetero_spec.bench.load import MeasurementError
+from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.progress import Reporter
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
+from vllm_hetero_spec.bench.report import acceptance_length, widened_targets
+from vllm_hetero_spec.bench.results import Results
+from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.suite import ALONE, Suite
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    as_data,
+    meanings,
+    mebibytes,
+    number,
+    percent,
+    print_json,
+    ratio,
+    terminal_table,
+)
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
-    MODEL,
-    add_engines,
+    PROMPTS,
     add_load,
-    add_output,
+    add_models,
     dictionary,
     positive,
+    suite_of,
 )
-from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
+from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import missing_weights
-from vllm_hetero_spec.measure.load import MeasurementError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
-from vllm_hetero_spec.report.tables import print_json
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
 
@@ -45,64 +69,31 @@ def add_parser(commands: Any) -> None:
         "target alone, in interleaved rounds and with the controller that will run. The "
         "configuration that it prints is one that it has measured.",
     )
-    parser.add_argument("target", help=MODEL)
-    parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{MODEL}; any number")
-    add_load(parser, longest=64)
-    parser.add_argument(
-        "--batch-sizes",
-        type=positive,
-        nargs="+",
-        default=[1, 8],
-        metavar="N",
-        help="requests that run at the same time (default: 1 8)",
-    )
-    parser.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.0, 1.0],
-        metavar="T",
-        help="default: 0 1",
-    )
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=positive,
-        default=8,
-        metavar="K",
-        help="longest lookahead, in target tokens; the controller drafts less far where that is "
-        "faster (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--methods",
-        choices=METHODS,
-        nargs="+",
-        default=[DEFAULT_METHOD],
-        help=f"measure each of these (default: {DEFAULT_METHOD}, which chooses for a pair)",
-    )
+    add_models(parser, name="drafters", nargs="+", metavar="drafter")
+    add_load(parser, longest=64, lookahead=8)
+    several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
+    what = "requests that run at the same time (default: 1 8)"
+    parser.add_argument("--batch-sizes", type=positive, default=[1, 8], help=what, **several)
+    what = "default: 0 1"
+    parser.add_argument("--temperatures", type=float, default=[0.0, 1.0], help=what, **several)
+    what = f"measure each of these (default: {DEFAULT_METHOD}, which chooses for a pair)"
+    methods = [DEFAULT_METHOD]
+    parser.add_argument("--methods", choices=METHODS, nargs="+", default=methods, help=what)
     parser.add_argument("--repeats", type=positive, default=3, metavar="N", help=DEFAULT)
-    parser.add_argument(
-        "--engines-at-once",
-        type=positive,
-        metavar="N",
-        help="engines that are up together (default: on GPUs 2, which share the memory, on a CPU "
-        "as many as fit); 1 where the memory holds no two copies of the target",
+    what = (
+        "engines that are up together (default: on GPUs 2, which share the memory, on a CPU as "
+        "many as fit); 1 where the memory holds no two copies of the target"
     )
-    parser.add_argument(
-        "--statistics-only", action="store_true", help="stop before any weights are read"
+    parser.add_argument("--engines-at-once", type=positive, metavar="N", help=what)
+    what = "stop before any weights are read"
+    parser.add_argument("--statistics-only", action="store_true", help=what)
+    what = (
+        "measure each drafter in several ways side by side: by name, further keys of "
+        '--speculative-config, as {"chain": {}, "tree": {"tree_nodes": 8}}'
     )
-    parser.add_argument(
-        "--settings",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help="measure each drafter in several ways side by side: by name, further keys of "
-        '--speculative-config, as {"chain": {}, "tree": {"tree_nodes": 8}}',
-    )
-    add_engines(parser)
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run code of the models' repositories"
-    )
-    add_output(parser)
+    parser.add_argument("--settings", type=dictionary, default={}, metavar="JSON", help=what)
+    what = "run code of the models' repositories"
+    parser.add_argument("--trust-remote-code", action="store_true", help=what)
     parser.set_defaults(run=run)
 
 
@@ -113,91 +104,41 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: The models, prompts or options cannot be used.
         MeasurementError: An engine failed; what the others did is printed.
     """
-    suite = _suite(arguments)
-    (target,) = suite.targets
-    file, trust = arguments.prompts, arguments.trust_remote_code
-    dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
-    drafters = look_at(
-        target.model,
-        target.drafters,
-        load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT),
-        dtype=str(dtype or ("auto" if engines.on_gpu() else "float32")),
-        sequences=suite.batch_sizes[-1],
-        trust_remote_code=trust,
-    )
-    drafters = [_left_out(target.model, facts, arguments.statistics_only) for facts in drafters]
-    chosen = tuple(
-        each
-        for facts in drafters
-        if not facts.not_measured
-        for each in facts.drafter.in_each_setting()
-    )
-    measured = None
-    if chosen:
-        suite = replace(suite, targets=(replace(target, drafters=chosen),))
-        measured = _measure(suite, verbose=arguments.verbose)
-    if arguments.json:
-        print_json(as_json(arguments.target, suite, drafters, measured))
-    else:
-        show(arguments.target, drafters, measured, Console())
-    if measured and (failures := measured.failures):
-        raise MeasurementError("; ".join(failures))
-
-
-def _suite(arguments: argparse.Namespace) -> Suite:
-    """What is to be measured.
-
-    Raises:
-        ConfigError: It could only fail later.
-    """
-    sizes = sorted(set(arguments.batch_sizes))
-    prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
-    if sizes[-1] > len(prompts):
-        raise ConfigError(
-            f"batch size {sizes[-1]} needs as many prompts, and "
-            f"{arguments.prompts or 'the built-in text'} holds {len(prompts)}; give a longer file "
-            "with --prompts, or smaller --batch-sizes."
-        )
-    trust = {"trust_remote_code": True} if arguments.trust_remote_code else {}
-    target = Target(
-        name=short_name(arguments.target),
-        model=arguments.target,
-        drafters=tuple(_drafters(arguments)),
-        datasets=(DATASET,),
-        engine=trust | arguments.engine_args,
-    )
-    for drafter in target.drafters:
-        check_drafter(target, drafter, arguments.methods, arguments.num_speculative_tokens)
-    return Suite(
+    suite = suite_of(
+        arguments,
+        arguments.drafters,
+        arguments.methods,
+        arguments.batch_sizes,
+        arguments.temperatures,
         name="advise",
-        targets=(target,),
-        methods=tuple(dict.fromkeys(arguments.methods)),
-        prompts={target.name: {DATASET: tuple(prompts)}},
-        batch_sizes=tuple(sizes),
-        temperatures=tuple(sorted(set(arguments.temperatures))),
-        num_speculative_tokens=(arguments.num_speculative_tokens,),
-        max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,
         engines_at_once=arguments.engines_at_once,
     )
-
-
-def _drafters(arguments: argparse.Namespace) -> Iterator[Drafter]:
-    """Each drafter once, under the last part of its name where no other has the same."""
-    names = dict.fromkeys(arguments.drafters)
-    shared = Counter(map(short_name, names))
-    for name in names:
-        short = short_name(name)
-        yield Drafter(
-            name=short if shared[short] == 1 else name,
-            model=name,
-            speculative=arguments.speculative_config,
-            settings=arguments.settings,
-        )
+    (target,) = suite.targets
+    file = arguments.prompts
+    documents = load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT)
+    dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
+    dtype = str(dtype or ("auto" if engines.on_gpu() else "float32"))
+    drafters = [
+        _left_out(target.model, facts, arguments.statistics_only)
+        for facts in look_at(target, documents, dtype, suite.batch_sizes[-1])
+    ]
+    used = [facts.drafter for facts in drafters if not facts.not_measured]
+    measured = None
+    if used:
+        apart = tuple(each for drafter in used for each in drafter.in_each_setting())
+        suite = replace(suite, targets=(replace(target, drafters=apart),))
+        measured = _measure(suite, arguments.verbose)
+    if arguments.json:
+        print_json(_as_json(arguments.target, suite, drafters, measured))
+    else:
+        _show(arguments.target, drafters, measured, Console())
+    if measured and measured.failures:
+        raise MeasurementError("; ".join(measured.failures))
 
 
 def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> DrafterFacts:
-    """Says why no engine is started with a drafter, where none is."""
+    """Add the reason if no engine starts with a drafter."""
     if facts.not_measured:
         return facts
     if statistics_only:
@@ -206,8 +147,193 @@ def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> Drafte
     return replace(facts, not_measured=f"not measured: {reason}.") if reason else facts
 
 
-def _measure(suite: Suite, *, verbose: bool) -> Measured:
+def _measure(suite: Suite, verbose: bool) -> Measured:
+    """Measure what does not fail; the target alone must not.
+
+    Raises:
+        MeasurementError: The target alone fails.
+    """
     at_once = engines.at_once_for(suite)
     start = functools.partial(engines.start, suite=suite, at_once=at_once, verbose=verbose)
-    with Reporter(Console(stderr=True)) as reporter:
-        return measure(suite, at_once, start, reporter)
+    header = {"widened": widened_targets(suite.targets), "gpu": engines.on_gpu()}
+    results = Results(header=header | {"engines_at_once": at_once})
+    plan = make_plan(suite, at_once, lambda target, drafter: None)
+    run_plan(plan, suite, results, start, Reporter(Console(stderr=True)))
+    for cell, reason in results.contents.errors.items():
+        if cell.engine.method == ALONE:
+            raise MeasurementError(f"the target alone: {reason}")
+    return compared(suite, results.contents)
+
+
+def _of_text(
+    name: str, key: str, meaning: str, write: Callable[[float | None], str] = percent
+) -> Column[DrafterFacts]:
+    return Column(name, lambda facts: write(getattr(facts.statistics, key)), meaning)
+
+
+_TOKENIZERS: tuple[Column[DrafterFacts], ...] = (
+    Column("drafter", lambda facts: facts.drafter.name),
+    _of_text("omega_T", "omega_t", "target tokens that the drafter has too"),
+    _of_text("omega_K", "omega_k", "target tokens that some drafter token begins"),
+    _of_text("target spans", "target_straddle", "target tokens with a drafter boundary inside"),
+    _of_text("drafter spans", "drafter_straddle", "the reverse"),
+    _of_text("tokens", "tokens_ratio", "of the drafter for each target's", number),
+)
+_LOADS: tuple[Column[Row], ...] = (
+    Column("temp.", lambda row: f"{row.cell.temperature:g}"),
+    Column("batch", lambda row: str(row.cell.batch_size)),
+    Column("drafter", lambda row: engine_name(row.cell.engine)),
+    Column("tok/s", lambda row: number(row.figures.tokens_per_second.median, 1)),
+    Column("acceptance", acceptance_length),
+    Column("speedup", lambda row: ratio(row.speedup)),
+)
+_LOADS_NOTE = (
+    "tok/s and speedup are medians over rounds of the whole load, prompts included; a speedup is "
+    "over the target alone in the same round, with its range. Acceptance is the acceptance length, "
+    "1 + accepted / drafts; a dash where nothing was drafted."
+)
+
+
+def _show(
+    target: str, drafters: Sequence[DrafterFacts], measured: Measured | None, console: Console
+) -> None:
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
+
+    say(f"target   {target}")
+    known = [facts for facts in drafters if facts.statistics is not None]
+    console.print(terminal_table(_TOKENIZERS, known, "tokenizers on the text"))
+    say(meanings(_TOKENIZERS), "dim")
+    for facts in drafters:
+        if facts.statistics is not None:
+            say(f"{facts.drafter.name}: {_memory_and_method(facts)}.")
+        if facts.not_measured:
+            say(f"{facts.drafter.name}: {facts.not_measured}", "yellow")
+    if measured is None:
+        return
+    console.print(terminal_table(_LOADS, measured.rows, "loads"))
+    for note in (_LOADS_NOTE, *measured.notes):
+        say(note, "dim")
+    for failure in measured.failures:
+        say(f"not measured: {failure}", "red")
+    ranking = measured.ranking
+    for candidate in ranking:
+        if not any(row.figures.drafts for row in candidate.rows):
+            skipped = dict.fromkeys(why for row in candidate.rows for why in row.figures.skipped)
+            reasons = ", ".join(skipped) or "the controller left the target alone"
+            say(f"{engine_name(candidate.engine)}: nothing was drafted ({reasons}).", "yellow")
+    if not ranking:
+        return
+    columns: tuple[Column[Candidate], ...] = (
+        Column("", lambda candidate: str(ranking.index(candidate) + 1)),
+        Column("drafter", lambda candidate: engine_name(candidate.engine)),
+        Column("speedup", lambda candidate: ratio(candidate.speedup)),
+        Column("verdict", measured.verdict),
+    )
+    title = "ranking, by the geometric mean over the loads"
+    console.print(terminal_table(columns, ranking, title))
+    for sentence in prospects(measured.rows, ranking[0].rows, ranking[0].config):
+        say(f"{engine_name(ranking[0].engine)}: {sentence}")
+    if measured.recommended is None:
+        say(_none_is_faster(ranking), "bold")
+        return
+    say("--speculative-config", "bold")
+    say(f"'{json.dumps(measured.recommended.config)}'", "bold")
+
+
+def _memory_and_method(facts: DrafterFacts) -> str:
+    memory, suggested = facts.memory, facts.suggested
+    if memory is None or suggested is None:
+        return NONE
+    return (
+        f"{mebibytes(memory.weight_bytes)} MiB of weights, {mebibytes(memory.kv_bytes)} MiB of KV "
+        f"for batch {memory.sequences} of {memory.tokens:,} tokens; the tokenizers suggest "
+        f"{suggested.method} for sampled requests ({suggested.reason})"
+    )
+
+
+def _none_is_faster(ranking: Sequence[Candidate]) -> str:
+    partly = [
+        f"{engine_name(candidate.engine)} at {'; '.join(candidate.faster_loads)}"
+        for candidate in ranking
+        if candidate.faster_loads
+    ]
+    if partly:
+        return (
+            f"No drafter makes the target faster over all of these loads. {'. '.join(partly)}: "
+            "name these with --batch-sizes and --temperatures for a configuration."
+        )
+    if all(candidate.slower for candidate in ranking):
+        return "The target alone is faster than with any drafter under these loads."
+    return (
+        "No drafter makes the target faster in all rounds of these loads; more --repeats and "
+        "longer completions tell small differences apart."
+    )
+
+
+def _as_json(
+    name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured | None
+) -> dict[str, Any]:
+    """The same under stable names; times in seconds, shares between 0 and 1."""
+    (target,) = suite.targets
+    widened = widened_columns(target.model)
+    alone = [row for row in measured.rows if row.cell.engine.drafter is None] if measured else []
+    return {
+        "target": name,
+        "target_zero_mlp_columns": widened[0] if widened else 0,
+        "load": {
+            "prompts": len(suite.prompts[target.name][PROMPTS]),
+            "max_tokens": suite.max_tokens,
+            "batch_sizes": suite.batch_sizes,
+            "temperatures": suite.temperatures,
+            "repeats": suite.repeats,
+            "num_speculative_tokens": suite.num_speculative_tokens[0],
+        },
+        "drafters": [_drafter(facts) for facts in drafters],
+        "target_alone": [_load(row) for row in alone],
+        "measured": [
+            {
+                "drafter": candidate.engine.drafter,
+                "method": candidate.engine.method,
+                "speculative_config": candidate.config,
+                "failure": candidate.failure,
+                "speedup": candidate.speedup,
+                "verdict": measured.verdict(candidate),
+                "loads": [_load(row) for row in candidate.rows],
+            }
+            for candidate in (measured.candidates if measured else ())
+        ],
+        "recommended": measured and measured.recommended and measured.recommended.config,
+    }
+
+
+def _drafter(facts: DrafterFacts) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": facts.drafter.name,
+        "model": facts.drafter.model,
+        "not_measured": facts.not_measured,
+    }
+    if facts.statistics is None or facts.memory is None:
+        return data
+    return data | {
+        "statistics": {
+            **as_data(facts.statistics),
+            "drafter_tokens_per_target_token": facts.statistics.tokens_ratio,
+            "shared_tokens": facts.shared_tokens,
+        },
+        "suggested_method": facts.suggested,
+        "memory": {**as_data(facts.memory), "kv_bytes": facts.memory.kv_bytes},
+    }
+
+
+def _load(row: Row) -> dict[str, Any]:
+    return {
+        "temperature": row.cell.temperature,
+        "batch_size": row.cell.batch_size,
+        "tokens_per_second": row.figures.tokens_per_second.median,
+        "speedup": row.speedup,
+        "acceptance_length": row.figures.acceptance_length,
+        "acceptance_error": row.figures.acceptance_error,
+        "identical": row.identical,
+        "skipped": row.figures.skipped,
+    }

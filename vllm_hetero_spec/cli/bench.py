@@ -13,19 +13,18 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.engines import vocabularies_differ
-from vllm_hetero_spec.bench.optional import optional
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import Reporter
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.bench.suite_file import read_suite
+from vllm_hetero_spec.bench.suite import Suite, read_suite
+from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance
-from vllm_hetero_spec.measure.load import MeasurementError
 
 _RESULTS = Path("bench-results")
 
@@ -88,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, suite: Suite, results: Results, progress: Console
 ) -> None:
-    # What the first session found room for, so that waves are the same in all of them.
+    # Of the first session, so that all sessions have the same waves.
     at_once = results.contents.header["engines_at_once"]
     plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
     pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
@@ -102,11 +101,10 @@ def _measure(
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )
-    # Whoever ends this process ends its engines.
+    # A SIGTERM to this process also ends its engines.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Reporter(progress) as reporter:
-            run_plan(plan, suite, results, start, reporter)
+        run_plan(plan, suite, results, start, Reporter(progress))
     except KeyboardInterrupt:
         progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
         raise

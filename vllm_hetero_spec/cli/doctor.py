@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor`: is the installation sound, and if not, what mends it."""
+"""`vllm-hetero-spec doctor`: faults of the installation and their fixes."""
 
 import argparse
 from typing import Any
@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_hetero_spec.bench.tables import Column, print_json, terminal_table
 from vllm_hetero_spec.cli.health import Finding, examine
 from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
-from vllm_hetero_spec.report.tables import Column, print_json, terminal_table
 
 
 class Unsound(Exception):
-    """Some check failed; what and why has been printed."""
+    """Some check failed; its findings are printed."""
 
 
 def add_parser(commands: Any) -> None:

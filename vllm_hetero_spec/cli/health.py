@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is everything in place? One check per question, each with its answer and, if bad, its fix."""
+"""Checks of the installation; each fault has its fix."""
 
 import importlib.metadata
 import os
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec import __version__
+from vllm_hetero_spec.bench.load import Load, MeasurementError
+from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
-from vllm_hetero_spec.measure.load import Load, MeasurementError
 from vllm_hetero_spec.options import METHODS
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
@@ -25,41 +26,30 @@ _TEXT = "Speculative decoding lets a small model draft and a large model check. 
 _REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
 _NO_CUDA = "not used: PyTorch here is no CUDA build"
 _CUDA_TIMEOUT = 120  # seconds; a first `import torch` from a slow disk is most of it
-# Of the tiny pair on a GPU, where others may be at work: what has to be free, and what is taken. In
-# 16 bits a tie of two tokens may fall otherwise beside a draft.
+# Of the tiny pair on a GPU that other processes may use. With 16 bits a tie of two tokens may be
+# broken differently beside a draft.
 _ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check.
-
-    Attributes:
-        check: What was looked at.
-        good: Whether it is as it should be.
-        found: What it is.
-        fix: What to do where it is not good.
-    """
+    """The outcome of a check."""
 
     check: str
     good: bool
     found: str
-    fix: str = ""
+    fix: str = ""  # of a fault
 
 
 class _Fault(Exception):
-    """A check that fails: what it found, and what to do about it."""
+    """A check that fails: its findings and the fix."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found, fix)
 
 
 def examine(*, run: bool = True) -> Iterator[Finding]:
-    """All checks in order, each yielded when it is done; no exception leaves one.
-
-    Args:
-        run: Generate with a tiny pair of models as the last check, which takes some ten seconds.
-    """
+    """All checks in order, without exceptions; with `run` the last one runs a tiny pair."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("versions", _versions),
         ("vLLM release", _release),
@@ -142,7 +132,7 @@ def _cuda() -> str:
 
 
 def _compiler() -> str:
-    """Triton compiles with them when an engine starts; the order is Triton's."""
+    """Triton compiles with them when an engine starts, and looks for them in this order."""
     import torch
 
     if torch.version.cuda is None:
@@ -232,7 +222,7 @@ def _serve() -> str:
 def _tiny_pair() -> str:
     from vllm.platforms import current_platform
 
-    from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
+    from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     given = _ON_GPU if current_platform.device_type == "cuda" else {}
     with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:
@@ -268,7 +258,7 @@ def _tiny_pair() -> str:
 
 
 def _causes(error: MeasurementError) -> str:
-    """What an engine failed of, in one line: the first errors that it printed, behind its end."""
+    """The end of an engine and the first errors that it printed, in one line."""
     ended, *causes = (line.strip() for line in str(error).splitlines())
     return ": ".join([ended, *[cause for cause in causes if not cause.startswith("(")][:2]])
 

@@ -5,25 +5,26 @@ import argparse
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_hetero_spec.cli.pair_report import PairReport, Side, control_tokens
+from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.pair_tables import show
+from vllm_hetero_spec.draft.methods import order
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.inputs.tokenizer_source import OpenTokenizer, open_tokenizer
-from vllm_hetero_spec.report.tables import print_json
+from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
+from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import (
     PairMeter,
+    PairStatistics,
     count_vocabulary,
     documents_of,
     length_histogram,
@@ -33,8 +34,9 @@ from vllm_hetero_spec.text.statistics import (
 )
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
-_LONGEST = 16  # bytes; longer tokens share the last bar of a histogram
-_BATCH = 64  # documents between two moves of the progress bar
+_LONGEST = 16  # bytes; longer tokens share the last number of a histogram
+_EXAMPLES = 12  # characters without a token
+_TEMPERATURES = (0.0, 1.0)  # for which the methods are put in order
 
 
 def add_parser(commands: Any) -> None:
@@ -69,17 +71,25 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: A tokenizer or the text cannot be used.
     """
     documents = _documents(arguments.text)
-    with _collector_off(), _progress() as progress:
-        target, drafter = (
-            _open(progress, arguments, role, name)
-            for role, name in (("target", arguments.target), ("drafter", arguments.drafter))
-        )
-        source = str(arguments.text or "built-in")
-        report = _inspect(target, drafter, documents, source, progress)
+    pair = {"target": arguments.target, "drafter": arguments.drafter}
+    trust = arguments.trust_remote_code
+    collects = gc.isenabled()
+    gc.disable()  # it takes a quarter of the time, and finds nothing to free
+    try:
+        with Console(stderr=True).status("comparing the tokenizers ..."):
+            opened = {
+                role: open_tokenizer(name, role, trust_remote_code=trust)
+                for role, name in pair.items()
+            }
+            source = str(arguments.text or "built-in")
+            found = _findings(opened["target"], opened["drafter"], documents, source)
+    finally:
+        if collects:
+            gc.enable()
     if arguments.json:
-        print_json(report.as_json())
+        print_json(found)
     else:
-        show(report, Console())
+        show(found, opened, Console())
 
 
 def _documents(file: Path | None) -> list[str]:
@@ -100,31 +110,21 @@ def _documents(file: Path | None) -> list[str]:
     return documents
 
 
-def _open(progress: Progress, arguments: argparse.Namespace, role: str, name: str) -> OpenTokenizer:
-    with _step(progress, f"opening the {role}'s tokenizer"):
-        return open_tokenizer(name, role, trust_remote_code=arguments.trust_remote_code)
-
-
-def _inspect(
-    target: OpenTokenizer,
-    drafter: OpenTokenizer,
-    documents: Sequence[str],
-    source: str,
-    progress: Progress,
-) -> PairReport:
+def _findings(
+    target: OpenTokenizer, drafter: OpenTokenizer, documents: Sequence[str], source: str
+) -> dict[str, Any]:
+    """Every finding under stable names; shares are between 0 and 1."""
     theirs, ours = target.text, drafter.text
-    with _step(progress, "comparing the vocabularies"):
-        lengths = {
-            "target": length_histogram(set(theirs.token_bytes), _LONGEST),
-            "drafter": length_histogram(set(ours.token_bytes), _LONGEST),
-            "shared": length_histogram(shared_text(theirs, ours), _LONGEST),
-        }
-        overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
-    with _step(progress, "comparing the two on the text", len(documents)) as task:
-        meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
-        for start in range(0, len(documents), _BATCH):
-            meter.add(documents[start : start + _BATCH])
-            progress.advance(task, _BATCH)
+    strings = {
+        "target": set(theirs.token_bytes),
+        "drafter": set(ours.token_bytes),
+        "shared": shared_text(theirs, ours),
+    }
+    # Numbers of byte strings of 1, 2, ... bytes.
+    lengths = {name: length_histogram(each, _LONGEST) for name, each in strings.items()}
+    overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
+    meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
+    meter.add(documents)
     bridge = make_bridge(
         theirs,
         ours,
@@ -132,73 +132,81 @@ def _inspect(
         drafter_eos=drafter.eos_ids,
         chats=(chat_of(target.backend), chat_of(drafter.backend)),
     )
-    pair = meter.statistics()
-    return PairReport(
-        target=_side(
-            target, documents, pair.target_tokens, pair.target_straddle, pair.target_failures
-        ),
-        drafter=_side(
-            drafter, documents, pair.drafter_tokens, pair.drafter_straddle, pair.drafter_failures
-        ),
-        overlap=overlap,
-        lengths=lengths,
-        text=source,
-        documents=len(documents),
-        pair=pair,
-        identity=bridge.identity,
-        control=control_tokens(target, bridge.special),
-        chat_template=bridge.chat.reason,
-    )
+    pair, reason = meter.statistics(), bridge.chat.reason
+    return {
+        "target": _side(target, documents, pair, "target"),
+        "drafter": _side(drafter, documents, pair, "drafter"),
+        "intersection": {**asdict(overlap), "lengths": lengths},
+        "text": {
+            "source": source,
+            "documents": len(documents),
+            "lines": pair.lines,
+            "bytes": pair.text_bytes,
+        },
+        "pair": {
+            "omega_t": pair.omega_t,
+            "omega_k": pair.omega_k,
+            "target_straddle": pair.target_straddle,
+            "drafter_straddle": pair.drafter_straddle,
+            "drafter_tokens_per_target_token": pair.tokens_ratio,
+        },
+        "bridge": {
+            "kind": "identity" if bridge.identity else "text",
+            "chat_template": {"active": not reason, "reason": reason},
+            "control_tokens": list(_control_tokens(target, bridge.special)),
+        },
+        "methods": {
+            f"temperature_{temperature:g}": order(pair, temperature=temperature)
+            for temperature in _TEMPERATURES
+        },
+    }
 
 
 def _side(
-    opened: OpenTokenizer, documents: Sequence[str], tokens: int, straddle: float, changed: int
-) -> Side:
-    text = "".join(documents)
-    return Side(
-        opened=opened,
-        counts=count_vocabulary(opened.text),
-        tokens=tokens,
-        tokens_per_byte=tokens / len(text.encode()),
-        straddle=straddle,
-        changed_lines=changed,
-        changed_documents=sum(opened.round_trip(text) != text for text in documents),
-        unspelled=unspelled_characters(opened.text, Counter(text)),
-    )
+    opened: OpenTokenizer, documents: Sequence[str], pair: PairStatistics, role: str
+) -> dict[str, Any]:
+    text, view = "".join(documents), opened.text
+    tokens: int = getattr(pair, f"{role}_tokens")
+    unspelled = unspelled_characters(view, Counter(text))
+    # A tokenizer that adds a BOS changes all documents.
+    changed = sum(opened.round_trip(document) != document for document in documents)
+    return {
+        "name": view.name,
+        "vocabulary": {"get_vocab": len(opened.strings), **asdict(count_vocabulary(view))},
+        "roles": {
+            role: {"id": opened.roles[role], "content": opened.content(opened.roles[role])}
+            if role in opened.roles
+            else None
+            for role in ROLES
+        },
+        "eos_ids": opened.eos_ids,
+        "adds_bos": view.adds_bos,
+        "leading_space": view.leading_space.scope,
+        "normalizers": opened.normalizers,
+        "lossy_reason": view.lossy_reason,
+        "tokens": tokens,
+        "tokens_per_byte": tokens / len(text.encode()),
+        "changed_lines": getattr(pair, f"{role}_failures"),
+        "changed_documents_with_special_tokens": changed,
+        "unspelled": {
+            "characters": unspelled.total(),
+            "distinct": len(unspelled),
+            "examples": [character for character, _ in unspelled.most_common(_EXAMPLES)],
+        },
+    }
 
 
-def _progress() -> Progress:
-    """A bar on the error stream, on terminals only; it leaves nothing behind."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-@contextmanager
-def _step(progress: Progress, description: str, total: int | None = None) -> Iterator[Any]:
-    task = progress.add_task(description, total=total)
-    try:
-        yield task
-    finally:
-        progress.remove_task(task)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """No cyclic garbage collection: it would walk vocabularies of 100,000s of objects over again.
-
-    A quarter of the run's time; what is allocated here is kept until the end anyway.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _control_tokens(target: OpenTokenizer, special: SpecialTokens) -> Iterator[Mapping[str, Any]]:
+    """The target's control tokens, and what each becomes for the drafter; without holes."""
+    known = special.target_control & {*target.text.special_text, *(target.eos_ids or ())}
+    for token_id in sorted(known):
+        mapped = special.to_drafter(token_id)
+        drafter_id, text = (mapped, "") if isinstance(mapped, int) else (None, mapped.decode())
+        kind = "text" if text else "nothing"
+        yield {
+            "id": token_id,
+            "content": target.content(token_id),
+            "drafter_id": drafter_id,
+            "text": text,
+            "becomes": kind if drafter_id is None else "special",
+        }

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from vllm_hetero_spec import __version__
-from vllm_hetero_spec.bench.yaml_file import refusal
+from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
-from vllm_hetero_spec.cli.options import FIELDS
+from vllm_hetero_spec.cli.options import refusal
 from vllm_hetero_spec.errors import ConfigError, first_line
-from vllm_hetero_spec.measure.load import MeasurementError
 
 _HUNG_UP = 141  # as a shell has it of a program that ended with SIGPIPE
 
@@ -23,22 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0 on success, 1 where an engine or the machine failed, 2 for wrong input,
-        141, without a word, where nobody reads on.
+        The exit code: 0 on success, 1 if an engine or the machine failed, 2 for wrong input, 141 if
+        the reader of the output has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale need not have a completion's characters
+            stream.reconfigure(errors="replace")  # the locale may lack characters of a completion
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as ended:
-        # rich makes an exit of it.
+        # rich turns it into an exit.
         if not any(isinstance(each, BrokenPipeError) for each in (ended, ended.__context__)):
             raise
-        # What is left to print would be tried once more at the end of Python.
+        # Python flushes the rest of the output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _HUNG_UP
 
@@ -59,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         parsed.run(parsed)
     except (ConfigError, ValidationError) as error:
-        sentence = refusal(error, FIELDS) if isinstance(error, ValidationError) else error
+        sentence = refusal(error) if isinstance(error, ValidationError) else error
         print(f"error: {sentence}", file=sys.stderr)
         return 2
     except doctor.Unsound:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all nodes of a Ray cluster have what an engine with a drafter needs there?"""
+"""Checks of the nodes of a Ray cluster."""
 
 import os
 import re
@@ -9,8 +9,7 @@ from typing import Any
 
 from vllm_hetero_spec.errors import ConfigError, first_line
 
-Node = Mapping[str, str | None]
-"""What a node has, by `COLUMNS`; None is what it lacks."""
+Node = Mapping[str, str | None]  # what a node has, by `COLUMNS`; None: it lacks it
 
 PLUGIN, KEY, DRAFTER = "vllm-hetero-spec", "Ray device", "drafter"
 COLUMNS = (PLUGIN, "vLLM", "Ray", "Python", KEY, DRAFTER)
@@ -43,10 +42,7 @@ def join_cluster() -> Any:
 
 
 def ask_nodes(drafter: str | None) -> dict[str, Node | str]:
-    """One task on each living node of the cluster that RAY_ADDRESS names, or that runs here.
-
-    Args:
-        drafter: Hugging Face name or folder to look for; None looks for none.
+    """Run a task on each living node of the cluster that RAY_ADDRESS names, or that runs here.
 
     Returns:
         By address and the beginning of its id, what each node has, or why it did not answer.
@@ -82,7 +78,7 @@ def _answer(ray: Any, reference: Any) -> Node | str:
 
 
 def _asked() -> Callable[[str | None], Node]:
-    """The task. A function inside another travels whole: a node may lack this package."""
+    """The task. Ray pickles an inner function by value, so that a node may lack this package."""
 
     def look(drafter: str | None) -> Node:
         import importlib.metadata
@@ -133,12 +129,7 @@ def _asked() -> Callable[[str | None], Node]:
 
 
 def faults(nodes: Mapping[str, Node | str], drafter: str | None) -> Iterator[str]:
-    """A sentence for everything that nodes lack or differ in, with what mends it.
-
-    Args:
-        nodes: From `ask_nodes`.
-        drafter: What was looked for.
-    """
+    """A sentence for everything that nodes lack or differ in, with its fix."""
     answers: dict[str, Node] = {}
     for name, answer in nodes.items():
         if isinstance(answer, str):

@@ -1,51 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options that several commands have, and their types."""
+"""Options that several commands have, their types, and the suite that they describe."""
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
+from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
+from vllm_hetero_spec.inputs.prompts import load_prompts
+
 # Help of an option whose name says all but its default.
 DEFAULT = "default: %(default)s"
-# Of the fields of a suite, what a command line calls them.
-FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
+# The options from which fields of a suite come.
+_FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
     field: f"--{field.replace('_', '-')}"
     for field in ("engines_at_once", "repeats", "settings", "temperatures")
 }
-# Help of an argument that names a model.
-MODEL = "Hugging Face name or folder"
+PROMPTS = "prompts"  # the dataset of a suite that was made from options
 
 
-def add_load(parser: argparse.ArgumentParser, longest: int) -> None:
-    """Options of what is generated; `longest` tokens of each prompt by default."""
+def add_models(parser: argparse.ArgumentParser, **drafters: Any) -> None:
+    """The arguments `target`, and `drafter` or as its keywords say."""
+    model = "Hugging Face name or folder"
+    parser.add_argument("target", help=model)
+    name = drafters.pop("name", "drafter")
+    parser.add_argument(name, help=f"{model}; any tokenizer", **drafters)
+
+
+def add_load(parser: argparse.ArgumentParser, longest: int, lookahead: int) -> None:
+    """Options of what is generated, by which engines, and of what is printed.
+
+    Args:
+        parser: Of a command.
+        longest: Default of --max-tokens.
+        lookahead: Default of --num-speculative-tokens.
+    """
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
-    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help=DEFAULT)
-    parser.add_argument("--max-tokens", type=positive, default=longest, metavar="N", help=DEFAULT)
-
-
-def add_engines(parser: argparse.ArgumentParser) -> None:
-    """Options of the engines that are measured."""
-    parser.add_argument(
-        "--speculative-config",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='further keys, as {"kv_cache_memory_bytes": "64MiB"}',
-    )
-    parser.add_argument(
-        "--engine-args",
-        type=dictionary,
-        default={},
-        metavar="JSON",
-        help='arguments of vllm.LLM for all runs, as {"tensor_parallel_size": 2}',
-    )
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Options of what is printed."""
+    parser.add_argument("--num-prompts", default=8, help=DEFAULT, **number)
+    parser.add_argument("--max-tokens", default=longest, help=DEFAULT, **number)
+    what = "longest draft, in target tokens; the controller may draft less far"
+    what = f"{what} ({DEFAULT})"
+    parser.add_argument("--num-speculative-tokens", default=lookahead, help=what, **number)
+    table: dict[str, Any] = {"type": dictionary, "default": {}, "metavar": "JSON"}
+    what = 'further keys, as {"kv_cache_memory_bytes": "64MiB"}'
+    parser.add_argument("--speculative-config", help=what, **table)
+    what = 'arguments of vllm.LLM for all runs, as {"tensor_parallel_size": 2}'
+    parser.add_argument("--engine-args", help=what, **table)
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.add_argument("--verbose", action="store_true", help="let vLLM write its log to stderr")
+
+
+def suite_of(
+    arguments: argparse.Namespace,
+    drafters: Iterable[str],
+    methods: Iterable[str],
+    batch_sizes: Iterable[int],
+    temperatures: Iterable[float],
+    **further: Any,
+) -> Suite:
+    """A suite of one target, whose name is the command's, from the options of a command.
+
+    Raises:
+        ConfigError, ValidationError: An engine would refuse it, or could not run it.
+    """
+    sizes, methods = sorted(set(batch_sizes)), tuple(dict.fromkeys(methods))
+    prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
+    if sizes[-1] > len(prompts):
+        raise ConfigError(
+            f"batch size {sizes[-1]} needs as many prompts, and "
+            f"{arguments.prompts or 'the built-in text'} holds {len(prompts)}; give a longer file "
+            "with --prompts, or a smaller batch size."
+        )
+    lookahead = arguments.num_speculative_tokens
+    target = Target(
+        name=short_name(arguments.target),
+        model=arguments.target,
+        drafters=tuple(_drafters(arguments, dict.fromkeys(drafters))),
+        datasets=(PROMPTS,),
+        engine=_trust(arguments) | arguments.engine_args,
+    )
+    for drafter in target.drafters:
+        check_drafter(target, drafter, methods, lookahead)
+    return Suite(
+        targets=(target,),
+        methods=methods,
+        prompts={target.name: {PROMPTS: tuple(prompts)}},
+        batch_sizes=tuple(sizes),
+        temperatures=tuple(sorted(set(temperatures))),
+        num_speculative_tokens=(lookahead,),
+        max_tokens=arguments.max_tokens,
+        **further,
+    )
+
+
+def _trust(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = getattr(arguments, "trust_remote_code", False)
+    return {"trust_remote_code": True} if given else {}
+
+
+def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[Drafter]:
+    """Each under the last part of its name, or under all of it if others have the same."""
+    shared = Counter(map(short_name, models))
+    for model in models:
+        short = short_name(model)
+        yield Drafter(
+            name=short if shared[short] == 1 else model,
+            model=model,
+            speculative=arguments.speculative_config,
+            settings=getattr(arguments, "settings", {}),
+        )
+
+
+def refusal(error: ValidationError) -> str:
+    """The first mistake in a suite that was made from options."""
+    place, mistake = first_mistake(error)
+    if not isinstance(mistake, Mistake) or not place or place[0] not in _FIELDS:
+        return sentence(place, mistake, "the suite")
+    keys = tuple(key for key in (*place[1:], *mistake.place) if isinstance(key, str))
+    within = f"{named(keys)} of " if keys else ""
+    return f"{within}{_FIELDS[str(place[0])]} {mistake}"
 
 
 def positive(text: str) -> int:

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `inspect` finds out about a pair of tokenizers, for people."""
+"""The findings of `inspect` about a pair of tokenizers as tables."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hetero_spec.cli.pair_report import TEMPERATURES, ControlToken, PairReport, Side
-from vllm_hetero_spec.inputs.tokenizer_source import ROLES
-from vllm_hetero_spec.report.tables import Column, side_by_side, terminal_table
-from vllm_hetero_spec.report.values import NONE, count, number, percent
+from vllm_hetero_spec.bench.tables import (
+    NONE,
+    Column,
+    count,
+    number,
+    percent,
+    side_by_side,
+    terminal_table,
+)
+from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
+
+Findings = Mapping[str, Any]
+Opened = Mapping[str, OpenTokenizer]
 
 # Control tokens without a role that are named one by one.
 _NAMED = 6
@@ -20,102 +30,111 @@ _MAPPED = {"special": "the drafter's own token", "text": "plain text", "nothing"
 _SPACES = {"none": "no", "first": "the first", "always": "every"}
 
 
-def show(report: PairReport, console: Console) -> None:
+def show(found: Findings, opened: Opened, console: Console) -> None:
     """Print all findings."""
-    sides = {"target": report.target, "drafter": report.drafter}
+    sides = {
+        name: {**found[name], "straddle": found["pair"][f"{name}_straddle"], "ends": _ends(each)}
+        for name, each in opened.items()
+    }
     for name, side in sides.items():
-        console.print(
-            f"{name:8} {side.opened.text.name}", highlight=False, soft_wrap=True, markup=False
-        )
+        line = f"{name:8} {side['name']}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(side_by_side(_VOCABULARY, sides, "vocabularies"))
-    console.print(_intersection(report))
-    text = (
-        f"on the text: {report.text} ({count(report.documents)} documents, "
-        f"{count(report.pair.lines)} lines, {count(report.pair.text_bytes)} bytes)"
+    console.print(_intersection(found))
+    text = found["text"]
+    title = (
+        f"on the text: {text['source']} ({count(text['documents'])} documents, "
+        f"{count(text['lines'])} lines, {count(text['bytes'])} bytes)"
     )
-    console.print(side_by_side(_ON_TEXT, sides, text))
-    console.print(_shares(report))
-    for line in _bridge(report):
+    console.print(side_by_side(_ON_TEXT, sides, title))
+    console.print(_shares(found["pair"]))
+    for line in _bridge(found["bridge"]):
         console.print(line, highlight=False, markup=False)
-    console.print(_control(report))
-    for temperature in TEMPERATURES:
-        console.print(_methods(report, temperature))
+    rows = list(_control(found["bridge"]["control_tokens"], opened))
+    console.print(_listed(("token", "becomes"), rows, "target's control tokens for the drafter"))
+    for name, methods in found["methods"].items():
+        when = "temperature 0" if name == "temperature_0" else "higher temperatures"
+        rows = [(str(place), *each) for place, each in enumerate(methods, 1)]
+        console.print(_listed(("", "method", "why"), rows, f"methods at {when}"))
 
 
 def _token(content: str, token_id: int) -> str:
     return f"{content} ({token_id})"
 
 
-def _role(role: str, side: Side) -> str:
-    token_id = side.opened.roles.get(role)
-    return NONE if token_id is None else _token(side.opened.content(token_id), token_id)
+def _role(role: str, side: Findings) -> str:
+    token = side["roles"][role]
+    return NONE if token is None else _token(token["content"], token["id"])
 
 
-def _ends(side: Side) -> str:
-    ids = side.opened.eos_ids
-    if ids is None:
+def _ends(opened: OpenTokenizer) -> str:
+    if opened.eos_ids is None:
         return "the EOS"
-    return "\n".join(_token(side.opened.content(token_id), token_id) for token_id in ids) or NONE
+    return "\n".join(_token(opened.content(each), each) for each in opened.eos_ids) or NONE
 
 
-def _unspelled(side: Side) -> str:
-    if not side.unspelled:
+def _unspelled(side: Findings) -> str:
+    found = side["unspelled"]
+    if not found["characters"]:
         return NONE
-    shown = " ".join(character for character, _ in side.unspelled.most_common(_EXAMPLES))
-    return f"{count(side.unspelled.total())}: {shown}{' ...' * (len(side.unspelled) > _EXAMPLES)}"
+    shown = " ".join(found["examples"][:_EXAMPLES])
+    return f"{count(found['characters'])}: {shown}{' ...' * (found['distinct'] > _EXAMPLES)}"
 
 
-_VOCABULARY: list[Column[Side]] = [
-    Column("get_vocab()", lambda side: count(len(side.opened.strings))),
-    Column("ids", lambda side: count(side.counts.ids)),
-    Column("  text", lambda side: count(side.counts.text)),
-    Column("  special", lambda side: count(side.counts.special)),
-    Column("  holes", lambda side: count(side.counts.holes)),
-    Column("ids that share their bytes", lambda side: count(side.counts.duplicates)),
-    Column("tokens not valid UTF-8 alone", lambda side: count(side.counts.not_utf8)),
+def _ids(name: str, kind: str) -> Column[Findings]:
+    return Column(name, lambda side: count(side["vocabulary"][kind]))
+
+
+_VOCABULARY: list[Column[Findings]] = [
+    _ids("get_vocab()", "get_vocab"),
+    _ids("ids", "ids"),
+    _ids("  text", "text"),
+    _ids("  special", "special"),
+    _ids("  holes", "holes"),
+    _ids("ids that share their bytes", "duplicates"),
+    _ids("tokens not valid UTF-8 alone", "not_utf8"),
     *(Column(role.upper(), partial(_role, role)) for role in ROLES),
-    Column("ends a generation", _ends),
-    Column("adds BOS", lambda side: "yes" if side.opened.text.adds_bos else "no"),
-    Column("puts a space before text", lambda side: _SPACES[side.opened.text.leading_space.scope]),
-    Column("rewrites text by", lambda side: ", ".join(side.opened.normalizers) or NONE),
-    Column("loses of text", lambda side: side.opened.text.lossy_reason or NONE),
+    Column("ends a generation", lambda side: side["ends"]),
+    Column("adds BOS", lambda side: "yes" if side["adds_bos"] else "no"),
+    Column("puts a space before text", lambda side: _SPACES[side["leading_space"]]),
+    Column("rewrites text by", lambda side: ", ".join(side["normalizers"]) or NONE),
+    Column("loses of text", lambda side: side["lossy_reason"] or NONE),
 ]
-_ON_TEXT: list[Column[Side]] = [
-    Column("tokens", lambda side: count(side.tokens)),
-    Column("tokens per byte", lambda side: number(side.tokens_per_byte, 3)),
-    Column("tokens with the other's boundary inside", lambda side: percent(side.straddle)),
-    Column("lines that come back changed", lambda side: count(side.changed_lines)),
+_ON_TEXT: list[Column[Findings]] = [
+    Column("tokens", lambda side: count(side["tokens"])),
+    Column("tokens per byte", lambda side: number(side["tokens_per_byte"], 3)),
+    Column("tokens with the other's boundary inside", lambda side: percent(side["straddle"])),
+    Column("lines that come back changed", lambda side: count(side["changed_lines"])),
     Column(
         "documents changed, special tokens added and kept",
-        lambda side: count(side.changed_documents),
+        lambda side: count(side["changed_documents_with_special_tokens"]),
     ),
     Column("characters without a token", _unspelled),
 ]
 
 
-def _intersection(report: PairReport) -> Table:
-    overlap = report.overlap
-    sizes = [len(side.opened.strings) for side in (report.target, report.drafter)]
-    columns: list[Column[tuple[str, int]]] = [
-        Column("compared by", lambda row: row[0]),
-        Column("tokens", lambda row: count(row[1])),
-        Column("of target", lambda row: percent(row[1] / sizes[0])),
-        Column("of drafter", lambda row: percent(row[1] / sizes[1])),
-    ]
+def _intersection(found: Findings) -> Table:
+    overlap = found["intersection"]
+    sizes = [found[side]["vocabulary"]["get_vocab"] for side in ("target", "drafter")]
+    named = {
+        "get_vocab() strings": overlap["get_vocab"],
+        "strings, leading spaces normalised": overlap["space_normalised"],
+        "true bytes": overlap["true_bytes"],
+        "true bytes of text tokens alone": overlap["text_bytes"],
+    }
     rows = [
-        ("get_vocab() strings", overlap.get_vocab),
-        ("strings, leading spaces normalised", overlap.space_normalised),
-        ("true bytes", overlap.true_bytes),
-        ("true bytes of text tokens alone", overlap.text_bytes),
+        (name, count(tokens), *(percent(tokens / size) for size in sizes))
+        for name, tokens in named.items()
     ]
-    return terminal_table(columns, rows, "tokens of both")
+    heads = ("compared by", "tokens", "of target", "of drafter")
+    return _listed(heads, rows, "tokens of both")
 
 
-def _shares(report: PairReport) -> Table:
+def _shares(pair: Findings) -> Table:
     rows = [
-        ("target tokens that the drafter has (omega_T)", percent(report.pair.omega_t)),
-        ("target tokens that some drafter token begins (omega_K)", percent(report.pair.omega_k)),
-        ("drafter tokens per target token", number(report.pair.tokens_ratio)),
+        ("target tokens that the drafter has (omega_T)", percent(pair["omega_t"])),
+        ("target tokens that some drafter token begins (omega_K)", percent(pair["omega_k"])),
+        ("drafter tokens per target token", number(pair["drafter_tokens_per_target_token"])),
     ]
     return _listed(("of the text", "share"), rows)
 
@@ -128,35 +147,23 @@ def _listed(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], title: str 
     return terminal_table(columns, rows, title or None)
 
 
-def _bridge(report: PairReport) -> list[str]:
-    if report.identity:
+def _bridge(bridge: Findings) -> list[str]:
+    if bridge["kind"] == "identity":
         return ["bridge  identity: the tokenizers are the same, ids pass as they are"]
-    reason = report.chat_template
+    reason = bridge["chat_template"]["reason"]
     chat = f"turn markers as plain text: {reason}" if reason else "the drafter's turns"
     return ["bridge  text: ids are translated through their bytes", f"chat    {chat}"]
 
 
-def _control(report: PairReport) -> Table:
-    roles = {*report.target.opened.roles.values(), *(report.target.opened.eos_ids or ())}
-    named = [token for token in report.control if token.id in roles]
-    others = [token for token in report.control if token.id not in roles]
-    named += others[:_NAMED]
-    rest = Counter(token.becomes for token in others[_NAMED:])
-    rows = [(_token(token.content, token.id), _becomes(token, report)) for token in named]
-    rows += [(f"{number:,} more", _MAPPED[kind]) for kind, number in rest.items()]
-    return _listed(("token", "becomes"), rows, "target's control tokens for the drafter")
-
-
-def _becomes(token: ControlToken, report: PairReport) -> str:
-    if token.drafter_id is not None:
-        return _token(report.drafter.opened.content(token.drafter_id), token.drafter_id)
-    return f"text {token.text}" if token.text else "nothing"
-
-
-def _methods(report: PairReport, temperature: float) -> Table:
-    title = "methods at temperature 0" if temperature == 0 else "methods at higher temperatures"
-    rows = [
-        (str(place), method, reason)
-        for place, (method, reason) in enumerate(report.methods(temperature), 1)
-    ]
-    return _listed(("", "method", "why"), rows, title)
+def _control(tokens: Sequence[Findings], opened: Opened) -> Iterator[tuple[str, str]]:
+    target = opened["target"]
+    roles = {*target.roles.values(), *(target.eos_ids or ())}
+    named = [token for token in tokens if token["id"] in roles]
+    others = [token for token in tokens if token["id"] not in roles]
+    for token in [*named, *others[:_NAMED]]:
+        becomes = f"text {token['text']}" if token["text"] else "nothing"
+        if token["drafter_id"] is not None:
+            becomes = _token(opened["drafter"].content(token["drafter_id"]), token["drafter_id"])
+        yield _token(token["content"], token["id"]), becomes
+    for kind, more in Counter(token["becomes"] for token in others[_NAMED:]).items():
+        yield f"{more:,} more", _MAPPED[kind]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be told of a model from its name or folder before an engine starts."""
+"""Facts about a model from its name or folder, before an engine starts."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,7 @@ from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf, tensors_of
 
 
 def check_model(name: str, role: str) -> str:
-    """The model's name, with `~` expanded where it is a folder.
-
-    Args:
-        name: A Hugging Face name or a folder.
-        role: "target" or "drafter", for the message.
+    """The name of a model with a role, "target" or "drafter"; with `~` expanded for a folder.
 
     Raises:
         ConfigError: The name can only be a folder and there is no model in it.
@@ -62,14 +58,10 @@ def text_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def kv_bytes_per_token(config: Any, element: int) -> int:
-    """Keys and values of one token.
-
-    Args:
-        config: The transformers configuration of the text model.
-        element: Bytes of a number.
+    """Bytes of keys and values of one token, in numbers of `element` bytes.
 
     Raises:
-        ConfigError: It tells nothing of attention, as of a model without it.
+        ConfigError: The configuration, of transformers, is of a model without attention.
     """
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -86,14 +78,10 @@ def kv_bytes_per_token(config: Any, element: int) -> int:
 
 
 def widened_columns(name: str) -> tuple[int, int] | None:
-    """Zero columns in the MLPs of a model made slower on purpose, as the demo's `target-wide`.
+    """Zero and all columns of the first MLP of a model that was made slower on purpose.
 
-    Such a model costs as much as a larger one and says the same as the small one inside it, which
-    a reader of its measurements must know.
-
-    Returns:
-        The zero columns and all columns of the first layer's MLP; None for any other model, also
-        one whose weights are not all there.
+    Such a model, as the demo's `target-wide`, costs as much as a larger one and has the output of
+    the small one inside it. None for any other model, or if its weights are not whole.
     """
     weights = Path(name) / "model.safetensors"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to measure with: a JSONL file's, or a few texts and programs that come along."""
+"""Prompts for measurements: from a JSONL file, or built in."""
 
 import json
 from collections.abc import Iterator
@@ -21,10 +21,7 @@ BUILT_IN = (
 
 
 def load_prompts(file: Path | None, count: int) -> list[str]:
-    """The first `count` prompts of a file, or of the built-in ones; fewer where it holds fewer.
-
-    Args:
-        file: One JSON object per line with the text under "prompt".
+    """At most `count` prompts of a JSONL file, under "prompt", or of the built-in ones.
 
     Raises:
         ConfigError: The file cannot be read or a line is not as described.

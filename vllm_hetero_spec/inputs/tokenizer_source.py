@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a tokenizer as the engine does, without opening its model.
+"""Opening a tokenizer as the engine does, without its model.
 
-A folder or a Hugging Face name goes through transformers, which does not always build what the
-tokenizer.json beside it says; what it builds is what the engine will work with. A file is read as
-it stands by the library of its format.
+transformers opens folders and Hugging Face names, because the engine works with what it builds,
+which may differ from the tokenizer.json. The library of a file's format reads a file.
 """
 
 import json
@@ -36,25 +35,15 @@ _FORMATS = "tokenizer.json, tekken.json or tokenizer.model"
 
 @dataclass(frozen=True)
 class OpenTokenizer:
-    """A tokenizer and what its library says of it.
+    """A tokenizer and the facts that its library has about it."""
 
-    Attributes:
-        backend: The object of its library.
-        text: The bridge's view of it, under the name that the user wrote.
-        strings: The keys of `get_vocab()`.
-        roles: Role of `ROLES` -> id, for the roles it has.
-        round_trip: decode(encode(text)), special tokens added by one and kept by the other.
-        eos_ids: All ids that end a generation, None where no configuration names any.
-        normalizers: Types of its normalisers that may change text.
-    """
-
-    backend: Any
-    text: TextTokenizer
-    strings: frozenset[str]
-    roles: Mapping[str, int]
-    round_trip: Callable[[str], str]
-    eos_ids: list[int] | None = None
-    normalizers: tuple[str, ...] = ()
+    backend: Any  # the object of its library
+    text: TextTokenizer  # the bridge's view of it, under the name that the user wrote
+    strings: frozenset[str]  # the keys of `get_vocab()`
+    roles: Mapping[str, int]  # ids by roles of `ROLES`
+    round_trip: Callable[[str], str]  # decode(encode(text)), special tokens added and kept
+    eos_ids: list[int] | None = None  # that end a generation; None if no configuration names any
+    normalizers: tuple[str, ...] = ()  # types of those that may change text
 
     def content(self, token_id: int) -> str:
         """A token as text: a special token's content, the bytes of any other."""
@@ -66,12 +55,7 @@ class OpenTokenizer:
 
 
 def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> OpenTokenizer:
-    """Open a folder, a file or a Hugging Face name.
-
-    Args:
-        name: What to open.
-        role: "target" or "drafter", for the messages.
-        trust_remote_code: Let transformers run code of the repository.
+    """Open a folder, a file or a Hugging Face name of a role, "target" or "drafter".
 
     Raises:
         ConfigError: There is no such tokenizer, it cannot be read, or its bytes cannot be known.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's weights are on this machine, and how they come here."""
+"""A model's weights: whether they are on this machine, their download, their size."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -15,13 +16,14 @@ _POINTER = b"version https://git-lfs"
 NO_GGUF = (
     "this vLLM reads no GGUF; give a folder or Hugging Face name of the same model in safetensors"
 )
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that are converted on loading
 _UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 # With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
 _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
 
 
 def local_folder(name: str) -> Path | None:
-    """Where the files of a model are on this machine; None where there are none."""
+    """The folder of a model's files on this machine; None if there is none."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -35,11 +37,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def only_gguf(name: str) -> bool:
-    """Whether a model that cannot be read is a GGUF file, or a folder or repository of such files.
-
-    Args:
-        name: A Hugging Face name, a folder or a file.
-    """
+    """Whether a model that cannot be read is a GGUF file, or a folder or repository of them."""
     path = Path(name).expanduser()
     if path.is_dir():
         return any(path.glob("*.gguf")) and not _has_weights(path)
@@ -51,7 +49,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def missing_weights(name: str) -> str:
-    """Why a model's weights cannot be read here, in a clause; "" where they can."""
+    """Why a model's weights cannot be read here, in a clause; "" if they can."""
     folder = local_folder(name)
     if folder is not None:
         used = sorted(folder.glob("*.safetensors"))
@@ -77,7 +75,7 @@ def missing_weights(name: str) -> str:
 
 
 def tensors_of(file: Path) -> list[dict[str, Any]]:
-    """What a safetensors file says of each of its tensors: dtype, shape and data_offsets.
+    """The dtype, shape and data_offsets of each tensor of a safetensors file.
 
     Raises:
         ConfigError: It is no such file, or not all of it is there.
@@ -108,14 +106,30 @@ def tensors_of(file: Path) -> list[dict[str, Any]]:
     return tensors
 
 
+def weight_bytes(folder: Path, element: int) -> int | None:
+    """Memory of a model's weights in numbers of `element` bytes; None if there are none.
+
+    Quantized tensors of safetensors files and files of older formats keep their size.
+
+    Raises:
+        ConfigError: A safetensors file is not whole.
+    """
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        return sum(file.stat().st_size for file in folder.glob("*.bin")) or None
+    total = 0
+    for tensor in (tensor for file in files for tensor in tensors_of(file)):
+        begin, end = tensor["data_offsets"]
+        converted = tensor["dtype"] in _FLOATS
+        total += math.prod(tensor["shape"]) * element if converted else end - begin
+    return total
+
+
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
-    """Download what is missing of a model, with bars on stderr.
+    """Download missing files of a model, with bars on stderr.
 
-    An engine would do it out of sight, and within its time to start.
-
-    Args:
-        name: A Hugging Face name or a folder.
-        engine: Arguments of `vllm.LLM`; where they say where weights are, that is vLLM's matter.
+    An engine would do it without a sign, and within its time to start. Nothing if the arguments of
+    `vllm.LLM` name another place of the weights.
 
     Raises:
         ConfigError: They are in no folder, or cannot be downloaded.
@@ -138,7 +152,7 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
 
 
 def wanted_files(files: Sequence[str]) -> list[str]:
-    """Those of a repository that an engine reads: one format of weights, and what is no weights."""
+    """The files of a repository that an engine reads: one format of weights, and other files."""
     top = [file for file in files if "/" not in file]
     of_kind = {kind: [f for f in top if PurePosixPath(f).suffix == kind] for kind in _WEIGHTS}
     weights = next(filter(None, of_kind.values()), [])

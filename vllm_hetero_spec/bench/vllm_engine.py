@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a measured vLLM's process: a client that keeps a number of requests in flight.
+"""vLLM as a measured engine: alone, with our plugin, or with a method of its own.
 
-It sends the next request when one ends, and notes when tokens arrive, as the clients of a server
-would. Run by `VllmEngine` as `python -m vllm_hetero_spec.measure.vllm_driver`.
+The child process, `python -m` this file, is a client that keeps a number of requests in flight: it
+sends the next request when one ends, and records when tokens arrive.
 """
 
 import os
@@ -14,24 +14,40 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
-from vllm_hetero_spec.measure.child_process import rest, serve
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
-from vllm_hetero_spec.measure.vllm_engine import EngineSpec
 
+_MODULE = "vllm_hetero_spec.bench.vllm_engine"
 _METRICS = "vllm:spec_decode_num_"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
 _LAST_WORDS = 5.0  # seconds for what vLLM raises, which says more
-_EXTENSION = "vllm_hetero_spec.measure.vllm_driver.DeviceMemory"
+_EXTENSION = f"{_MODULE}.DeviceMemory"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start."""
+
+    model: str  # the target: a Hugging Face name or a folder
+    speculative_config: dict[str, Any] | None = None  # of vLLM; None: the target alone
+    max_batch_size: int = 1  # largest `Load.batch_size`
+    engine: dict[str, Any] = field(default_factory=dict)  # of `vllm.LLM`; replaces defaults
+
+
+class VllmEngine(EngineProcess):
+    """vLLM for an `EngineSpec`, its engine core in another process below, as in production."""
+
+    program = _MODULE
 
 
 class DeviceMemory:
-    """What vLLM's workers answer about a GPU's memory; mixed into their class by vLLM."""
+    """The worker's answer about a GPU's memory; vLLM mixes it into the worker's class."""
 
     def hetero_spec_device_peak(self) -> int:
-        """Most bytes of tensors on the device since the worker started; 0 on CPUs."""
+        """Most bytes of tensors on the device since the start of the worker; 0 on CPUs."""
         import torch
 
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -62,10 +78,10 @@ class _Request:
 
 
 class Driver:
-    """A `vllm.LLM` and what has been run on it.
+    """A `vllm.LLM` and the loads that ran on it.
 
     Raises:
-        ConfigError: Drafts cannot be trees, as one request may take all of the KV cache.
+        ConfigError: Drafts cannot be trees because one request may take the whole KV cache.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -75,7 +91,7 @@ class Driver:
         self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._extended = config.parallel_config.worker_extension_cls == _EXTENSION
-        # Whether memory bounds the requests: not the same in all engines of a comparison.
+        # Memory, which differs between the engines of a comparison, bounds the requests.
         model = config.model_config
         self._fitted = (
             model.original_max_model_len == -1
@@ -91,7 +107,7 @@ class Driver:
         self._warm: set[tuple[int, bool]] = set()
 
     def run(self, load: Load) -> Sample:
-        """Generate a load, after a warm-up where it is the first of its kind.
+        """Generate a load, the first of its kind after a warm-up.
 
         Raises:
             ConfigError: vLLM refused a request.
@@ -115,7 +131,7 @@ class Driver:
         )
 
     def warm_up(self, load: Load) -> None:
-        """Generate a little of the load's kind, where it is the first."""
+        """Generate a little if the load is the first of its kind."""
         kind = (load.batch_size, load.temperature > 0)
         if kind not in self._warm:
             self._drive(load.warm_up)
@@ -128,8 +144,7 @@ class Driver:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
-        # Prefixes are shared within a load, as in production, and never with an earlier one: vLLM
-        # and our drafter both keep requests of different salts apart.
+        # Requests of one load share prefixes; requests of different salts share none.
         salt = str(next(self._salts))
         requests: list[_Request] = []
         names: list[str] = []
@@ -152,7 +167,7 @@ class Driver:
                 names.append(engine.add_request(str(index), prompt, sampling))
             except (ValueError, VLLMClientError) as error:
                 engine.abort_request(names, internal=True)
-                self._warm.clear()  # the next warm-up takes what the aborted ones still count
+                self._warm.clear()  # the next warm-up absorbs counters of the aborted requests
                 raise refusal(error) from error
 
         while running or len(requests) < len(load.prompts):
@@ -170,11 +185,7 @@ class Driver:
         return [request.trace() for request in requests], seconds
 
     def _check_room(self, load: Load, requests: Sequence[_Request]) -> None:
-        """Refuse completions that ended where the memory did, which others' might not have.
-
-        Raises:
-            ConfigError: There is such a one.
-        """
+        """Refuse completions that memory cut short: those of other engines might be longer."""
         for request in requests:
             written = len(request.token_ids)
             if request.reason == "length" and written < load.max_tokens:
@@ -186,7 +197,7 @@ class Driver:
                 )
 
     def _counters(self) -> dict[str, Any]:
-        """vLLM's counters of speculation by the rest of their name; under "worker" ours."""
+        """vLLM's counters of speculation by the rest of their name; ours under "worker"."""
         found: dict[str, Any] = {}
         for metric in self._llm.get_metrics():
             if not metric.name.startswith(_METRICS):
@@ -207,7 +218,7 @@ class Driver:
         return read_stats(self._llm)
 
     def _device_peak(self) -> int:
-        if not self._extended:  # the user's own extension has its place
+        if not self._extended:  # the user gave another extension
             return 0
         return sum(self._llm.collective_rpc("hetero_spec_device_peak"))
 
@@ -222,7 +233,7 @@ def since(before: Any, after: Any) -> Any:
 
 
 def refusal(error: Exception) -> ConfigError:
-    """What an error of vLLM's front end says, in one line."""
+    """An error of vLLM's front end, in one line."""
     details = getattr(error, "errors", None)  # pydantic lists what it refused
     text = details()[0]["msg"] if callable(details) else str(error)
     return ConfigError(f"vLLM refuses this: {one_line(text.removeprefix('Value error, '))}")
@@ -251,22 +262,18 @@ def start(spec: EngineSpec) -> Any:
 
 
 def build(spec: EngineSpec) -> Callable[[Load], Sample]:
-    """Start vLLM, to run loads on it.
-
-    Raises:
-        ConfigError: vLLM or the plugin refused the models or the configuration.
-    """
+    """Start vLLM, and return a function that runs a load on it."""
     llm = start(spec)
     threading.Thread(target=_end_with_core, args=(llm.llm_engine.engine_core,), daemon=True).start()
     return Driver(llm).run
 
 
 def _end_with_core(client: Any) -> None:
-    """End this process after its engine core, for whose outputs vLLM would wait for ever.
+    """End this process after its engine core.
 
-    That an engine core has failed, vLLM raises; not so that it was killed, as for lack of memory.
+    vLLM raises if the core fails, but waits for ever if it was killed, for example for memory.
     """
-    resources = getattr(client, "resources", None)  # none where the core is in this process
+    resources = getattr(client, "resources", None)  # None: the core is in this process
     while resources is not None:
         time.sleep(1)
         if resources.engine_dead:
@@ -278,11 +285,9 @@ def _end_with_core(client: Any) -> None:
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """vLLM's own defaults on a GPU; on a CPU, memory for this batch instead of most of the RAM.
 
-    On a GPU requests may be as long as the model reads or, where KV of that length does not fit
-    beside the models, as long as fits; vLLM would refuse the model then. What a drafter reads of
-    them does not depend on it.
-
-    Float32 on CPUs: few of them are fast at 16 bits, and equal tokens should not hang on rounding.
+    On a GPU a request may be as long as the model reads, or as its KV cache fits; vLLM would
+    otherwise refuse the model. CPUs compute in float32: few are fast at 16 bits, and equality of
+    tokens should not depend on rounding.
     """
     from vllm.platforms import current_platform
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own that stays up and is measured load after load.
+"""An engine in a child process that stays up and is measured load after load.
 
-The parent sends what the engine is to be, then loads; the child answers each with a `Sample`. A
-process of its own frees all its memory when it ends, keeps what libraries print off the terminal,
-and leaves nothing behind: it leads its own session, so Ctrl-C reaches the parent alone, which then
-ends the child and every process that the child has started.
+The parent sends the specification of the engine, then loads; the child answers each with a
+`Sample`. The end of the process frees all its memory, and its output stays off the terminal. It
+leads its own session: Ctrl-C reaches only the parent, which then ends the child and every process
+that the child has started.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 
-_TICK = 0.1  # seconds between looks at whether the child is still there
+_TICK = 0.1  # seconds between checks that the child still runs
 _GRACE = 10.0  # seconds that an engine has to end by itself
-_REST = 1.2  # seconds after which nothing is busy with the load before: see `rest`
+_REST = 1.2  # seconds; vLLM's workers poll without a pause for a second after the last request
 _ENDED = ("Z", "X")  # states of threads in /proc
 
 
@@ -38,9 +38,9 @@ class EngineProcess:
     Subclasses name the program: a module whose main calls `serve`.
 
     Args:
-        spec: What the engine is to be; pickled.
-        verbose: Let the child write to stderr; otherwise its output is shown only if it fails.
-        start_timeout: Seconds for the engine to start.
+        spec: Of the engine; pickled.
+        verbose: Let the child write to stderr; otherwise errors show its output.
+        start_timeout: Seconds.
         run_timeout: Seconds for one load, its warm-up included.
 
     Raises:
@@ -59,6 +59,7 @@ class EngineProcess:
         run_timeout: float = 3600.0,
     ) -> None:
         self._run_timeout = run_timeout
+        self._widest: int | None = getattr(spec, "max_batch_size", None)
         self._closed = False
         self._log = None if verbose else tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         output = self._log or sys.stderr
@@ -85,19 +86,25 @@ class EngineProcess:
         return self._process.pid
 
     def run(self, load: Load) -> Sample:
-        """Generate a load.
+        """Generate a load; every one computes its prompts anew.
 
         Raises:
             ConfigError: The engine refused the load; it stays up.
-            MeasurementError: The engine failed or took too long, and is closed now.
+            MeasurementError: The load is wider than the engine, or the engine failed or took too
+                long and is closed now.
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
+        if self._widest is not None and load.batch_size > self._widest:
+            raise MeasurementError(
+                f"a load of batch size {load.batch_size} on an engine for at most {self._widest} "
+                "requests at a time"
+            )
         for folder in processes(self.pid):
-            with contextlib.suppress(OSError):  # where the kernel does not offer it
+            with contextlib.suppress(OSError):  # if the kernel does not have it
                 (folder / "clear_refs").write_text("5")
         sample: Sample = self._ask(load, self._run_timeout)
-        if sample.peak_memory_bytes:  # of a device, known to the engine alone
+        if sample.peak_memory_bytes:  # of a device, which only the engine can read
             return sample
         return replace(sample, peak_memory_bytes=_peak_bytes(self.pid))
 
@@ -131,7 +138,7 @@ class EngineProcess:
         return answer
 
     def _answer(self, timeout: float) -> Any:
-        """What the child sends next; EOFError once it has ended, whoever else holds its pipe."""
+        """The child's next message; EOFError after its end, also if others hold its pipe."""
         deadline = time.monotonic() + timeout
         while not self._connection.poll(_TICK):
             if self._ended():
@@ -141,12 +148,12 @@ class EngineProcess:
         return self._connection.recv()
 
     def _ended(self) -> bool:
-        # Not reaped yet, so that its number cannot become another session's before `_end`.
+        # Not reaped, so that its number cannot become another session's before `_end`.
         state = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, state) is not None
 
     def _end(self, grace: float) -> int:
-        """Hang up, wait, kill what is left of the session; the child's exit code."""
+        """Hang up, wait, kill the rest of the session, and return the child's exit code."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -156,10 +163,10 @@ class EngineProcess:
             try:
                 while not self._ended() and time.monotonic() < deadline:
                     time.sleep(_TICK / 2)
-            finally:  # also where the wait is interrupted
+            finally:  # also if the wait is interrupted
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
-            # Their memory is to be free for the next engine; what was killed takes a moment.
+            # The next engine needs their memory, which killed processes free after a moment.
             deadline = time.monotonic() + _GRACE
             while any(processes(self.pid)) and time.monotonic() < deadline:
                 time.sleep(_TICK / 2)
@@ -174,10 +181,10 @@ class EngineProcess:
 
 
 def processes(session: int) -> Iterator[Path]:
-    """`/proc` folders of a session's processes; those that have ended but linger are left out.
+    """`/proc` folders of a session's processes that hold memory and devices.
 
-    A process has ended with its last thread: until then it holds its memory and its devices,
-    though its first thread, whose state is taken for the process's, may be a zombie already.
+    A process holds them until its last thread ends. Its first thread, whose state `/proc` shows
+    for the process, may be a zombie before that.
     """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -188,13 +195,13 @@ def processes(session: int) -> Iterator[Path]:
 
 
 def _state_and_session(folder: Path) -> tuple[str, int]:
-    # The name before the last parenthesis may hold anything; state, parent, group, session.
+    # After the name in parentheses: state, parent, group, session.
     state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
     return state, int(session)
 
 
 def _peak_bytes(session: int) -> int:
-    """Sum of each process's highest resident memory, pages that they share counted in each."""
+    """Sum of each process's highest resident memory; shared pages count in each."""
     total = 0
     for folder in processes(session):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -204,7 +211,7 @@ def _peak_bytes(session: int) -> int:
 
 
 def causes(printed: str) -> str:
-    """The distinct errors in an engine's output, the first of which caused the others."""
+    """The distinct errors in an engine's output, the cause first."""
     found = dict.fromkeys(
         re.findall(r"(?:^|\] )(?:\w+\.)*(\w+(?:Error|Exception): .+)", printed, re.M)
     )
@@ -212,11 +219,11 @@ def causes(printed: str) -> str:
 
 
 def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
-    """The child's side: build an engine as the parent says, then run loads until it says goodbye.
+    """The child's side: build the engine of a specification, then run loads until the goodbye.
 
     Args:
-        build: Builds the engine, and returns what runs a load on it. A ConfigError of either goes
-            to the parent; any other exception ends the process.
+        build: Builds the engine and returns a function that runs a load. A ConfigError of either
+            goes to the parent; any other exception ends the process.
     """
     parent = Connection(int(sys.argv[1]))
     os.set_inheritable(parent.fileno(), False)
@@ -235,24 +242,19 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
 
 
 def rest() -> None:
-    """Wait until all engines are at rest, this one and those beside it.
-
-    For a second after the last, vLLM's workers look for more work without a pause, on a core that
-    is wanted for what is measured next.
-    """
+    """Wait until all engines are idle: a polling worker takes a core from the next load."""
     time.sleep(_REST)
 
 
 def _received(parent: Connection) -> Load | None:
     try:
         return parent.recv()
-    except EOFError:  # gone without a goodbye
+    except EOFError:  # the parent ended without a goodbye
         _end_session()
         raise
 
 
 def _end_with(parent: int) -> None:
-    """End with the parent, whatever is at work here."""
     while os.getppid() == parent:
         time.sleep(1)
     _end_session()

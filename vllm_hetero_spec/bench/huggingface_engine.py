@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a measured Hugging Face's process: prompts one by one through `generate`.
+"""Hugging Face transformers as a measured engine: alone or with an assistant.
 
-Run by `HuggingFaceEngine` as `python -m vllm_hetero_spec.measure.huggingface_driver`.
+Assisted generation takes one request at a time, so both are comparable with other engines at batch
+size 1. Across tokenizers greedy loads use universal assisted generation, sampled loads token-level
+intersection.
+The child process is `python -m` this file.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
+from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
+from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
-from vllm_hetero_spec.measure.child_process import rest, serve
-from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceSpec
-from vllm_hetero_spec.measure.load import Load, Sample, Trace
 
 _DTYPES = {  # as vLLM names them
     "half": torch.float16,
@@ -28,8 +31,33 @@ _DTYPES = {  # as vLLM names them
 }
 
 
+@dataclass(frozen=True)
+class HuggingFaceSpec:
+    """What to start."""
+
+    model: str  # the target: a Hugging Face name or a folder
+    assistant: str | None = None  # the drafter; None: the target alone
+    num_assistant_tokens: int = 4  # of the assistant, in every round
+    confidence_threshold: float | None = None  # the assistant stops below; 0: never
+    dtype: str = "auto"  # as in vLLM; "auto": float32 on CPUs, elsewhere 16 bits
+    tokenizer: str | None = None  # of the target; None: the model's own
+    revision: str | None = None  # of the target
+    trust_remote_code: bool = False
+    max_batch_size: ClassVar[int] = 1  # one request at a time
+
+
+class HuggingFaceEngine(EngineProcess):
+    """`generate` for a `HuggingFaceSpec`; both models in one dtype.
+
+    A draft counts in every verification of at least one token, as in vLLM. The first one is
+    verified with the prompt, so that `drafts` may exceed vLLM's by one for each prompt.
+    """
+
+    program = "vllm_hetero_spec.bench.huggingface_engine"
+
+
 class _Arrivals(BaseStreamer):
-    """Notes when tokens arrive: the accepted ones of a verification come together."""
+    """Records when tokens arrive: those of one verification arrive together."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -39,7 +67,7 @@ class _Arrivals(BaseStreamer):
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Take new tokens; the first call brings the prompt."""
+        """Take new tokens; the first call has the prompt."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -53,11 +81,7 @@ class _Arrivals(BaseStreamer):
 
 
 def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """A `Sample`'s counts of drafts.
-
-    Args:
-        verified: (drafted, accepted) tokens of each verification; those of no draft do not count.
-    """
+    """A `Sample`'s counts, from (drafted, accepted) tokens of each verification."""
     drafts = [(drafted, accepted) for drafted, accepted in verified if drafted]
     positions = range(max((drafted for drafted, _ in drafts), default=0))
     return {
@@ -70,7 +94,7 @@ def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 class Generator:
-    """A target, perhaps an assistant, and what has been run on them."""
+    """A target, perhaps an assistant, and the loads that ran on them."""
 
     def __init__(self, spec: HuggingFaceSpec) -> None:
         self._spec = spec
@@ -82,15 +106,15 @@ class Generator:
         self._warm: set[bool] = set()
         self._widths: list[int] = []
         self._target.register_forward_pre_hook(self._saw_forward, with_kwargs=True)
-        # Of the model's defaults only the ends of a text count, as in vLLM once told how to sample.
+        # Of the model's defaults only the EOS ids count, as in vLLM with sampling parameters.
         ends = self._target.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self._ends = sorted({*ends, self._tokenizer.eos_token_id} - {None})
         self._target.generation_config = GenerationConfig()
-        self._assistant(sampled=False)  # a folder that cannot be loaded is said at once
+        self._assistant(sampled=False)  # refuse a folder that cannot be loaded at once
 
     def run(self, load: Load) -> Sample:
-        """Generate a load, after a warm-up where it is the first greedy or sampled one."""
+        """Generate a load, the first greedy or sampled one after a warm-up."""
         sampled = load.temperature > 0
         if sampled not in self._warm:
             self._generate_all(load.warm_up)
@@ -149,10 +173,10 @@ class Generator:
         self._widths.append(named["input_ids"].shape[1])
 
     def _assistant(self, sampled: bool) -> dict[str, Any]:
-        """What `generate` is to be given beside the target's own arguments.
+        """Further arguments of `generate`.
 
-        Sampling across tokenizers prunes the assistant's embeddings for good, so that a greedy load
-        needs another copy of it.
+        Sampling across tokenizers prunes the assistant's embeddings for good, so that greedy loads
+        need another copy of it.
         """
         if self._spec.assistant is None:
             return {}
@@ -170,7 +194,6 @@ class Generator:
         return self._assistants[sampled]
 
     def _dtype(self) -> torch.dtype:
-        """The target's, as vLLM takes it."""
         spec = self._spec
         if spec.dtype in _DTYPES:
             return _DTYPES[spec.dtype]
@@ -204,7 +227,6 @@ class Generator:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Errors of a model that cannot be loaded, in a sentence."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -212,11 +234,11 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _in_order(tokenizer: Any) -> Any:
-    """The tokenizer, its vocabulary listed by id.
+    """The tokenizer with its vocabulary in the order of ids.
 
-    transformers 5.19 takes an assistant's logits for those of its ids in rising order, but they
-    come in the order of this list, which is a hash table's. Drafts are then verified against
-    another token's probability: all are accepted, and samples do not follow the target's law.
+    transformers 5.19 assumes that an assistant's logits are in the order of its ids, but they have
+    the order of this dictionary. Without this, drafts are verified against another token's
+    probability: all are accepted, and samples do not follow the target's distribution.
     """
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=itemgetter(1)))
     tokenizer.get_vocab = vocabulary.copy
@@ -224,11 +246,7 @@ def _in_order(tokenizer: Any) -> Any:
 
 
 def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
-    """Load the models.
-
-    Raises:
-        ConfigError: A model cannot be loaded.
-    """
+    """Load the models, and return a function that runs a load on them."""
     return Generator(spec).run
 
 

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole outputs of the commands, compared with files in tests/golden.
+
+HETERO_SPEC_GOLDEN=write writes the files anew; read their difference before it is committed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import advice_fakes
+import pytest
+from advice_fakes import ALONE, World
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
+from vllm_hetero_spec.bench.plan import EngineId
+from vllm_hetero_spec.bench.suite import read_suite
+from vllm_hetero_spec.cli import bench, doctor
+from vllm_hetero_spec.cli.health import Finding
+from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.text.token_bytes import byte_alphabet
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 300,
+}
+# Measured with an earlier version: nothing of it may be measured again.
+SUITE = """\
+name: stored
+targets:
+  - model: org/big
+    name: tall
+    drafters:
+      - {model: org/small, speculative: {kv_cache_memory_bytes: 64MiB}}
+      - model: org/tiny
+        settings: {chain: {}, tree: {tree-nodes: 4, num_speculative_tokens: 6}}
+    datasets: [built]
+    engine: {dtype: float16}
+methods: [slem, tli]
+peers: [alone, vllm_tli, hf_assisted]
+datasets:
+  built: {builtin: mixed, max_prompt_chars: 10}
+  more: {builtin: mixed, count: 3, prompt: 'Say {prompt}'}
+batch_sizes: [2, 1]
+temperatures: [1, 0.5]
+num_speculative_tokens: [3, 5]
+max_tokens: 7
+repeats: 2
+ignore_eos: true
+seed: null
+top_p: 0.9
+engine: {max_model_len: 100}
+engines_at_once: 2
+"""
+TEXT = "hello hello\nthe yellow hall, hélas!\n"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def agrees(name: str, found: str, folder: Path) -> None:
+    """Compare with a golden file; the test's own folder is TMP there."""
+    found = found.replace(str(folder), "TMP")
+    file = GOLDEN / name
+    if os.environ.get("HETERO_SPEC_GOLDEN") == "write":
+        file.write_text(found, encoding="utf-8")
+    assert found == file.read_text(encoding="utf-8")
+
+
+def model(folder: Path, merges: str, special: Sequence[str]) -> str:
+    """A folder with a byte-level tokenizer, a configuration and weights that nobody opens."""
+    folder.mkdir()
+    pairs = [tuple(merge.split()) for merge in merges.split(",")]
+    pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.bin").write_bytes(b"12345678")
+    return str(folder)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    ends = ("<|end|>", "<|user|>", "<|pad|>")
+    return [
+        model(tmp_path / "target", "h e,l l,he ll,hell o", ends),
+        model(tmp_path / "drafter", "h e,l o", ends[:2]),
+    ]
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+def test_a_report_of_stored_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions with failures, peers, settings of a drafter, and cells that were skipped."""
+    monkeypatch.setattr(bench, "_can_plot", lambda progress: False)
+    shutil.copy(GOLDEN / "results.jsonl", tmp_path)
+    assert main(["bench", "--report", str(tmp_path)]) == 0
+    agrees("bench.txt", capsys.readouterr().out, tmp_path)
+    agrees("results.md", (tmp_path / "results.md").read_text(), tmp_path)
+    agrees("summary.json", (tmp_path / "summary.json").read_text(), tmp_path)
+
+
+def test_what_is_measured_has_the_digest_of_earlier_versions(tmp_path: Path) -> None:
+    """Otherwise a folder of results would not be gone on with."""
+    file = tmp_path / "suite.yaml"
+    file.write_text(SUITE)
+    suite = read_suite(file)
+    agrees("suite.json", json.dumps(suite.described(), indent=2) + "\n", tmp_path)
+    agrees("digest.txt", suite.digest + "\n", tmp_path)
+
+
+# ---- compare ------------------------------------------------------------------------------------
+
+
+def compared(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch, changed: int, dtype: str
+) -> list[str]:
+    """The command line of a comparison; its last prompt has another token with the drafter."""
+    worker = {
+        "drafter_tokens": 12,
+        "propose_seconds": 0.4,
+        "forward_seconds": 0.3,
+        "translate_seconds": 0.05,
+        "verify_seconds": 0.02,
+        "skipped": {"no_blocks": 7, "drafter_error": 0},
+    }
+    drafted = Sample(
+        [
+            Trace([1, 2, 3], "abc [x]", 0.0, [0.3, 0.5], [1, 2]),
+            Trace([4, 5, changed], "d" * 300, 0.5, [1.0], [3]),
+        ],
+        1.0, 4, 10, 6, [3, 2, 1], worker=worker, runner="V1", dtype=dtype,
+    )  # fmt: skip
+    own = Sample(
+        [
+            Trace([1, 2, 3], "abc [x]", 0.0, [0.2, 0.6, 1.0], [1, 1, 1]),
+            Trace([4, 5, 6], "e" * 300, 1.0, [1.4, 1.7, 2.0], [1, 1, 1]),
+        ],
+        2.0, runner="V2", dtype=dtype,
+    )  # fmt: skip
+
+    def start(engine: EngineId, **_: object) -> SimpleNamespace:
+        found = own if engine.drafter is None else drafted
+        return SimpleNamespace(run=lambda load: found, close=lambda: None)
+
+    monkeypatch.setattr(engines, "start", start)
+    file = Path(pair[0]).parent / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    return ["compare", *pair, "--prompts", str(file)]
+
+
+def test_comparisons(
+    pair: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = compared(pair, monkeypatch, changed=7, dtype="bfloat16")
+    assert main(arguments) == 0
+    assert main([*arguments, "--temperature", "0.5", "--method", "slem"]) == 0
+    printed = capsys.readouterr()
+    agrees("compare.txt", printed.out, tmp_path)
+    agrees("compare-progress.txt", printed.err, tmp_path)
+    assert main([*arguments, "--json"]) == 0
+    agrees("compare.json", capsys.readouterr().out, tmp_path)
+
+
+# ---- advise -------------------------------------------------------------------------------------
+
+PAYS = {"good": World((15, 16, 17)), "same": World((9, 11, 10)), "slow": World((8,), accepted=0)}
+WORLDS: dict[str, dict[str, World]] = {
+    "recommended": PAYS,
+    "partly": {"good": World((12,), {4: 0.5}), "same": World((9,)), "slow": World(accepted=None)},
+    "slower": dict.fromkeys(PAYS, World((9,))),
+    "failed": PAYS | {
+        "good": World(refuse=ConfigError("no such drafter")),
+        "same": World(fail_at=(4, MeasurementError("no memory\n  ValueError: none"))),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_advice(
+    name: str,
+    pair: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes = advice_fakes.Fakes({ALONE: World((10.0,)), **WORLDS[name]})
+    monkeypatch.setattr(engines, "start", fakes.start)
+    drafters = [model(tmp_path / each, "h e,l o", ["<|end|>"]) for each in WORLDS[name]]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in advice_fakes.PROMPTS))
+    arguments = ["advise", pair[0], *drafters, f"{tmp_path}/drafter", "--prompts", str(file)]
+    arguments += ["--max-tokens", "13", "--batch-sizes", "4", "1"]
+    code = 1 if name == "failed" else 0
+    assert main(arguments) == code
+    agrees(f"advise-{name}.txt", capsys.readouterr().out, tmp_path)
+    assert main([*arguments, "--json"]) == code
+    agrees(f"advise-{name}.json", capsys.readouterr().out, tmp_path)
+
+
+def test_advice_without_a_measurement(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", *pair, "--statistics-only"]) == 0
+    agrees("advise-statistics.txt", capsys.readouterr().out, tmp_path)
+
+
+# ---- inspect ------------------------------------------------------------------------------------
+
+
+def test_inspected_tokenizers(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    for option, name in (("--json", "inspect.json"), (None, "inspect.txt")):
+        options = ["--text", str(text), *([option] if option else [])]
+        assert main(["inspect", *pair, *options]) == 0
+        agrees(name, capsys.readouterr().out, tmp_path)
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+def test_findings_of_the_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = [
+        Finding("versions", True, "torch [2]"),
+        Finding("plugin", False, "vLLM does not see it", "install it"),
+        Finding("hooks", False, "not applied"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda *, run: iter(findings))
+    assert main(["doctor"]) == 1
+    agrees("doctor.txt", capsys.readouterr().out, tmp_path)
+    assert main(["doctor", "--json"]) == 1
+    agrees("doctor.json", capsys.readouterr().out, tmp_path)
+
+
+def test_nodes_of_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = {
+        "vllm-hetero-spec": "0.2.0",
+        "vLLM": "0.33.0",
+        "Ray": "2.60.0",
+        "Python": "3.12.1",
+        "Ray device": "GPU",
+        "drafter": "there",
+    }
+    nodes = {"a": sound, "b": sound | {"vLLM": "0.32.0", "drafter": None}, "c": "GoneError: [gone]"}
+    monkeypatch.setattr(doctor, "ask_nodes", lambda drafter: nodes)
+    assert main(["doctor", "--ray", "org/small"]) == 1
+    agrees("doctor-ray.txt", capsys.readouterr().out, tmp_path)
+    assert main(["doctor", "--ray", "org/small", "--json"]) == 1
+    agrees("doctor-ray.json", capsys.readouterr().out, tmp_path)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafter a target should have: files compared, each drafter measured beside the target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+from vllm_hetero_spec.bench.engines import vllm_config
+from vllm_hetero_spec.bench.figures import Row, Spread, rows_of
+from vllm_hetero_spec.bench.plan import Cell, EngineId
+from vllm_hetero_spec.bench.report import notes
+from vllm_hetero_spec.bench.results import Contents
+from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
+from vllm_hetero_spec.draft.methods import Choice, order
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
+from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
+from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, weight_bytes
+from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
+from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
+
+_ELEMENT_BYTES = {"float32": 4, "float": 4}  # of other dtypes 2
+_LEAST_SHARE = 0.02  # of the time; a shorter drafting time is not worth hiding
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a drafter takes beside the target."""
+
+    weight_bytes: int | None  # None if the weights are not on this machine
+    kv_bytes_per_token: int  # of the drafter
+    tokens: int  # drafter tokens of a context
+    sequences: int  # contexts at the same time
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of all sequences."""
+        return self.kv_bytes_per_token * self.tokens * self.sequences
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What the files of a drafter say beside the target's."""
+
+    drafter: Drafter
+    statistics: PairStatistics | None = None  # None if the tokenizers cannot be bridged
+    shared_tokens: int = 0  # byte strings that are a text token of both
+    memory: Memory | None = None
+    not_measured: str = ""  # why no engine starts with it, in a sentence
+
+    @property
+    def suggested(self) -> Choice | None:
+        """The method that the tokenizers suggest for sampled requests."""
+        if self.statistics is None:
+            return None
+        choices = order(self.statistics, temperature=1.0)
+        return next(choice for choice in choices if choice.method in METHODS)
+
+
+def look_at(
+    target: Target, documents: Sequence[str], dtype: str, sequences: int
+) -> list[DrafterFacts]:
+    """Compare tokenizers on documents, and compute the memory in a dtype.
+
+    Raises:
+        ConfigError: The target's tokenizer cannot be bridged, or no drafter can be used.
+    """
+    trust = bool(target.engine.get("trust_remote_code"))
+    ours = open_tokenizer(target.model, "target", trust_remote_code=trust).text
+    found = []
+    for drafter in target.drafters:
+        try:
+            theirs = open_tokenizer(drafter.model, "drafter", trust_remote_code=trust).text
+            memory = _memory(drafter.model, _ELEMENT_BYTES.get(dtype, 2), sequences, trust)
+        except ConfigError as error:
+            found.append(DrafterFacts(drafter, not_measured=str(error)))
+            continue
+        meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
+        meter.add(documents)
+        shared = len(shared_text(ours, theirs))
+        found.append(DrafterFacts(drafter, meter.statistics(), shared, memory))
+    if all(facts.not_measured for facts in found):
+        raise ConfigError(" ".join(facts.not_measured for facts in found))
+    return found
+
+
+def _memory(drafter: str, element: int, sequences: int, trust: bool) -> Memory:
+    """For contexts of the default length, or of the longest that the drafter reads."""
+    text = text_config(drafter, trust)
+    folder = None if missing_weights(drafter) else local_folder(drafter)
+    return Memory(
+        weight_bytes(folder, element) if folder else None,
+        kv_bytes_per_token(text, element),
+        min(DEFAULT_CONTEXT, getattr(text, "max_position_embeddings", DEFAULT_CONTEXT)),
+        sequences,
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter with a method, as it was measured."""
+
+    engine: EngineId
+    config: dict[str, Any]  # its `--speculative-config`
+    rows: Sequence[Row]  # one for each load; fewer if a load failed
+    failure: str = ""  # why some are missing, in a sentence
+
+    @property
+    def speedup(self) -> Spread | None:
+        """The geometric mean over all loads, also of their lows and highs; None after a failure."""
+        spreads = [row.speedup for row in self.rows if row.speedup is not None]
+        if self.failure or not spreads:
+            return None
+
+        def mean(part: str) -> float:
+            return float(prod(getattr(each, part) for each in spreads) ** (1 / len(spreads)))
+
+        parts = [mean(each.name) for each in fields(Spread) if each.name != "rounds"]
+        return Spread(*parts, rounds=min(spread.rounds for spread in spreads))
+
+    @property
+    def faster_loads(self) -> list[str]:
+        """The loads under which it is faster than the target alone in all rounds."""
+        return [
+            f"batch {row.cell.batch_size}, temperature {row.cell.temperature:g}"
+            for row in self.rows
+            if row.speedup is not None and row.speedup.low > 1
+        ]
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than the target alone in all rounds."""
+        return self.speedup is not None and self.speedup.low > 1
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower than the target alone in all rounds."""
+        return self.speedup is not None and self.speedup.high < 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured."""
+
+    rows: Sequence[Row]  # of every load the target alone, then the candidates
+    candidates: Sequence[Candidate]  # the highest speedup first, those that failed last
+    notes: Sequence[str] = ()
+
+    @property
+    def ranking(self) -> list[Candidate]:
+        """Candidates without a failure, the fastest first."""
+        return [candidate for candidate in self.candidates if not candidate.failure]
+
+    @property
+    def failures(self) -> list[str]:
+        """Of engines, each with the drafter's name."""
+        failed = (each for each in self.candidates if each.failure)
+        return [f"{engine_name(each.engine)}: {each.failure}" for each in failed]
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """The fastest one; None if none is faster than the target alone."""
+        return next((candidate for candidate in self.ranking if candidate.faster), None)
+
+    def verdict(self, candidate: Candidate) -> str:
+        """What the rounds say of a candidate, in a clause."""
+        best, speedup = self.recommended, candidate.speedup
+        if speedup is None:
+            return "failed"
+        if candidate is best:
+            return "recommended"
+        if candidate.slower:
+            return "slower than the target alone"
+        if not candidate.faster:
+            return "not told apart from the target alone"
+        if best is not None and best.speedup is not None and speedup.high >= best.speedup.low:
+            return "faster, not told apart from the recommended one"
+        return "faster than the target alone"
+
+
+def engine_name(engine: EngineId) -> str:
+    """The name of an engine in tables."""
+    return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
+
+
+def compared(suite: Suite, contents: Contents) -> Measured:
+    """The candidates of a suite with one target that was measured."""
+    (target,) = suite.targets
+    rows = rows_of(contents)
+    candidates = []
+    for drafter in target.drafters:
+        for method in suite.methods:
+            engine = EngineId(target.name, method, drafter.name, *suite.num_speculative_tokens)
+            own = [row for row in rows if row.cell.engine == engine]
+            config = vllm_config(engine, drafter) or {}
+            candidates.append(Candidate(engine, config, own, _failure(engine, contents.errors)))
+    candidates.sort(key=lambda each: -each.speedup.median if each.speedup else 0.0)
+    return Measured(rows, candidates, notes(contents))
+
+
+def _failure(engine: EngineId, errors: dict[Cell, str]) -> str:
+    reasons = (reason for cell, reason in errors.items() if cell.engine == engine)
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def trees(row: Row, small: Row, large: Row) -> str:
+    """An upper bound of what draft trees bring, in a sentence; "" if it is not known.
+
+    A row beside a draft brings one token at most, and only if the draft's first token was
+    rejected; its price is what a batch adds to the target's step.
+
+    Args:
+        row: Of a drafter, under the load of `small`.
+        small: Of the target alone, at the smallest batch.
+        large: Of the target alone, at a larger one.
+    """
+    shares, length = row.figures.acceptance_per_position, row.figures.acceptance_length
+    few, many = small.cell.batch_size, large.cell.batch_size
+    if not shares or length is None or few == many:
+        return ""
+    one, more = (
+        each.cell.batch_size / each.figures.tokens_per_second.median for each in (small, large)
+    )
+    price = max(0.0, more / one - 1) / (many - few)
+    gain = (1 - shares[0]) / length
+    found = (
+        f"Draft trees: one more row costs the target {price:.1%} of its step (batch {many} beside "
+        f"{few}), and brings at most {gain:.1%} more tokens"
+    )
+    if price < gain:
+        return f'{found}: measure them with --settings \'{{"tree": {{"tree_nodes": 8}}}}\'.'
+    return f"{found}: they cannot pay here; where rows cost less, they may."
+
+
+def own_process(row: Row) -> str:
+    """An upper bound of what a process of its own brings a drafter; "" if it is not known."""
+    seconds = row.figures.propose_seconds
+    if seconds is None or not row.figures.drafts:
+        return ""
+    share = min(seconds / row.figures.seconds, 0.99)
+    found = f"A process of its own: drafting takes {share:.1%} of the time"
+    if share < _LEAST_SHARE:
+        return f"{found}, which leaves nothing to hide."
+    return (
+        f"{found}, so that drafting while the target verifies, on cores or a device that the "
+        f"target does not use, is at most {1 / (1 - share):.2f}x as fast: measure it with "
+        '--settings \'{"process": {"parallel": "process"}}\'.'
+    )
+
+
+def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object]) -> list[str]:
+    """What may be worth measuring next: of a drafter's rows `of`, among all rows.
+
+    Nothing if its configuration has one of the two: the other does not go with it.
+    """
+    if config.get("tree_nodes") or config.get("parallel", "off") != "off":
+        return []
+    row = min(of, key=lambda each: (each.cell.batch_size, each.cell.temperature))
+    same = [
+        each
+        for each in rows
+        if each.cell.engine.drafter is None and each.cell.temperature == row.cell.temperature
+    ]
+    small, large = (pick(same, key=lambda each: each.cell.batch_size) for pick in (min, max))
+    return [sentence for sentence in (trees(row, small, large), own_process(row)) if sentence]

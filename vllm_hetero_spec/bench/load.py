@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load, what an engine did with it, and the definition of each figure.
+
+All times are host seconds from the start of the load.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+_WARM_UP_TOKENS = 16
+
+
+class MeasurementError(RuntimeError):
+    """An engine failed; the message names the errors it printed."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine generates: each prompt is completed once."""
+
+    prompts: Sequence[str]
+    max_tokens: int  # target tokens of a completion
+    batch_size: int = 1  # requests in flight; the next prompt starts when one ends
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None  # request i has `seed + i`; None: unseeded
+    ignore_eos: bool = False
+
+    @property
+    def warm_up(self) -> "Load":
+        """The load that allocates memory and compiles kernels before this one is measured."""
+        tokens, prompts = min(self.max_tokens, _WARM_UP_TOKENS), self.prompts[: self.batch_size]
+        return replace(self, prompts=prompts, max_tokens=tokens, ignore_eos=True, seed=None)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One request as a client sees it."""
+
+    token_ids: list[int]  # generated target ids
+    text: str
+    sent: float  # seconds
+    times: list[float]  # seconds, of each arrival of output
+    counts: list[int]  # new tokens of each arrival
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.times[0] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first arrival; None if all came at once."""
+        later = sum(self.counts[1:])
+        return (self.times[-1] - self.times[0]) / later if later else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Gaps between arrivals."""
+        return [after - before for before, after in pairwise(self.times)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What an engine did with a load, without the warm-up.
+
+    Peak memory is, on GPUs, the most bytes of tensors on the devices (for vLLM since it started);
+    on CPUs the sum over the engine's processes of their highest resident memory.
+    """
+
+    traces: list[Trace]  # one per prompt, in their order
+    seconds: float  # from the first request to the last token
+    drafts: int = 0  # that the target verified
+    draft_tokens: int = 0  # target tokens in them, without padding
+    accepted_tokens: int = 0  # without bonus tokens
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)  # empty: not counted
+    worker: dict[str, Any] = field(default_factory=dict)  # growth of the plugin's counters
+    peak_memory_bytes: int = 0
+    runner: str = ""  # vLLM's model runner, "V1" or "V2"
+    dtype: str = ""  # of the target, for example "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of all prompts."""
+        return sum(len(trace.token_ids) for trace in self.traces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all prompts together, in wall-clock time."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per verification, 1 + accepted / drafts; None without drafts."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
