@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_context.py"
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 
 def test_a_shorter_context_reads_and_holds_less(demo_pair: Path) -> None:

@@ -12,6 +12,7 @@ from simulate_dsi import COLUMNS
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "simulate_dsi.py"
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_every_schedule_writes_what_the_target_does(demo_pair: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))

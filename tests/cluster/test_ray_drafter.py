@@ -24,7 +24,7 @@ from vllm_hetero_spec.engine.source import deployment, kept_process
 from vllm_hetero_spec.engine.source.deployment import Deployment
 from vllm_hetero_spec.engine.source.kept_process import KeptProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.ray]
 
 
 def actor_of(drafter: Path, **changes: Any) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def with_logprobs(llm: Any, texts: list[str]) -> tuple[list[list[int]], list[flo
     ]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_same_tokens_in_two_stages_behind_preemptions(
     demo_pair: Path, code_prompts: list[str], two_stages: None

@@ -16,6 +16,8 @@ from vllm_hetero_spec.measure.huggingface_engine import HuggingFaceEngine, Huggi
 from vllm_hetero_spec.measure.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.measure.vllm_engine import EngineSpec, VllmEngine
 
+pytestmark = pytest.mark.full
+
 LOOKAHEAD = 4
 
 
