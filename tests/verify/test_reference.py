@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from goodness import MISSED, follows, missed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 from toy_worlds import (
@@ -358,7 +358,6 @@ def test_race_acceptance() -> None:
         assert ref.race(p, clocks[0]) == np.argmin(clocks[0] / p)
 
 
-@settings(max_examples=200, deadline=None)
 @given(weights=st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=2))
 def test_race_bounds(weights: list[tuple[float, float]]) -> None:
     p, psi = (np.array(side) / sum(side) for side in zip(*weights, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from goodness import MISSED, follows, missed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.verify import noise
@@ -123,7 +123,6 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     seed=st.integers(0, 1 << 30),
@@ -264,7 +263,6 @@ def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
         assert follows(found, expected)
 
 
-@settings(max_examples=50, deadline=None)
 @given(weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-6, 0.5, 1.0]), min_size=1, max_size=9))
 def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     if not any(weights):
@@ -321,7 +319,6 @@ def test_the_law_of_a_race() -> None:
         assert follows(Counter(race(p, seeds, places).tolist()), expected)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_race_rule(lengths: list[int], seed: int) -> None:
     """It is the greedy rule, with races' winners for first choices."""
