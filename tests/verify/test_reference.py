@@ -100,7 +100,7 @@ def accepted(world: World, draft: Draft, rule: Callable, k: int) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", DRAFTS)
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_lossless(method: str, rule: str, k: int) -> None:
     for world in worlds(2 if k == 3 else 4):
         assert deviation(world, DRAFTS[method], RULES[rule], k, length=3) < EXACT

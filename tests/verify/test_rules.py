@@ -272,7 +272,9 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     assert all(weights[index] > 0 for index in chosen.tolist())
 
 
-@pytest.mark.parametrize("width", [4096, 4097, 3 * 4096, 30_001])
+@pytest.mark.parametrize(
+    "width", [4096, 4097, 3 * 4096, pytest.param(30_001, marks=pytest.mark.full)]
+)
 def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
     """As if the weights were added up one by one, at both ends of every block, and nowhere at 0."""
     generator = np.random.default_rng(width)
@@ -340,6 +342,7 @@ def test_race_rule(lengths: list[int], seed: int) -> None:
     assert torch.equal(found.accepted, expected.accepted)
 
 
+@pytest.mark.full
 def test_races_of_large_vocabularies_follow_the_law() -> None:
     """Arrival times are told apart where a flat row has most of its winners: close to 0."""
     copies, width = 2000, 20_000
