@@ -16,10 +16,9 @@ import _shell
 from _gpu_engine import GpuEngine, Setup
 
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.options import DEFAULT_METHOD, ConfigError
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import DEFAULT_METHOD
 
 MAX_MODEL_LEN = 1024

@@ -32,9 +32,9 @@ from _draft_ahead_model import dsi_time, runs_of, serial_time
 from rich.console import Console
 from rich.progress import Progress
 
+from vllm_hetero_spec.bench.load import Load, Sample
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.bench.load import Load, Sample
 
 ALONE, SERIAL, AHEAD = "target alone", "serial, one core", "ahead, one core each"
 ALONE_THERE, LONG = "target alone, one core", "serial, long drafts"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs everything if need be, then checks style and types and runs the tests, in two processes
-# at once. Arguments go to pytest: `bash scripts/test.sh -m "not engine and not server"` leaves out
-# what starts vLLM, and `-n 0` runs all in one process. The tests are written for vLLM's CPU build:
-# on a machine with a GPU they have it in an environment of their own.
+# Installs everything if need be, checks style and types, then runs the fast tests, in two
+# processes. `--full` runs all tests. Arguments go to pytest: `-n 0` runs all in one process, and
+# `-m "not engine and not server"` leaves out the tests that start vLLM. The tests need vLLM's CPU
+# build. On a machine with a GPU they have an environment of their own.
 
 set -euo pipefail
 
@@ -22,4 +22,4 @@ ruff format --check
 say "mypy"
 mypy
 say "pytest"
-python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 "$@"

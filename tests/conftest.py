@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 from make_demo import make_demo
 
 from vllm_hetero_spec.paths import demo_folder
@@ -48,8 +49,28 @@ def shared(shared_or_none: Path | None) -> Path:
     return shared_or_none
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Files that start engines come first: no worker is left alone with them at the end."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("full", deadline=None)
+    settings.register_profile("fast", deadline=None, max_examples=20)
+    settings.load_profile("full" if config.getoption("--full") else "fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Select the tier, and order the files.
+
+    Without `--full`, tests marked `full` run only if the command line names their file or `-m`
+    names the mark. Files that start engines come first, so that no worker is left alone with them
+    at the end.
+    """
+    if not config.getoption("--full") and "full" not in config.getoption("markexpr"):
+        named = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
+        left_out = {i for i in items if i.get_closest_marker("full") and i.path not in named}
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     starts = {
         item.path for item in items if {"engine", "server"} & {m.name for m in item.iter_markers()}
     }

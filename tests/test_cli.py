@@ -360,6 +360,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_real_comparison(demo_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = [str(demo_pair / "target"), str(demo_pair / "drafter")]

@@ -36,7 +36,7 @@ CONFIGURATION = REPO / "examples" / "configuration.md"
 BENCH = REPO / "examples" / "bench" / "README.md"
 DOCUMENTS = sorted(
     file
-    for folder in (".", "examples", "scripts", "vllm_hetero_spec")
+    for folder in (".", "examples", "scripts", "tests", "vllm_hetero_spec")
     for file in (REPO / folder).glob("*.md" if folder == "." else "**/*.md")
 )
 # Written by users or by commands, and of other programs.

@@ -45,12 +45,14 @@ def parts(demo_pair: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in found}
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_pair_runs_at_all(parts: dict[str, dict[str, Any]]) -> None:
     assert parts["0"]["pair"]["drafts"] > 0
     assert parts["0"]["pair"]["engine"]["runner"] == "V1"
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_tokens_are_compared_one_by_one(parts: dict[str, dict[str, Any]]) -> None:
     setups = parts["A"]["setups"]
@@ -64,6 +66,7 @@ def test_tokens_are_compared_one_by_one(parts: dict[str, dict[str, Any]]) -> Non
     assert parts["A"]["graphs"].startswith("there are no CUDA graphs")
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -> None:
     eager = parts["B"]["modes"]["eager"]
@@ -72,6 +75,7 @@ def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -
     assert set(eager["step_replay"].values()) == {None}
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_acceptance_is_imposed_and_the_output_stays(
     demo_pair: Path, monkeypatch: pytest.MonkeyPatch

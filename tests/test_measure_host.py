@@ -40,6 +40,7 @@ def test_every_method_of_a_section_exists() -> None:
             assert callable(getattr(getattr(found, owner), attribute))
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_round_is_timed_by_section(demo_pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "times.json"

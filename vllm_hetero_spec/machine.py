@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine: its processor and memory, and the versions and sources that run on it."""
 
-import os
 import platform
 import subprocess
 from collections.abc import Iterator

@@ -10,7 +10,6 @@ from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite
 from vllm_hetero_spec.options import parse
-from vllm_hetero_spec.options import parse
 
 PROMPTS = ("one", "two", "three", "four")
 ALONE = None

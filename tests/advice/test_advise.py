@@ -457,6 +457,7 @@ def test_weights_that_are_not_here(make: Make) -> None:
     assert "are not on this machine (`hf download" in missing_weights("organisation/absent")
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_real_advice(demo_pair: Path, capsys: Out) -> None:
     models = [str(demo_pair / "target"), str(demo_pair / "drafter")]

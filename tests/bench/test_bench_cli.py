@@ -319,6 +319,7 @@ def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_a_real_suite(demo_pair: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETERO_SPEC_DEMO", str(demo_pair))
     file = write("""\

@@ -10,7 +10,7 @@ from ray_cluster import RayCluster
 
 import vllm_hetero_spec
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.full, pytest.mark.ray]
 
 DOCTOR = "import sys; from vllm_hetero_spec.cli.main import main; sys.exit(main(sys.argv[1:]))"
 # Of a node where the package is not installed.

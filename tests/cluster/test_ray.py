@@ -14,7 +14,7 @@ from target_law import Setting, counted, law_of, load
 
 from vllm_hetero_spec import read_stats
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.ray]
 
 LAW = {"temperature": 0.8, "top_k": 3}
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray_cluster import REPO, SECONDS, RayCluster, free_port, processes
 from scenarios import generate, greedy
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.ray]
 
 # Ray shows no counter before it counts: these prompts are too short to share KV, and trees are off.
 COUNTLESS = {

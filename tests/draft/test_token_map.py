@@ -4,14 +4,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.draft import token_map
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     first=st.lists(st.integers(-1, 6), min_size=1, max_size=12),
     padding=st.integers(0, 3),

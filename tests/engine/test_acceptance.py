@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.text.loading import load_tokenizer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 LOOKAHEAD, MAX_TOKENS = 4, 96
 

@@ -53,6 +53,7 @@ _KINDS: dict[str, Callable[..., PretrainedConfig]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_model_drafts_for_itself(
     kind: str, demo_pair: Path, texts: list[Any], tmp_path: Path
@@ -65,6 +66,7 @@ def test_a_model_drafts_for_itself(
     assert metrics["num_accepted_tokens"] == metrics["num_draft_tokens"] > 100
 
 
+@pytest.mark.full
 def test_a_mixture_of_experts_drafts_for_a_target_without(
     demo_pair: Path, texts: list[Any], alone: Outputs, tmp_path: Path
 ) -> None:

@@ -50,12 +50,14 @@ def run(demo_pair: Path, chats: list[Messages]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_greedy_chat_is_the_targets_own(run: dict[str, Any]) -> None:
     assert run["with drafter"] == run["alone"]
     assert run["metrics"]["num_drafts"] > 0
     assert run["metrics"]["num_accepted_tokens"] > 0
 
 
+@pytest.mark.full
 def test_the_drafter_reads_its_own_template(
     run: dict[str, Any], chats: list[Messages], demo_pair: Path
 ) -> None:

@@ -79,6 +79,7 @@ def _sampled(model: Path, spec: dict[str, Any] | None, budget: int, prompt: str)
     return {"one by one": found, "together": outputs, "drafts": drafts}
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_seeded_requests_live_through_chunked_prefill(
     demo_pair: Path, code_prompts: list[str]
@@ -95,6 +96,7 @@ def test_seeded_requests_live_through_chunked_prefill(
     assert all(len(ids) == LENGTH for ids in chunked["together"])
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize("verification", ["token", "race"])
 def test_and_with_a_drafter(demo_pair: Path, code_prompts: list[str], verification: str) -> None:

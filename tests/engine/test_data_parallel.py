@@ -15,6 +15,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_hetero_spec.engine.metrics.sinks import PREFIX
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_two_engines_with_a_drafter_each(
     demo_pair: Path, texts: list[str], alone: Outputs, monkeypatch: pytest.MonkeyPatch

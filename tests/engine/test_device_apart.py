@@ -12,7 +12,7 @@ import sys
 import pytest
 from harness import HERE, v2_environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
 
 # Which ways of drafting: what is the same on both runners is seen on one.

@@ -18,7 +18,7 @@ from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
 from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.text.bridge import TextBridge
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 CORE = max(os.sched_getaffinity(0))
 

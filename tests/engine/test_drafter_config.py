@@ -254,6 +254,7 @@ def test_drafter_has_one_stage(demo_pair: Path, solo: bool, ranks: int) -> None:
     assert found.rank == ranks - 1
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_target_is_left_alone_by_loading(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +286,7 @@ def test_target_is_left_alone_by_loading(
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_largest_forward_comes_first(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch

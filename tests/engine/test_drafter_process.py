@@ -61,6 +61,7 @@ def test_texts_are_the_targets_own(
     assert stats["catch_up_tokens"] > 20 * len(texts)
 
 
+@pytest.mark.full
 def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
     """One at a time, and long after each other: nothing of the others is left in the process."""
     for index in (3, 0, 3):
@@ -70,6 +71,7 @@ def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
     assert len(drafting.source.pool._free) >= drafting.source.pool._num_slots - 1
 
 
+@pytest.mark.full
 def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outputs) -> None:
     """It does not travel: a message of that length could not be sent."""
     before = read_stats(llm)
@@ -81,6 +83,7 @@ def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outpu
     assert after["drafter_tokens"] > before["drafter_tokens"]
 
 
+@pytest.mark.full
 def test_a_thousand_requests_that_are_aborted_leave_nothing(
     llm: Any, texts: list, alone: Outputs
 ) -> None:
@@ -101,6 +104,7 @@ def test_a_thousand_requests_that_are_aborted_leave_nothing(
     assert len(drafting.source.pool._free) >= drafting.source.pool._num_slots - 1
 
 
+@pytest.mark.full
 def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
     llm: Any, texts: list, alone: Outputs
 ) -> None:
@@ -124,6 +128,7 @@ def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
     assert set(stats["skipped"]) <= {"not_guessed", "not_ready", "catching_up"}
 
 
+@pytest.mark.full
 def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Outputs) -> None:
     """Each is one forward of so many tokens, never one that was kept from before; many tokens are
     read in pieces.
@@ -162,6 +167,7 @@ def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Output
     assert generate(llm, texts, greedy()) == alone
 
 
+@pytest.mark.full
 def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
     child = child_of(llm)
     listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
@@ -169,6 +175,7 @@ def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
     assert child.cpu_affinity() == [CORE]
 
 
+@pytest.mark.full
 def test_the_process_has_a_name_and_no_folder(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +208,7 @@ def test_a_process_that_is_killed_is_started_again(
         assert after[counter] > stats[counter]
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_holds_nobody_up(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +223,7 @@ def test_a_process_that_is_stopped_holds_nobody_up(
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
+@pytest.mark.full
 def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Outputs) -> None:
     """By itself, once the engine's end of the sockets is closed; nobody sends it a signal."""
     wait_until_up(llm)
@@ -224,6 +233,7 @@ def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Ou
     assert generate(llm, texts[:1], greedy())["0"] == alone["0"]
 
 
+@pytest.mark.full
 def test_the_process_sleeps_with_its_engine(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +261,7 @@ def test_the_process_sleeps_with_its_engine(
     assert read_stats(llm)["drafts_ahead"] > before["drafts_ahead"]
 
 
+@pytest.mark.full
 def test_a_drafter_that_is_the_target_is_always_right(
     demo_pair: Path,
     texts: list,

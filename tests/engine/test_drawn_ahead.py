@@ -23,7 +23,7 @@ from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
 from vllm_hetero_spec.engine.source.messages import Row
 from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 CORE = max(os.sched_getaffinity(0))
 

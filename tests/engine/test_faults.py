@@ -169,6 +169,7 @@ def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatc
     assert generate(llm, texts, greedy()) == alone
 
 
+@pytest.mark.full
 def test_soak_leaks_neither_memory_nor_blocks(llm: Any, texts: list) -> None:
     """2,000 short requests: the pool ends all but empty, and neither Python nor the process grows.
 

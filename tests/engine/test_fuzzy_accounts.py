@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 SAMPLES = 1000
 

@@ -231,4 +231,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(stateful_step_count=40)

@@ -49,6 +49,7 @@ def one_by_one(llm: Any, requests: list[dict[str, Any]]) -> Outputs:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_transferred_kv_is_the_targets(
     demo_pair: Path, requests: list[dict[str, Any]], tmp_path: Path

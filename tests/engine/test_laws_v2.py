@@ -9,7 +9,7 @@ import pytest
 from harness import HERE, v2_environment
 
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(36_000 if LONG else 1200)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(36_000 if LONG else 1200)]
 
 
 @pytest.mark.parametrize("way", ["installed", "ahead", "0.33"])

@@ -35,6 +35,7 @@ def test_pool_too_small(demo_pair: Path, texts: list, alone: Outputs, caplog) ->
     assert "kv_cache_memory_bytes" in warnings(caplog, "no_blocks")[0]
 
 
+@pytest.mark.full
 def test_blocks_of_a_size_of_its_own(
     demo_pair: Path, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +62,7 @@ def _block_bytes(demo_pair: Path) -> int:
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4 * 128
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("drafter", "method"), [("drafter", "slem"), ("target", "hetero")])
 def test_a_text_outgrows_the_drafters_context(
     demo_pair: Path, texts: list, code_prompts: list, alone: Outputs, drafter: str, method: str

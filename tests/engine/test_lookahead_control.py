@@ -494,6 +494,7 @@ def llm(request: pytest.FixtureRequest, demo_pair: Path, alone: Outputs) -> Any:
         yield llm
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs) -> None:
     """Whatever is drafted, trimmed, or left alone: with all in one batch, and one by one."""
@@ -509,6 +510,7 @@ def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs
         assert stats["drafts"] + stats["skipped"].get("not_worth_it", 0) > 0
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[str]) -> None:
     """Stopping by confidences known before the draw; the target drafts whatever it costs."""
@@ -522,6 +524,7 @@ def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[st
         assert metrics_of(llm)["num_draft_tokens"] > before
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_requests_decide_for_themselves(llm: Any, texts: list[str], alone: Outputs) -> None:
     """Off or fixed: only those that want drafts have any, of their own length.

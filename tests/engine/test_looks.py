@@ -58,6 +58,7 @@ def steps_of(llm: Any) -> int:
     return int(read_stats(llm)["steps"])
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_drafter_at_rest_is_hardly_asked(
     llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
@@ -81,6 +82,7 @@ def test_a_drafter_at_rest_is_hardly_asked(
     assert read_stats(llm)["drafts"] > after["drafts"]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_drafter_at_rest_sees_who_comes(
     llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
@@ -107,6 +109,7 @@ def test_a_drafter_at_rest_sees_who_comes(
     assert len(looked_at) < 0.4 * count
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_requests_come_and_go_while_the_drafter_rests(
     llm: Any, looked_at: list[list[str]], code_prompts: list[str]
@@ -127,6 +130,7 @@ def test_requests_come_and_go_while_the_drafter_rests(
     assert read_stats(llm)["requests_held"] <= 1
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_slow_step_is_looked_at(
     llm: Any, looked_at: list[list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch

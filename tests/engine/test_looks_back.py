@@ -45,6 +45,7 @@ def watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.full
 def test_greedy_identity(
     demo_pair: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def longer_if_any(
     return found and found._replace(among=[candidates.index(found.id)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "verification"), [("push_forward", "token"), ("tli", "block")])
 def test_samples_follow_the_targets_law(
     method: str, verification: str, chain_pair: Path, monkeypatch: pytest.MonkeyPatch

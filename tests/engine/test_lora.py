@@ -14,7 +14,7 @@ from scenarios import Outputs, greedy
 
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 RANK = 4
 

@@ -66,6 +66,7 @@ def requests(texts: list[str]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_images_are_not_read_as_text(
     demo_pair: Path, seeing: Path, requests: list[dict[str, Any]]
@@ -96,6 +97,7 @@ def test_images_are_not_read_as_text(
         assert metrics_of(llm)["num_accepted_tokens"] > accepted
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_embedded_prompts_are_not_drafted_for(demo_pair: Path, texts: list[str]) -> None:
     from safetensors.torch import load_file

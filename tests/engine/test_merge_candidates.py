@@ -50,6 +50,7 @@ class Checked:
         self.apart = max(self.apart, float((rows - others).abs().max()))
 
 
+@pytest.mark.full
 def test_rows_of_side_branches_are_those_in_line(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_no_more_lines_than_attention_has_room_for() -> None:
     assert lent == [3, 3, 0]
 
 
+@pytest.mark.full
 def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:
     """A pool that just holds the contexts has nothing to lend; drafts go on."""
     spec = slem(
@@ -112,6 +114,7 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
     assert not any(table.blocks for _, _, table in lent)
 
 
+@pytest.mark.full
 def test_a_round_keeps_its_packet_while_drawn_drafts_feed(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

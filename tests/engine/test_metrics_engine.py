@@ -155,6 +155,7 @@ def test_figures_of_a_request_that_ends_at_a_stop_string(limited: Any, code_prom
         assert steps == then["num_drafts"] - first["num_drafts"] > 0
 
 
+@pytest.mark.full
 def test_counts_reach_the_front_end_from_other_processes(demo_pair: Path, tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     several = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

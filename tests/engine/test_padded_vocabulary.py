@@ -64,6 +64,7 @@ class Watch:
         patch.setattr(drafter, "finish", watched_finish)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_padded_rows_of_the_drafter_are_never_drafted(
     demo_pair: Path, texts: list, alone: Outputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_padded_rows_of_the_drafter_are_never_drafted(
     assert max(watch.ids) < size
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_prompts_may_name_rows_that_only_the_target_has(demo_pair: Path, tmp_path: Path) -> None:
     """Both have the same tokenizer, so that ids pass through, but the target has more rows."""
@@ -109,6 +111,7 @@ def with_token(model: Path, out: Path, content: str, *, special: bool) -> Path:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_special_tokens_without_a_row_are_left_out(
     demo_pair: Path, texts: list, alone: Outputs, tmp_path: Path

@@ -145,6 +145,7 @@ def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkey
 # ---- engines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_second_start_goes_on_where_the_first_ended(
     demo_pair: Path, texts: list[str], alone: Outputs, tmp_path: Path, caplog: Any, monkeypatch: Any

@@ -13,7 +13,7 @@ from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, Request
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.text.context import IdentityContext
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 STEPS = 5
 

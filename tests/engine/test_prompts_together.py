@@ -11,7 +11,7 @@ from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 REQUESTS, LONG, SHORT = 6, 300, 20
 CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 512}  # six prompts take four steps

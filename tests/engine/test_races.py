@@ -15,12 +15,13 @@ from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 
 pytestmark = pytest.mark.engine
 
+full = pytest.mark.full
 REQUESTS = int(os.environ.get("HETERO_SPEC_RACES", "60"))
-VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("drafter", 16, {"method": "slem", "lookahead": 4}),
-    ("drafter", 1, {"method": "tli", "lookahead": 1}),
-    ("drafter", 16, {"method": "push_forward", "lookahead": 8}),
-    ("target", 16, {"method": "tli", "lookahead": 4}),
+VARIANTS = [
+    pytest.param("drafter", 16, {"method": "slem", "lookahead": 4}, id="slem", marks=full),
+    pytest.param("drafter", 1, {"method": "tli", "lookahead": 1}, id="one by one", marks=full),
+    pytest.param("drafter", 16, {"method": "push_forward", "lookahead": 8}, id="long drafts"),
+    pytest.param("target", 16, {"method": "tli", "lookahead": 4}, id="target", marks=full),
 ]
 
 
@@ -47,15 +48,22 @@ def outputs(
     return found, gained["num_accepted_tokens"] / max(1, gained["num_drafts"])
 
 
-def test_drafters_change_nothing(chain_pair: Path) -> None:
-    """The first variant drafts nothing at all, as its requests wish."""
+@pytest.fixture(scope="module")
+def undrafted(chain_pair: Path) -> list[list[int]]:
+    """What requests generate that refuse drafts."""
     nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", lookahead=1, wish=0)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
     same = list(range(0, REQUESTS, 20))  # seeds of requests with the same prompt
     model, start = load(chain_pair / "target", PROMPT)
     setting = Setting(0.9, top_p=0.95)
     assert [nothing[seed] for seed in same] == raced(model, start, setting, same, 24)
-    for drafter, batch, changes in VARIANTS:
-        found, accepted = outputs(chain_pair, drafter, batch, **changes)
-        assert found == nothing, (drafter, changes)
-        assert accepted > (2.5 if drafter == "target" else 0)
+    return nothing
+
+
+@pytest.mark.parametrize(("drafter", "batch", "changes"), VARIANTS)
+def test_drafters_change_nothing(
+    chain_pair: Path, undrafted: list[list[int]], drafter: str, batch: int, changes: dict[str, Any]
+) -> None:
+    found, accepted = outputs(chain_pair, drafter, batch, **changes)
+    assert found == undrafted
+    assert accepted > (2.5 if drafter == "target" else 0)

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 REQUESTS = 60
 BACK_WITHIN = 40  # steps with a request that may have a draft, once faults have ended

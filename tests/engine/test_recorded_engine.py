@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.drafts import FirstToken
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 SIZES, WIDTHS = (1, 2, 4, 8), (1, 4, 8)
 WIDE = (1, 8, 32, 128)  # texts are read in parts
 

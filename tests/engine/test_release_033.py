@@ -29,6 +29,7 @@ def test_ledger_matches(vllm_033: Path) -> None:
     assert missing(vllm_033 / "vllm", "0.33") == []
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.usefixtures("demo_pair")
 def test_scenarios_run_on_it(runs_033: Path) -> None:

@@ -17,7 +17,7 @@ from scenarios import Run
 from test_identity import IDENTITY
 from v2_runs import SOME, WAYS, run_way
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
 # Scenarios in which some drafts are shorter on V1.
 ENDED_SOONER = {"min_tokens", "stops behind min_tokens", "mixed parameters"}

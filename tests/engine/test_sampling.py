@@ -24,6 +24,7 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])]
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
+FEW_SAMPLES = 300  # of each setting, in the fast tier
 SETTINGS = {
     "cold": Setting(0.8, top_k=3),
     "nucleus": Setting(1.0, top_p=0.8),
@@ -90,6 +91,8 @@ def check(drawn: dict[str, list], laws: dict[str, dict[Ids, float]], unwritten: 
     assert follows(thirds(drawn["hot"], unwritten[0]), unwritten[1])
 
 
+FAST = {("tli", "token", "drafter"), ("push_forward", "block", "drafter")}
+FAST |= {("hetero", "race", "drafter")}
 CASES = [
     ("slem", "token", "drafter"),
     ("tli", "token", "drafter"),
@@ -112,7 +115,10 @@ if LONG:
     ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+TIERED = [pytest.param(case, marks=() if case in FAST else pytest.mark.full) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=TIERED, ids="-".join)
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, verification, drafter = request.param
     method, _, candidates = method.partition(":")
@@ -128,7 +134,8 @@ def test_samples_follow_the_targets_law(
     llm: Any, laws: dict, unwritten: tuple, request: pytest.FixtureRequest
 ) -> None:
     """Every setting, seeded and not, greedy neighbours, all in one batch."""
-    check(sample(llm, SAMPLES, SETTINGS, seeds=True), laws, unwritten)
+    count = SAMPLES if LONG or request.config.getoption("--full") else FEW_SAMPLES
+    check(sample(llm, count, SETTINGS, seeds=True), laws, unwritten)
     gained = metrics_of(llm)
     assert gained["num_accepted_tokens"] < gained["num_draft_tokens"]
     assert gained["num_accepted_tokens"] > 0 or "garbled" in request.node.name
@@ -166,6 +173,7 @@ def test_a_verifier_that_is_told_another_law_is_caught(
     assert not follows(thirds(hot, tokens), law)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["slem", "tli", "push_forward", "slrs", "union"])
 def test_chunked_prompts(chain_pair: Path, laws: dict, unwritten: tuple, method: str) -> None:
     """Prompts read in pieces, by the target and by the drafter, beside requests that sample."""
@@ -178,6 +186,7 @@ def test_chunked_prompts(chain_pair: Path, laws: dict, unwritten: tuple, method:
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["tli", "push_forward", "slrs"])
 def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: str) -> None:
     """Same model, same tokenizer, same law: rows agree but for rounding."""
@@ -190,6 +199,7 @@ def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: 
     assert gained["num_accepted_tokens"] / gained["num_draft_tokens"] > 0.999
 
 
+@pytest.mark.full
 def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drawn token carries a row: where many draw, each draws less far; greedy ones go on."""
     width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]

@@ -48,6 +48,7 @@ class Allocator(TorchDispatchMode):
         return found
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_drafter_is_allocated_where_it_outlives_sleep(
     demo_pair: Path, prompts: list, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def accepted(llm: Any) -> float:
     return metrics["num_accepted_tokens"] / metrics["num_draft_tokens"]
 
 
+@pytest.mark.full
 def test_drafts_for_another_target(
     demo_pair: Path, gemma: Path, texts: list, alone: Outputs
 ) -> None:
@@ -85,6 +86,7 @@ def test_drafts_for_another_target(
         assert "drafter_error" not in read_stats(llm)["skipped"]
 
 
+@pytest.mark.full
 def test_drafts_look_back_as_far_as_the_target(
     gemma: Path, texts: list, gemma_alone: Outputs
 ) -> None:
@@ -96,6 +98,7 @@ def test_drafts_look_back_as_far_as_the_target(
         assert accepted(llm) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_windows_are_other_drafts(
     gemma: Path, texts: list, gemma_alone: Outputs, kind: str, tmp_path: Path
@@ -107,6 +110,7 @@ def test_other_windows_are_other_drafts(
         assert accepted(llm) < 0.8
 
 
+@pytest.mark.full
 def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Path) -> None:
     """The same weights without it draft otherwise, as the target with it has none of theirs."""
     shutil.copytree(mistral, tmp_path / "far")

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 from harness import HERE, v2_environment
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.engine,
     pytest.mark.timeout(1200),
     pytest.mark.usefixtures("demo_pair"),

@@ -3,10 +3,11 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness import engine, slem
-from scenarios import ROOMY, TIGHT, Run, generate, greedy, run_all
+from scenarios import ROOMY, TIGHT, Run, Scenario, generate, greedy, run_all
 
 from vllm_hetero_spec.engine.seam import async_scheduling
 
@@ -20,14 +21,14 @@ LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # more of the same, and too
 SOME = {name: run for name, run in (ROOMY | TIGHT).items() if name not in LEFT_OUT}
 
 
-def run_way(way: str, demo: Path, prompts: list[str]) -> Run:
+def run_way(way: str, demo: Path, prompts: list[str], some: Mapping[str, Scenario] = SOME) -> Run:
     """scenario -> token ids, and what the counters gained meanwhile."""
     name, _, ahead = way.partition(", ")
     async_scheduling.platform_can = lambda: bool(ahead)
     drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
     spec = None if drafter is None else slem(drafter)
     stages = {"pipeline_parallel_size": 2} if way == STAGED else {}
-    return run_all(demo / "target", spec, prompts, {}, SOME, **stages)
+    return run_all(demo / "target", spec, prompts, {}, some, **stages)
 
 
 def calibrated(demo: Path, prompts: list[str]) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.lookahead.costs import CostModel
@@ -45,7 +45,6 @@ samples = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(calibration=samples, live=samples)
 def test_rises_with_rows_and_batch_whatever_was_measured(calibration: list, live: list) -> None:
     model = CostModel(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import reference as ref
 from chance import Chance
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toy_worlds import World, total_variation, worlds
 
@@ -103,7 +103,6 @@ drafts = st.lists(st.lists(st.floats(0.0, 1.0), max_size=6), min_size=1, max_siz
 CONTROLLERS = {"fixed": Fixed(6), "stop": ConfidenceStop(0.5, 6), "goodput": thrifty()}
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), confidences=drafts)
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_token_is_in_or_out_whatever_comes_later(

@@ -20,6 +20,8 @@ from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 from vllm_hetero_spec.errors import ConfigError
 
+pytestmark = pytest.mark.full
+
 LOOKAHEAD = 4
 
 

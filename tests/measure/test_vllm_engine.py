@@ -92,6 +92,7 @@ def alone(demo_pair: Path, loads: list[Load]) -> list[Sample]:
     return samples
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_the_target_alone(alone: list[Sample], loads: list[Load]) -> None:
     for sample, load in zip(alone, loads, strict=True):
@@ -105,6 +106,7 @@ def test_the_target_alone(alone: list[Sample], loads: list[Load]) -> None:
         assert all(set(trace.counts) == {1} for trace in sample.traces)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> None:
     spec = EngineSpec(str(demo_pair / "target"), slem(demo_pair / "drafter", LOOKAHEAD), 3)
@@ -130,6 +132,7 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
     assert samples[1].worker["steps"] < samples[0].worker["steps"]
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> None:
     spec = EngineSpec(str(demo_pair / "target"), tli(demo_pair / "drafter"), max_batch_size=3)
@@ -141,6 +144,7 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
     assert sample.worker == {}
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_requests_as_long_as_the_memory_holds(
     demo_pair: Path, alone: list[Sample], loads: list[Load]
@@ -183,6 +187,7 @@ def test_on_a_gpu_requests_are_as_long_as_fits(monkeypatch: pytest.MonkeyPatch) 
     assert vllm_engine._engine_arguments(given)["max_model_len"] == 64
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
     with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*absent"):
@@ -192,6 +197,7 @@ def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
         VllmEngine(EngineSpec(str(demo_pair / "target"), config | {"tensor_parallel": "tp9"}))
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: list[str]) -> None:
     endless = Load(code_prompts[:4] * 200, max_tokens=200, ignore_eos=True)
@@ -207,6 +213,7 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
     assert list(processes(engine.pid)) == []
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize("repaired", [True, False])
 def test_the_law_of_vllms_own_method_on_a_cpu(

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from vllm_hetero_spec import read_stats
 
-pytestmark = [pytest.mark.real, pytest.mark.engine]
+pytestmark = [pytest.mark.full, pytest.mark.real, pytest.mark.engine]
 
 # Nats by which a token leads that arithmetic of other rows may overtake: float32, and bfloat16.
 TIES = {"float32": 1e-3, "bfloat16": 0.2}

@@ -11,7 +11,7 @@ from real_models import hetero
 from target_law import Ids, Setting, law_of, load
 from vllm import SamplingParams
 
-pytestmark = [pytest.mark.real, pytest.mark.engine]
+pytestmark = [pytest.mark.full, pytest.mark.real, pytest.mark.engine]
 
 PROMPT = "One, two, three, four,"
 LENGTH = 3  # tokens; the third is the first that is drafted

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from real_models import GEMMA, QWEN, SMOLLM
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.full, pytest.mark.real]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from real_models import QWEN, SMOLLM
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.real,
     pytest.mark.engine,
     pytest.mark.skipif(

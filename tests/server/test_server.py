@@ -42,9 +42,9 @@ def speculative(drafter: Path, **changes: Any) -> str:
 
 @pytest.fixture(scope="module")
 def servers(
-    demo_pair: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """The same target served with the drafter and alone; both start at the same time."""
+    request: pytest.FixtureRequest, demo_pair: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """The same target served with the drafter, and alone if a test uses it; both start at once."""
     logs = tmp_path_factory.mktemp("logs")
     flags = {
         "drafter": (
@@ -53,25 +53,31 @@ def servers(
         ),
         "alone": (),
     }
+    used = {
+        name
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        for name in item.fixturenames
+    }
     with contextlib.ExitStack() as stack:
-        started = []
+        started = {}
         for name, extra in flags.items():
-            log = logs / f"{name}.log"
-            manager = launched(demo_pair / "target", log, *extra)
-            started.append((stack.enter_context(manager), log))
-        for server, log in started:
-            wait_until_healthy(server.url, server.process, log)
-        yield started[0][0], started[1][0]
+            if name == "drafter" or name in used:
+                manager = launched(demo_pair / "target", logs / f"{name}.log", *extra)
+                started[name] = stack.enter_context(manager)
+        for name, server in started.items():
+            wait_until_healthy(server.url, server.process, logs / f"{name}.log")
+        yield started
 
 
 @pytest.fixture(scope="module")
-def server(servers: tuple[Server, Server]) -> Server:
-    return servers[0]
+def server(servers: dict[str, Server]) -> Server:
+    return servers["drafter"]
 
 
 @pytest.fixture(scope="module")
-def alone(servers: tuple[Server, Server]) -> Server:
-    return servers[1]
+def alone(servers: dict[str, Server]) -> Server:
+    return servers["alone"]
 
 
 def complete(server: Server, prompt: str, **options: Any) -> Any:
@@ -106,12 +112,25 @@ def drafter_counters(server: Server) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
+def test_drafts_change_no_greedy_completion(server: Server, prompt: str) -> None:
+    """A request may refuse drafts: its text is the target's own."""
+    before = counters(server)
+    undrafted = {"vllm_xargs": {"hetero_spec_lookahead": 0}}
+    own = complete(server, prompt, extra_body=undrafted).choices[0].text
+    assert counters(server) == before
+    assert complete(server, prompt).choices[0].text == own
+    assert counters(server)["accepted_tokens"] > before["accepted_tokens"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_completion_is_the_targets_own(server: Server, alone: Server, prompt: str) -> None:
     with_drafter, without = (complete(s, prompt).choices[0] for s in (server, alone))
     assert with_drafter.text == without.text
     assert with_drafter.text.strip()
 
 
+@pytest.mark.full
 def test_greedy_chat_is_the_targets_own(server: Server, alone: Server) -> None:
     replies = [
         s.client.chat.completions.create(model=s.model, messages=CHAT, max_tokens=32, temperature=0)
@@ -142,6 +161,7 @@ def test_completion_ends_before_a_stop_string(server: Server) -> None:
     assert choice.text == whole[: whole.index(stop)]
 
 
+@pytest.mark.full
 def test_logprobs_are_the_targets_own(server: Server, alone: Server) -> None:
     found, expected = (
         complete(s, PROMPTS[2], logprobs=2).choices[0].logprobs for s in (server, alone)
@@ -253,6 +273,7 @@ def test_drafter_metrics_grow_and_agree_with_vllms(server: Server) -> None:
     assert 0 < after["kv_blocks_held"] < after["kv_blocks"]
 
 
+@pytest.mark.full
 def test_server_without_a_drafter_has_none_of_its_metrics(alone: Server) -> None:
     complete(alone, PROMPTS[0])
     assert "vllm:generation_tokens_total" in alone.metrics()
@@ -270,6 +291,7 @@ def test_figures_of_one_request_are_in_its_answer(server: Server) -> None:
     assert figures["num_accepted_draft_tokens"] == accepted
 
 
+@pytest.mark.full
 def test_wrong_configurations_stop_the_server_with_one_sentence(
     demo_pair: Path, tmp_path: Path
 ) -> None:
@@ -312,6 +334,7 @@ def test_flags_are_a_configuration_too(demo_pair: Path) -> None:
     assert (options.method, options.model, options.num_speculative_tokens) == ("slem", drafter, 3)
 
 
+@pytest.mark.full
 def test_a_soak_of_requests_of_all_kinds(
     server: Server, alone: Server, demo_pair: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from serving import Server, launched
 from test_server import PROMPTS, complete, counters, speculative
 from transformers import AutoTokenizer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.full, pytest.mark.server]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy
 
@@ -119,7 +119,6 @@ def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
 WORDS = st.lists(st.text("ab ", min_size=1, max_size=4).map(str.encode), max_size=10)
 
 
-@settings(max_examples=150, deadline=None)
 @given(target_words=WORDS, drafter_words=WORDS)
 def test_merges_of_small_vocabularies(
     target_words: list[bytes], drafter_words: list[bytes]
@@ -135,7 +134,6 @@ def test_merges_of_small_vocabularies(
         ]
 
 
-@settings(max_examples=150, deadline=None)
 @given(target_words=WORDS, drafter_words=WORDS, seed=st.integers(0, 1 << 30))
 def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], seed: int) -> None:
     """Behind any path that begins in the intersection, of tokens that the target can spell."""

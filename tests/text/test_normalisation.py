@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_normalised_text(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     parts=st.lists(
         st.text(max_size=5)

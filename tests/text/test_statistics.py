@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
@@ -103,7 +103,6 @@ def brute_straddling(ends: list[int], others: list[int]) -> int:
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     left=st.lists(st.integers(0, 4), max_size=12), right=st.lists(st.integers(0, 4), max_size=12)
 )

@@ -27,7 +27,7 @@ from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 LONG = int(os.environ.get("HETERO_SPEC_FUZZ", "0"))
-SHORT = 1500
+SHORT, FEW = 1500, 300  # cases in the full and in the fast tier
 # Characters of a piece of natural text, and pieces per drafter.
 PIECE = 1200
 PIECES = 40 if LONG else 4
@@ -141,10 +141,13 @@ def natural_texts(shared: Path | None, pieces: int, rng: random.Random) -> list[
 
 @pytest.mark.timeout(0 if LONG else 600)
 def test_fuzz(
-    everything: Mapping[str, TextTokenizer], record_property: Callable[[str, object], None]
+    everything: Mapping[str, TextTokenizer],
+    record_property: Callable[[str, object], None],
+    pytestconfig: pytest.Config,
 ) -> None:
     """Any case of any pair; see Walk for what holds in it."""
-    checker, count = Checker(everything), LONG or SHORT
+    count = LONG or (SHORT if pytestconfig.getoption("--full") else FEW)
+    checker = Checker(everything)
     counts = fuzz(checker, count)
     record_property("fuzz", str(counts))
     print(f"\nfuzz: {counts}")
@@ -154,6 +157,7 @@ def test_fuzz(
         assert counts.pairs == set(checker.pair_names)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(0 if LONG else 600)
 def test_natural_text(
     everything: Mapping[str, TextTokenizer],

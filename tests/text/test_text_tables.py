@@ -28,14 +28,13 @@ def test_bytes_of_trained_tokenizers(
 
 
 @pytest.mark.parametrize("name", COMPLETE)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_bytes_of_any_text(family: dict[str, TextTokenizer], name: str, text: str) -> None:
     assert_exact(family[name], text)
 
 
 @pytest.mark.parametrize("name", COMPLETE)
-@settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=24) | st.text(max_size=8).map(lambda text: text.encode()[1:-1]))
 def test_any_bytes_are_spelled(family: dict[str, TextTokenizer], name: str, data: bytes) -> None:
     tokenizer = family[name]

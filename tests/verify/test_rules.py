@@ -11,7 +11,7 @@ import reference as ref
 import torch
 from chance import Chance, law
 from goodness import MISSED, follows, missed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.verify import noise
@@ -123,7 +123,6 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     seed=st.integers(0, 1 << 30),
@@ -264,7 +263,6 @@ def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
         assert follows(found, expected)
 
 
-@settings(max_examples=50, deadline=None)
 @given(weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-6, 0.5, 1.0]), min_size=1, max_size=9))
 def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     if not any(weights):
@@ -274,7 +272,9 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     assert all(weights[index] > 0 for index in chosen.tolist())
 
 
-@pytest.mark.parametrize("width", [4096, 4097, 3 * 4096, 30_001])
+@pytest.mark.parametrize(
+    "width", [4096, 4097, 3 * 4096, pytest.param(30_001, marks=pytest.mark.full)]
+)
 def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
     """As if the weights were added up one by one, at both ends of every block, and nowhere at 0."""
     generator = np.random.default_rng(width)
@@ -321,7 +321,6 @@ def test_the_law_of_a_race() -> None:
         assert follows(Counter(race(p, seeds, places).tolist()), expected)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_race_rule(lengths: list[int], seed: int) -> None:
     """It is the greedy rule, with races' winners for first choices."""
@@ -343,6 +342,7 @@ def test_race_rule(lengths: list[int], seed: int) -> None:
     assert torch.equal(found.accepted, expected.accepted)
 
 
+@pytest.mark.full
 def test_races_of_large_vocabularies_follow_the_law() -> None:
     """Arrival times are told apart where a flat row has most of its winners: close to 0."""
     copies, width = 2000, 20_000

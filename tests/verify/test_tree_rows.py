@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.verify.tree_rows import (
@@ -212,7 +212,6 @@ class Service:
         assert (blocks[~side] // OWN == request[~side]).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_trees_write_what_the_target_writes_alone(seed: int) -> None:
     assert Service(seed).run()
@@ -236,7 +235,6 @@ def test_faults_are_caught(fault: str) -> None:
 # ------------------------------------------------------------------------------- the arrays
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 1 << 30), sides=st.integers(0, 6), rows=st.integers(0, 30))
 def test_a_layout(seed: int, sides: int, rows: int) -> None:
     """Within its bounds, the main path first, and closed under ancestors; whole where it may be."""
@@ -296,7 +294,6 @@ def test_the_most_valuable_paths_come_first() -> None:
     assert (fitted.counts, fitted.parents[-2:]) == ([2, 4], [NO_NODE] * 2)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     starts=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     seed=st.integers(0, 1 << 30),

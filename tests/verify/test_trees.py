@@ -12,7 +12,7 @@ import reference as ref
 import torch
 from chance import Chance
 from goodness import follows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import Proposal, Row
 from toy_worlds import World, total_variation, worlds
@@ -175,7 +175,6 @@ def batch_of(trees: list[list[Path]]) -> TreeBatch:
     return TreeBatch.of(torch.tensor(tokens), parents)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     seed=st.integers(0, 1 << 30),
@@ -215,7 +214,6 @@ def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
         assert verdict.rows[i].tolist() == [*(at[expected[:j]] for j in range(count)), *behind]
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_a_chain_is_a_tree(lengths: list[int], seed: int) -> None:
     """The verdicts of the rules for chains, to the last cell."""

@@ -12,12 +12,12 @@ from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.report import notes
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
-from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
 from vllm_hetero_spec.draft.methods import Choice, order
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, weight_bytes
+from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 

@@ -14,7 +14,6 @@ from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.values import Positive, Text, located, one_of, optional
 from vllm_hetero_spec.errors import ConfigError, Mistake, Table, first_line, nearest
-from vllm_hetero_spec.errors import ConfigError, first_line, nearest
 from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 

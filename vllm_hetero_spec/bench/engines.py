@@ -9,7 +9,6 @@ from vllm_hetero_spec.bench.child_process import EngineProcess
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import KINDS, Drafter, Suite, Target, speculative_config
-from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.inputs.weights import weight_bytes

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from vllm_hetero_spec.bench.suite import ALONE, KINDS, Drafter, Suite, Target
-from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
 

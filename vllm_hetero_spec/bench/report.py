@@ -28,9 +28,9 @@ from vllm_hetero_spec.bench.tables import (
     widened,
     with_error,
 )
-from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
+from vllm_hetero_spec.options import METHODS
 
 MARKDOWN = "results.md"
 SUMMARY = "summary.json"

@@ -18,7 +18,6 @@ from vllm_hetero_spec.bench.load import Sample, Trace
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
 from vllm_hetero_spec.errors import ConfigError
 
-
 FILE = "results.jsonl"
 _FORMAT = 1
 

@@ -14,7 +14,6 @@ from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.errors import ConfigError
 
-
 Start = Callable[[EngineId], EngineProcess]
 
 

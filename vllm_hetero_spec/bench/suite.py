@@ -21,8 +21,8 @@ from vllm_hetero_spec.bench.values import (
     one_of,
     read_yaml,
 )
-from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among
+from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 
 ALONE = "alone"
 HF_ALONE = "hf_alone"

@@ -50,11 +50,9 @@ from vllm_hetero_spec.cli.options import (
     positive,
     suite_of,
 )
-from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.weights import missing_weights
-from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of

@@ -36,10 +36,10 @@ from vllm_hetero_spec.cli.options import (
     positive,
     suite_of,
 )
-from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.weights import fetch_weights
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 
 _SAMPLES = 2
 _SAMPLE_LENGTH = 240  # characters

@@ -16,7 +16,6 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import Load, MeasurementError
-from vllm_hetero_spec.options import METHODS
 from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
 from vllm_hetero_spec.options import METHODS
