@@ -235,12 +235,15 @@ def test_advice_without_a_measurement(
 
 
 def test_inspected_tokenizers(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
     for option, name in (("--json", "inspect.json"), (None, "inspect.txt")):
-        options = ["--text", str(text), *([option] if option else [])]
+        options = ["--text", "text.txt", *([option] if option else [])]
         assert main(["inspect", *pair, *options]) == 0
         agrees(name, capsys.readouterr().out, tmp_path)
 

@@ -2,7 +2,7 @@
 """Which drafter a target should have: files compared, each drafter measured beside the target."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -117,8 +117,8 @@ class Candidate:
         def mean(part: str) -> float:
             return float(prod(getattr(each, part) for each in spreads) ** (1 / len(spreads)))
 
-        parts = [mean(each.name) for each in fields(Spread) if each.name != "rounds"]
-        return Spread(*parts, rounds=min(spread.rounds for spread in spreads))
+        parts = ("median", "low", "high", "quartile1", "quartile3")
+        return Spread(*map(mean, parts), rounds=min(spread.rounds for spread in spreads))
 
     @property
     def faster_loads(self) -> list[str]:

@@ -59,22 +59,15 @@ class HuggingFaceEngine(EngineProcess):
 class _Arrivals(BaseStreamer):
     """Records when tokens arrive: those of one verification arrive together."""
 
-    def __init__(self, began: float) -> None:
-        self._began = began
+    def __init__(self, began: float, trace: Trace) -> None:
+        self._began, self._trace = began, trace
         self._prompt_seen = False
-        self.token_ids: list[int] = []
-        self.times: list[float] = []
-        self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
         """Take new tokens; the first call has the prompt."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        ids = value.flatten().tolist()
-        self.token_ids += ids
-        self.times.append(time.perf_counter() - self._began)
-        self.counts.append(len(ids))
+        if self._prompt_seen:
+            self._trace.arrived(value.flatten().tolist(), time.perf_counter() - self._began)
+        self._prompt_seen = True
 
     def end(self) -> None:
         """Nothing is left to take."""
@@ -148,25 +141,24 @@ class Generator:
         for index, prompt in enumerate(load.prompts):
             if load.seed is not None:
                 torch.manual_seed(load.seed + index)
-            sent = time.perf_counter() - began
+            trace = Trace([], "", time.perf_counter() - began, [], [])
             inputs = self._tokenizer(prompt, return_tensors="pt").to(self._device)
-            arrivals = _Arrivals(began)
             self._widths.clear()
             self._target.generate(
                 inputs.input_ids,
                 attention_mask=inputs.attention_mask,
                 generation_config=config,
-                streamer=arrivals,
+                streamer=_Arrivals(began, trace),
                 **assistance,
             )
             if assistance:
                 # A forward reads the last token and the draft, the first one the prompt and the
                 # draft.
                 self._widths[0] -= inputs.input_ids.shape[1] - 1
-                for width, taken in zip(self._widths, arrivals.counts, strict=True):
+                for width, taken in zip(self._widths, trace.counts, strict=True):
                     verified.append((width - 1, taken - 1))
-            text = self._tokenizer.decode(arrivals.token_ids, skip_special_tokens=True)
-            traces.append(Trace(arrivals.token_ids, text, sent, arrivals.times, arrivals.counts))
+            trace.text = self._tokenizer.decode(trace.token_ids, skip_special_tokens=True)
+            traces.append(trace)
         return traces, verified, time.perf_counter() - began
 
     def _saw_forward(self, module: Any, positional: Any, named: dict[str, Any]) -> None:

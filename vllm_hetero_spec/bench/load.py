@@ -35,7 +35,7 @@ class Load:
         return replace(self, prompts=prompts, max_tokens=tokens, ignore_eos=True, seed=None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trace:
     """One request as a client sees it."""
 
@@ -44,6 +44,12 @@ class Trace:
     sent: float  # seconds
     times: list[float]  # seconds, of each arrival of output
     counts: list[int]  # new tokens of each arrival
+
+    def arrived(self, token_ids: Sequence[int], now: float) -> None:
+        """Record new tokens."""
+        self.token_ids.extend(token_ids)
+        self.times.append(now)
+        self.counts.append(len(token_ids))
 
     @property
     def ttft(self) -> float:

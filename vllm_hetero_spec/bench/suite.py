@@ -256,7 +256,8 @@ def read_suite(file: Path) -> Suite:
     asked = source.checked(SuiteFile)
     targets = []
     for index, target in enumerate(asked.targets):
-        target = replace(target, engine=asked.engine | target.engine)
+        names = target.datasets or tuple(asked.datasets)
+        target = replace(target, engine=asked.engine | target.engine, datasets=names)
         for number, drafter in enumerate(target.drafters):
             try:
                 check_drafter(target, drafter, asked.methods, asked.num_speculative_tokens[0])
@@ -264,8 +265,7 @@ def read_suite(file: Path) -> Suite:
                 place = ("targets", index, "drafters", number)
                 raise source.refusal(place, error) from error
         apart = [each for drafter in target.drafters for each in drafter.in_each_setting()]
-        names = target.datasets or tuple(asked.datasets)
-        targets.append(replace(target, drafters=tuple(apart), datasets=names))
+        targets.append(replace(target, drafters=tuple(apart)))
     given = {each.name: getattr(asked, each.name) for each in fields(Suite)}
     given |= {"name": asked.name or file.stem, "targets": tuple(targets)}
     return Suite(**given | {"prompts": _prompts(source, asked, targets)})

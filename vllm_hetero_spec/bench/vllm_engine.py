@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -51,30 +51,6 @@ class DeviceMemory:
         import torch
 
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-@dataclass
-class _Request:
-    """One request under way."""
-
-    sent: float
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    reason: str | None = None  # why it ended
-
-    def arrived(self, completion: Any, now: float) -> None:
-        if completion.token_ids:
-            self.token_ids.extend(completion.token_ids)
-            self.times.append(now)
-            self.counts.append(len(completion.token_ids))
-        self.texts.append(completion.text)
-        self.reason = completion.finish_reason
-
-    def trace(self) -> Trace:
-        text = "".join(self.texts)
-        return Trace(self.token_ids, text, self.sent, self.times, self.counts)
 
 
 class Driver:
@@ -146,13 +122,14 @@ class Driver:
         engine = self._llm.llm_engine
         # Requests of one load share prefixes; requests of different salts share none.
         salt = str(next(self._salts))
-        requests: list[_Request] = []
+        traces: list[Trace] = []
         names: list[str] = []
         running = 0
+        short: int | None = None  # tokens of a completion that memory cut short
         began = time.perf_counter()
 
         def send() -> None:
-            index = len(requests)
+            index = len(traces)
             sampling = SamplingParams(
                 temperature=load.temperature,
                 top_p=load.top_p,
@@ -161,7 +138,7 @@ class Driver:
                 seed=None if load.seed is None else load.seed + index,
                 output_kind=RequestOutputKind.DELTA,
             )
-            requests.append(_Request(sent=time.perf_counter() - began))
+            traces.append(Trace([], "", time.perf_counter() - began, [], []))
             prompt = {"prompt": load.prompts[index], "cache_salt": salt}
             try:
                 names.append(engine.add_request(str(index), prompt, sampling))
@@ -170,31 +147,31 @@ class Driver:
                 self._warm.clear()  # the next warm-up absorbs counters of the aborted requests
                 raise refusal(error) from error
 
-        while running or len(requests) < len(load.prompts):
-            while running < load.batch_size and len(requests) < len(load.prompts):
+        while running or len(traces) < len(load.prompts):
+            while running < load.batch_size and len(traces) < len(load.prompts):
                 send()
                 running += 1
             outputs = engine.step()
             now = time.perf_counter() - began
             for output in outputs:
-                requests[int(output.request_id)].arrived(output.outputs[0], now)
+                trace, completion = traces[int(output.request_id)], output.outputs[0]
+                if completion.token_ids:
+                    trace.arrived(completion.token_ids, now)
+                trace.text += completion.text
                 running -= output.finished
+                written = len(trace.token_ids)
+                if completion.finish_reason == "length" and written < load.max_tokens:
+                    short = written
         seconds = time.perf_counter() - began
-        if self._fitted:
-            self._check_room(load, requests)
-        return [request.trace() for request in requests], seconds
-
-    def _check_room(self, load: Load, requests: Sequence[_Request]) -> None:
-        """Refuse completions that memory cut short: those of other engines might be longer."""
-        for request in requests:
-            written = len(request.token_ids)
-            if request.reason == "length" and written < load.max_tokens:
-                raise ConfigError(
-                    f"a completion of {load.max_tokens} tokens ended after {written}, as memory is "
-                    f"left for {self._llm.llm_engine.model_config.max_model_len} tokens of a "
-                    "request; give shorter prompts or less --max-tokens (max_tokens in a suite), "
-                    "or more memory, as with tensor_parallel_size."
-                )
+        if self._fitted and short is not None:
+            # Those of other engines might be longer.
+            raise ConfigError(
+                f"a completion of {load.max_tokens} tokens ended after {short}, as memory is left "
+                f"for {engine.model_config.max_model_len} tokens of a request; give shorter "
+                "prompts or less --max-tokens (max_tokens in a suite), or more memory, as with "
+                "tensor_parallel_size."
+            )
+        return traces, seconds
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's counters of speculation by the rest of their name; ours under "worker"."""

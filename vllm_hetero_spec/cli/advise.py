@@ -59,7 +59,6 @@ from vllm_hetero_spec.text.statistics import documents_of
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "advise",
         help="rank drafters for a target; print the configuration to paste",
@@ -96,12 +95,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, measure and print.
-
-    Raises:
-        ConfigError: The models, prompts or options cannot be used.
-        MeasurementError: An engine failed; what the others did is printed.
-    """
+    """Compare, measure and print, also after the failure of an engine."""
     suite = suite_of(
         arguments,
         arguments.drafters,
@@ -289,19 +283,22 @@ def _as_json(
         },
         "drafters": [_drafter(facts) for facts in drafters],
         "target_alone": [_load(row) for row in alone],
-        "measured": [
-            {
-                "drafter": candidate.engine.drafter,
-                "method": candidate.engine.method,
-                "speculative_config": candidate.config,
-                "failure": candidate.failure,
-                "speedup": candidate.speedup,
-                "verdict": measured.verdict(candidate),
-                "loads": [_load(row) for row in candidate.rows],
-            }
-            for candidate in (measured.candidates if measured else ())
-        ],
+        "measured": [_candidate(measured, each) for each in measured.candidates]
+        if measured
+        else [],
         "recommended": measured and measured.recommended and measured.recommended.config,
+    }
+
+
+def _candidate(measured: Measured, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "drafter": candidate.engine.drafter,
+        "method": candidate.engine.method,
+        "speculative_config": candidate.config,
+        "failure": candidate.failure,
+        "speedup": candidate.speedup,
+        "verdict": measured.verdict(candidate),
+        "loads": [_load(row) for row in candidate.rows],
     }
 
 

@@ -30,7 +30,6 @@ _RESULTS = Path("bench-results")
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "bench",
         help="measure a suite of pairs, methods and loads beside their peers; tables and plots",
@@ -59,12 +58,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is not recorded yet, then report.
-
-    Raises:
-        ConfigError: The suite, the results or the options cannot be used.
-        MeasurementError: Some cells failed; all others are recorded.
-    """
+    """Measure what is not recorded yet, then report, also if some cells failed."""
     if (arguments.suite is None) == (arguments.report is None):
         raise ConfigError("give a suite to run, or --report DIR for results that are there.")
     progress = Console(stderr=True)

@@ -52,7 +52,6 @@ _TIES = (
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "compare",
         help="run a target alone and with a drafter; print speed, acceptance and equality",
@@ -69,12 +68,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print.
-
-    Raises:
-        ConfigError: The models, prompts or options cannot be used.
-        MeasurementError: An engine refused the models, or failed.
-    """
+    """Measure and print."""
     if not 0 <= arguments.temperature <= 10:
         raise ConfigError(
             f"--temperature is {arguments.temperature}; it must be a number from 0 to 10."

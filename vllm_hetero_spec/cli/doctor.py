@@ -17,7 +17,6 @@ class Unsound(Exception):
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "doctor",
         help="check the installation, and run a tiny pair of models",
@@ -41,7 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         Unsound: A check failed.
-        ConfigError: There is no Ray cluster to check.
     """
     console = Console()
     if arguments.ray is not None:

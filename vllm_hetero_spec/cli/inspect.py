@@ -40,7 +40,6 @@ _TEMPERATURES = (0.0, 1.0)  # for which the methods are put in order
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "inspect",
         help="say what two tokenizers share, what is lost between them and which methods fit",
@@ -65,11 +64,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspect and print.
-
-    Raises:
-        ConfigError: A tokenizer or the text cannot be used.
-    """
+    """Inspect and print."""
     documents = _documents(arguments.text)
     pair = {"target": arguments.target, "drafter": arguments.drafter}
     trust = arguments.trust_remote_code
