@@ -14,6 +14,7 @@ def test_the_table_has_a_row_for_each_pair_and_batch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--steps", "4", "--batches", "1", "2"])
+    monkeypatch.setenv("COLUMNS", "200")
     assert bench_bridge.main() == 0
     lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
     rows = [[cell.strip() for cell in cells[:3]] for cells in lines if cells]
