@@ -95,6 +95,7 @@ def test_steps_equal_whole(
 
 @quick
 @given(text=texts, seed=st.integers(0, 2**16))
+@pytest.mark.full
 def test_steps_equal_whole_for_real_tokenizers(
     real: dict[str, TextTokenizer], text: str, seed: int
 ) -> None:
