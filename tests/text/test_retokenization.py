@@ -93,9 +93,9 @@ def test_steps_equal_whole(
     assert_incremental(target, drafter, text, seed)
 
 
+@pytest.mark.full
 @quick
 @given(text=texts, seed=st.integers(0, 2**16))
-@pytest.mark.full
 def test_steps_equal_whole_for_real_tokenizers(
     real: dict[str, TextTokenizer], text: str, seed: int
 ) -> None:
