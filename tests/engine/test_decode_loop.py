@@ -175,6 +175,7 @@ def test_graphs_draft_as_without(
     assert (eager.drafter.restarted_rounds, eager.drafter.shortened_drafts) == (0, 0)
 
 
+@pytest.mark.full
 def test_where_first_tokens_are_seldom_others_one_round_in_some_is_judged() -> None:
     """And all are, once more, when others come up; on a CPU all are always."""
     for waits in (True, False):

@@ -93,6 +93,7 @@ def test_steps_equal_whole(
     assert_incremental(target, drafter, text, seed)
 
 
+@pytest.mark.full
 @quick
 @given(text=texts, seed=st.integers(0, 2**16))
 def test_steps_equal_whole_for_real_tokenizers(
