@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
-from vllm_hetero_spec.bench.values import Positive, Text, located, one_of, optional
-from vllm_hetero_spec.errors import ConfigError, Mistake, Table, first_line, nearest
+from vllm_hetero_spec.bench.values import Positive, Text, located, optional
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, first_line, nearest, one_of
 from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 
@@ -40,7 +40,7 @@ class Dataset(Table):
     """A dataset as a suite describes it: a file, built-in prompts or a Hugging Face dataset."""
 
     file: Annotated[Text, AfterValidator(located)] | None = None  # JSONL
-    builtin: Annotated[Text, one_of(BUILT_IN_SETS)] | None = None
+    builtin: Annotated[Text, one_of(tuple(BUILT_IN_SETS))] | None = None
     hf: Text | None = None
     config: Text | None = None
     data_dir: Text | None = None

@@ -18,10 +18,9 @@ from vllm_hetero_spec.bench.values import (
     Text,
     YamlFile,
     model_name,
-    one_of,
     read_yaml,
 )
-from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among, one_of
 from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 
 ALONE = "alone"
@@ -113,7 +112,7 @@ EngineArguments = Annotated[dict[str, Any], AfterValidator(_engine_arguments)]
 SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
 Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
 Method = Annotated[str, one_of(METHODS)]
-Peer = Annotated[str, one_of(PEERS)]
+Peer = Annotated[str, one_of(tuple(PEERS))]
 Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
 Temperature = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=False)]
 

@@ -2,7 +2,7 @@
 """Values of a suite file: their types, and a YAML reader that names the line of each mistake."""
 
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,7 +17,6 @@ from vllm_hetero_spec.errors import (
     Table,
     first_line,
     first_mistake,
-    not_among,
     sentence,
 )
 from vllm_hetero_spec.inputs.model_folder import check_model
@@ -53,17 +52,6 @@ def _distinct(values: Any) -> Any:
         if name in names[:index]:
             raise Mistake(f"repeats {name!r}; names and values must differ.", index)
     return values
-
-
-def one_of(choices: Collection[str]) -> AfterValidator:
-    """A string among some."""
-
-    def check(name: str) -> str:
-        if name not in choices:
-            raise not_among(name, choices)
-        return name
-
-    return AfterValidator(check)
 
 
 def located(name: str, info: ValidationInfo) -> str:
