@@ -117,8 +117,9 @@ class Candidate:
         def mean(part: str) -> float:
             return float(prod(getattr(each, part) for each in spreads) ** (1 / len(spreads)))
 
-        parts = ("median", "low", "high", "quartile1", "quartile3")
-        return Spread(*map(mean, parts), rounds=min(spread.rounds for spread in spreads))
+        rounds = min(spread.rounds for spread in spreads)
+        median, low, high = mean("median"), mean("low"), mean("high")
+        return Spread(median, low, high, mean("quartile1"), mean("quartile3"), rounds)
 
     @property
     def faster_loads(self) -> list[str]:
