@@ -46,7 +46,7 @@ LAW = "Other temperatures: the distribution of the target"
 SEED = "`race`: a seed gives the same output"
 FUZZY = "`fuzzy` reports its bound"
 TREES = "Draft trees change nothing but speed"
-PROCESS = "`parallel` changes nothing but speed"
+PROCESS = "`draft_ahead` changes nothing but speed"
 HARMLESS = "A fault of the drafter costs no request"
 UNCHANGED = "An engine without our method is unchanged"
 SPEED = "Never much slower than the target alone"
@@ -181,11 +181,11 @@ FAULTS = [
     Fault(
         UNCHANGED,
         "every speculative configuration is taken for ours",
-        f"{PACKAGE}/config.py",
-        "    if method in METHODS:\n        return True\n",
-        "    if method:\n        return True\n",
+        f"{PACKAGE}/options.py",
+        "    if method in METHODS or given",
+        "    if method or given",
         (
-            "test_config.py::test_other_configurations_are_left_alone",
+            "test_options.py::test_other_configurations_are_left_alone",
             "engine/test_frontend.py::test_users_who_do_not_ask_see_nothing",
         ),
     ),
@@ -200,10 +200,10 @@ FAULTS = [
     Fault(
         REFUSALS,
         "a threshold above 1 is accepted",
-        f"{PACKAGE}/config_checks.py",
-        "if not 0 <= threshold <= 1:",
-        "if not 0 <= threshold:",
-        ("test_config.py::test_mistakes_are_refused_in_one_sentence",),
+        f"{PACKAGE}/options.py",
+        'between(0, 1, "a probability',
+        'between(0, 9, "a probability',
+        ("test_options.py::test_mistakes_are_refused_in_one_sentence",),
     ),
     Fault(
         METRICS,
