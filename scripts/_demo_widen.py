@@ -8,12 +8,10 @@ its MLPs gives each forward the memory traffic and the arithmetic of a larger mo
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
-import torch
-from _shell import Shape, Shell, read_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 _COLUMNS = 64  # columns are added in multiples of this, for aligned matrices
 
@@ -25,22 +23,23 @@ def widen(src: Path, dst: Path, parameters: float) -> int:
     unchanged. Everything else in the folder is copied as it is. Returns the parameter count, the
     largest not above `parameters` that a multiple of 64 columns gives.
 
-    Raises ValueError where `src` is no Llama-like model with one safetensors file, or is already
-    as large as asked for.
+    Raises ValueError where `src` is already as large as asked for.
     """
-    config, tensors = read_model(src)
-    inner = Shape.of(config)
+    config = json.loads((src / "config.json").read_text())
+    tensors = load_file(src / "model.safetensors")
+    outer = [name for name in tensors if name.endswith(".down_proj.weight")]
+    inner = [name for name in tensors if name.endswith((".gate_proj.weight", ".up_proj.weight"))]
     count = sum(tensor.numel() for tensor in tensors.values())
-    per_column = 3 * inner.hidden * inner.layers
+    per_column = len(inner + outer) * config["hidden_size"]
     added = int((parameters - count) / per_column) // _COLUMNS * _COLUMNS
     if added <= 0:
         raise ValueError(
             f"{src} has {count:,} parameters; it cannot be widened to {parameters:,.0f}"
         )
     config["intermediate_size"] += added
-    make = partial(torch.zeros, dtype=tensors["model.norm.weight"].dtype)
-    wide = dict(Shell(inner, Shape.of(config)).tensors(tensors, make))
+    tensors |= {name: pad(tensors[name], (0, added)) for name in outer}
+    tensors |= {name: pad(tensors[name], (0, 0, 0, added)) for name in inner}
     shutil.copytree(src, dst, ignore=shutil.ignore_patterns("model.safetensors"))
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(wide, dst / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, dst / "model.safetensors", metadata={"format": "pt"})
     return count + added * per_column
