@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,20 +39,6 @@ class GpuWorker:
 
     model_runner: Any
     gpu_profiler: Any = None
-
-    @torch.inference_mode()
-    def gpu_recite(self, ids: list[int]) -> None:
-        """Give all models weights by which each id is followed by the next one, in any context."""
-        runner, ours = self.model_runner, getattr(self.model_runner, "drafter", None)
-        own = ours.drafting.source.drafter.model if ours is not None else runner.speculator
-        models = [runner.get_model(), *filter(None, [getattr(own, "model", None)])]
-        for weights in (dict(model.named_parameters()) for model in models):
-            for name, weight in weights.items():
-                weight.fill_(float("norm" in name))
-            known, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-            noise, at = torch.randn(len(ids), known.shape[1]).to(known), torch.tensor(ids)
-            known.copy_(noise[-1:].expand_as(known))  # behind any other id comes the first one
-            known[at], head[at.roll(-1)] = noise, noise
 
     def gpu_set(self, rates: list[float] | None, lookahead: int, switched: str) -> None:
         """Set how the next loads are verified and drafted.
@@ -124,6 +111,17 @@ class GpuWorker:
             return device_use(json.load(file)["traceEvents"], rounds)
 
 
+def recite(_: object, model: torch.nn.Module, config: Any) -> None:
+    """Load weights by which each of the ids in config.json is followed by the next one."""
+    ids, weights = torch.tensor(config.hf_config.recited), dict(model.named_parameters())
+    for name, weight in weights.items():
+        weight.data.fill_(float("norm" in name))
+    known, head = weights["model.embed_tokens.weight"].data, weights["lm_head.weight"].data
+    noise = torch.randn(len(ids), known.shape[1]).to(known)
+    known.copy_(noise[-1:].expand_as(known))  # behind any other id comes the first one
+    known[ids], head[ids.roll(-1)] = noise, noise
+
+
 def impose(sampler: Any) -> None:
     """Let vLLM's synthetic rates replace the verdict of our sampler, which does its work first.
 
@@ -178,3 +176,8 @@ def build(spec: EngineSpec) -> Callable[[Any], Any]:
 
 if __name__ == "__main__":
     serve(build)
+elif "vllm" in sys.modules:  # in a worker
+    from vllm.model_executor.model_loader import dummy_loader, register_model_loader
+
+    loader = type("Reciting", (dummy_loader.DummyModelLoader,), {"load_weights": recite})
+    register_model_loader("reciting")(loader)

@@ -147,6 +147,11 @@ class Run:
         self.until = self.end = self._began + 60 * given.minutes
         self.texts = [text[:300] for text in load_prompts(given.prompts, 32)]
         self.served: dict[str, Future[Engine]] = {}
+        # What models recite: words of one token each, which text keeps apart.
+        words = [f" {word}" for word in dict.fromkeys(" ".join(self.texts).split())]
+        tokenizer = Tokenizer.from_file(str(given.target / "tokenizer.json"))
+        encoded = [each.ids for each in tokenizer.encode_batch(words, add_special_tokens=False)]
+        self._recited = [ids[0] for ids in encoded if len(ids) == 1]
 
     @property
     def left(self) -> float:
@@ -167,7 +172,7 @@ class Run:
             if not out.exists():
                 shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
                 config = json.loads((source / "config.json").read_text()) | SHAPES[shape]
-                (out / "config.json").write_text(json.dumps(config))
+                (out / "config.json").write_text(json.dumps(config | {"recited": self._recited}))
         return str(out)
 
     def start(self, target: str, drafts: Mapping[str, Any], until: float, **engine: Any) -> Engine:
@@ -189,16 +194,9 @@ class Run:
         drafts: dict[str, dict[str, Any]] = {"alone": {}}
         drafts["ours"] = self.ours(DRAFTER, calibrate=False)  # other engines are busy meanwhile
         drafts["draft_model"] = {"method": "draft_model", "model": self.model(PEER)}
-        # Words of one token each, so that they are the same tokens after a way through text.
-        words = [f" {word}" for word in dict.fromkeys(" ".join(self.texts).split())]
-        tokenizer = Tokenizer.from_file(str(self.given.target / "tokenizer.json"))
-        encoded = [each.ids for each in tokenizer.encode_batch(words, add_special_tokens=False)]
-        ids = [of[0] for of in encoded if len(of) == 1]
 
         def started(of: Mapping[str, Any]) -> Engine:
-            engine = self.start(self.model(TARGET), of, self.end, load_format="dummy", **_SERVED)
-            engine.ask(["gpu_recite", ids], self.end)
-            return engine
+            return self.start(self.model(TARGET), of, self.end, load_format="reciting", **_SERVED)
 
         pool = ThreadPoolExecutor(len(drafts) if GPU else 1)
         self.served = {name: pool.submit(started, of) for name, of in drafts.items()}
@@ -312,7 +310,7 @@ def part_b(run: Run) -> bool:
     def measure(name: str) -> Any:
         shape, options = B[name]
         tiny, drafts = run.model("tiny"), run.ours(shape, **room, **options)
-        more = {"load_format": "dummy", **({} if options else _GRAPHS)}
+        more = {"load_format": "reciting", **({} if options else _GRAPHS)}
         with run.start(tiny, drafts, run.until, **more) as engine, alone:
             return engine.ask(["gpu_forwards", batches, contexts], run.until)
 
