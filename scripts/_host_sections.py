@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of a drafting round by their methods, and wrappers that time them from outside."""
+"""Sections of a drafting round by their methods: wrappers that time them, and their device use."""
 
 import functools
 import importlib
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+
+import numpy as np
 
 # By section, "module:Class.method" below `vllm_hetero_spec.engine`, in the order of a round.
 # Methods that call methods of another section count without them. On a CPU "model" is the
@@ -46,20 +48,29 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+
 
 def wrap_sections(around: Callable[[str], AbstractContextManager[Any]]) -> None:
     """Run each method of a section inside the context that `around` returns for its name."""
     for section, methods in SECTIONS.items():
-        for method in methods:
-            module, _, name = method.partition(":")
-            owner, _, attribute = name.partition(".")
-            cls = getattr(importlib.import_module(f"vllm_hetero_spec.engine.{module}"), owner)
-            setattr(cls, attribute, _wrapped(section, getattr(cls, attribute), around))
+        for owner, attribute, method in map(found, methods):
+            setattr(owner, attribute, wrapped(section, method, around))
 
 
-def _wrapped(
+def found(method: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Return the class, name and function of a "module:Class.method"."""
+    module, _, name = method.partition(":")
+    owner, _, attribute = name.partition(".")
+    cls = getattr(importlib.import_module(f"vllm_hetero_spec.engine.{module}"), owner)
+    return cls, attribute, getattr(cls, attribute)
+
+
+def wrapped(
     section: str, method: Callable[..., Any], around: Callable[[str], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
+    """Return the method, run inside the context that `around` returns for the section."""
+
     @functools.wraps(method)
     def inside(*args: Any, **kwargs: Any) -> Any:
         with around(section):
@@ -107,3 +118,39 @@ class _Section:
 
     def __exit__(self, *error: object) -> None:
         self._time.turn(None)
+
+
+def device_use(events: Sequence[Mapping[str, Any]], rounds: int) -> dict[str, Any]:
+    """Return what a profile shows of one round.
+
+    Args:
+        events: Of a Chrome trace, times in microseconds. A "user_annotation" is a section of the
+            host; it includes those inside it.
+        rounds: Number of rounds.
+
+    Returns:
+        Milliseconds in which the device is busy, and idle by section; counts of its kernels and
+        copies, and of waits of the host. Without a device it is always idle.
+    """
+    device = [event for event in events if event.get("cat") in _DEVICE]
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in device)
+    starts, ends = np.array(spans or [(0.0, 0.0)]).T
+    ends = np.maximum.accumulate(ends)
+    starts = np.maximum(starts, np.concatenate([starts[:1], ends[:-1]]))  # overlaps count once
+    busy = np.cumsum(ends - starts)
+    times, known = np.stack([starts, ends], 1).ravel(), np.stack([busy - ends + starts, busy], 1)
+    idle, counts = defaultdict[str, float](float), Counter[str]()
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name"))
+        if kind == "user_annotation":
+            edges = np.interp([event["ts"], event["ts"] + event["dur"]], times, known.ravel())
+            idle[name] += (event["dur"] - edges[1] + edges[0]) / 1e3
+        elif kind in _DEVICE:
+            counts["kernels" if kind == "kernel" else name] += 1
+        elif kind == "cuda_runtime" and "Synchronize" in name:
+            counts["waits"] += 1
+    return {
+        "busy_ms": round(float(busy[-1]) / 1e3 / rounds, 3),
+        "idle_ms": {name: round(ms / rounds, 3) for name, ms in idle.items()},
+        "counts": {name: round(count / rounds, 2) for name, count in counts.items()},
+    }

@@ -1,134 +1,417 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is drafting right and fast on this GPU? Five parts, each a line of JSON.
+"""Is drafting right and fast on this GPU? Parts within one deadline; each result is a line of JSON.
 
-    python scripts/measure_gpu.py                   # the demo pair, all parts
-    python scripts/measure_gpu.py --parts 0 A --target DIR --drafter DIR --prompts FILE.jsonl
+    python scripts/measure_gpu.py --minutes 9     # all parts, in 80 GB of the GPU's memory
+    python scripts/measure_gpu.py --parts 0 A     # is it right?
 
-Part 0: does it run at all? A: are the outputs the target's own, token by token, and the drafts the
-same with CUDA graphs and without? B: what do the drafter's forwards take? C: tokens per second
-beside the target alone and vLLM's own drafting, in interleaved rounds. D: where does the GPU wait?
-In B, C and D the small models given are written into the shapes of an 8B target and a 0.5B drafter,
-with zeros elsewhere: costs are those of the shapes, texts those of the small models. Where it says
-"imposed_rate", drafts were replaced so that as many tokens are accepted. Nothing is downloaded.
-Part C has up to three such targets up at a time, in about 55 GB of the GPU's memory.
-Without a GPU the parts run too, on small shapes: their counts mean something, their times nothing.
+0: versions, clocks, basic operations. A: texts, and what was accepted, in float32, by setup. B:
+forwards of the drafter, by variant. C: tokens per second beside the target alone and beside vLLM's
+`draft_model`, in interleaved rounds. C': ours with one method switched. D: profiles, whose traces
+are kept. S: sampled requests. A part that is late ends, and the next one begins.
+
+Part A runs a small trained pair. The other models have real shapes, recite a chain of tokens, and
+share a tokenizer; ours translates through text all the same. A "length" is imposed by vLLM's
+synthetic rates, alike for all engines: the text is not the target's own then. Without a GPU the
+shapes are small: counts are real, times mean nothing.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from itertools import product
+from operator import eq
 from pathlib import Path
-from typing import Any
+from statistics import median
+from threading import Lock
+from typing import Any, NamedTuple
 
 os.environ["PYTHONPATH"] = os.pathsep.join(  # the engines' program is beside this file
     [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or float32 is multiplied as TF32
 
-from _gpu_parts import part_0, part_a, part_b, part_d
-from _gpu_ratios import part_c
-from _gpu_setups import Options
+import numpy as np
+import torch
+from _gpu_worker import milliseconds
+from tokenizers import Tokenizer
 
+from vllm_hetero_spec.bench.child_process import EngineProcess
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec
+from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.inputs.prompts import load_prompts
+from vllm_hetero_spec.machine import provenance
 from vllm_hetero_spec.paths import demo_folder
+from vllm_hetero_spec.staging import Sender
 
-PARTS = {"0": part_0, "A": part_a, "B": part_b, "C": part_c, "D": part_d}
-_ENGINE = 120  # seconds for an engine, of which starting it from a slow disk may be most
-_LIMITS = {"0": 2 * _ENGINE, "A": 7 * _ENGINE, "B": 2 * _ENGINE, "C": 1800, "D": 300}
-_LATE = 3  # exit code where all that is not good is that a part took too long
-_CHARACTERS = 2000  # of what a part that ended has said
+GPU = torch.cuda.is_available()
+LOOKAHEAD = 5
+# By imposed acceptance length, the rate of each draft token: 1 + a + ... + a^LOOKAHEAD.
+RATES = {1: 0.0, 2: 0.50866, 3: 0.70901, 4: 0.83432}
+_LATE = 3  # exit code if a part was late and nothing was wrong
+_FAULTS = ("drafter_error", "backing_off", "nan_logits")
+_FAILED = (ConfigError, MeasurementError)
 
-
-def run_part(part: str, arguments: list[str], *, verbose: bool) -> dict[str, Any]:
-    """Run a part in a process of its own; what it found, as far as it came."""
-    began = time.perf_counter()
-    command = [sys.executable, __file__, *arguments, "--inside", part]
-    late = False
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as log:
-        try:
-            code = subprocess.run(
-                command, stdout=said, stderr=None if verbose else log, timeout=_LIMITS[part]
-            ).returncode
-            error = f"ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            error, late = f"not done after {_LIMITS[part]} s", True
-        said.seek(0)
-        lines = [line for line in said if line.startswith("{")]
-        found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-        if "ok" not in found:
-            log.seek(0)
-            found |= {"ok": False, "late": late, "error": error, "said": log.read()[-_CHARACTERS:]}
-    return {"part": part, "ok": found.pop("ok"), "seconds": _since(began), **found}
+_SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+_SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
+_QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
-def _inside(part: str, options: Options) -> None:
-    """Run a part here; each line is what is known by then, the last one all."""
-
-    def report(result: dict[str, Any]) -> None:
-        print(json.dumps(result), flush=True)
-
-    found: dict[str, Any] = {}
-
-    def keep(result: dict[str, Any]) -> None:
-        found.update(result)
-        report(result)
-
-    try:
-        good = PARTS[part](options, keep)
-    except Exception as error:
-        report({**found, "ok": False, "error": f"{type(error).__name__}: {error}"})
-        raise
-    report({**found, "ok": good})
+def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
+    """Return entries of a config.json. Heads are not tied: a step reads as many bytes."""
+    more |= {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    return dict(zip(_SIZES, sizes, strict=True)) | more
 
 
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 1)
+SHAPES = {
+    "8B": _shape(4096, 14336, 32, 32, 8, 128, 128256),
+    "0.5B": _shape(896, 4864, 24, 14, 2, 64, 151936, **_QWEN),
+    "0.5B of the target": _shape(896, 4864, 24, 14, 2, 64, 128256, **_QWEN),
+    "1B": _shape(2048, 8192, 16, 32, 8, 64, 128256),
+    "tiny": _shape(128, 256, 2, 4, 2, 32, 6144),
+}
+TARGET, DRAFTER, PEER = ("8B", "0.5B", "0.5B of the target") if GPU else ("tiny",) * 3
+
+# Part A, by name: options of ours, and arguments of the engine. Without a GPU the first three.
+_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if GPU else {}
+A: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "alone": (None, _GRAPHS),
+    "eager": ({"enforce_eager": True}, _GRAPHS),
+    "itself": ({}, _GRAPHS),  # the target is the drafter
+    "graphs": ({}, _GRAPHS),
+    "compiled": ({"enforce_eager": False}, {}),
+    "stopping": ({"controller": "confidence"}, _GRAPHS),
+    "trees": ({"tree_nodes": 8}, _GRAPHS),
+    "in turn": ({}, {**_GRAPHS, "async_scheduling": False}),
+}
+# Part B, by name: the drafter's shape and options of ours. Without a GPU the first one.
+B: dict[str, tuple[str, dict[str, Any]]] = {
+    "today": (DRAFTER, {}),
+    "compiled": (DRAFTER, {"enforce_eager": False}),
+    "fp8": (DRAFTER, {"enforce_eager": False, "quantization": "fp8"}),
+    "1B": ("1B", {}),
+    "1B, compiled": ("1B", {"enforce_eager": False}),
+}
+# Parts from C on: rows of the target's graphs, and its KV.
+_ROWS = {"cudagraph_capture_sizes": [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]}
+_SERVED = {"compilation_config": _ROWS, "kv_cache_memory_bytes": 6 << 30} if GPU else {}
+
+
+class Cell(NamedTuple):
+    """A load. `length` is the imposed acceptance length; None verifies drafts.
+
+    At length 1 nothing is accepted, and `goodput` decides how far to draft; else LOOKAHEAD tokens.
+    """
+
+    batch: int
+    length: int | None
+    temperature: float = 0.0
+
+
+C = [Cell(1, 3), Cell(8, 3), Cell(1, 1), Cell(8, 1), Cell(32, 3), Cell(1, 2), Cell(1, 4)]
+C += [Cell(8, 2), Cell(8, 4), Cell(32, 2), Cell(32, 4), Cell(32, 1)]
+_ROUNDS, _CELLS = (100, len(C)) if GPU else (1, 4)
+
+
+class Engine(EngineProcess):
+    """An engine that also answers calls into its worker."""
+
+    program = "_gpu_worker"
+
+    def ask(self, question: Load | Sequence[Any], until: float) -> Any:
+        """Return the `Sample` of a load, or the answer to a call: (method, arguments)."""
+        return self._ask(question, max(0.0, until - time.monotonic()))
+
+
+class Run:
+    """The deadline, the lines and the engines of a run.
+
+    The present part is over at `until`, all of it at `end`, in seconds of the monotonic clock.
+    `served` are the engines of part C and later ones, while they start.
+    """
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self._folder, self._lock = given, folder, Lock()
+        self._began = time.monotonic()
+        self.until = self.end = self._began + 60 * given.minutes
+        self.texts = [text[:300] for text in load_prompts(given.prompts, 32)]
+        self.served: dict[str, Future[Engine]] = {}
+        # What models recite: words of one token each, which text keeps apart.
+        words = [f" {word}" for word in dict.fromkeys(" ".join(self.texts).split())]
+        tokenizer = Tokenizer.from_file(str(given.target / "tokenizer.json"))
+        encoded = [each.ids for each in tokenizer.encode_batch(words, add_special_tokens=False)]
+        self._recited = [ids[0] for ids in encoded if len(ids) == 1]
+
+    @property
+    def left(self) -> float:
+        """Seconds of the present part."""
+        return self.until - time.monotonic()
+
+    def line(self, part: str, **found: Any) -> None:
+        """Print a result and append it to the file."""
+        text = json.dumps({"part": part, "at": round(time.monotonic() - self._began, 1), **found})
+        with self._lock, self.given.out.open("a") as file:
+            print(text, flush=True)
+            file.write(text + "\n")
+
+    def model(self, shape: str) -> str:
+        """Return a folder of the target's with another shape, and no weights."""
+        out, source = self._folder / shape, self.given.target
+        with self._lock:
+            if not out.exists():
+                shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
+                config = json.loads((source / "config.json").read_text()) | SHAPES[shape]
+                (out / "config.json").write_text(json.dumps(config | {"recited": self._recited}))
+        return str(out)
+
+    def start(self, target: str, drafts: Mapping[str, Any], until: float, **engine: Any) -> Engine:
+        """Start an engine of up to 32 requests."""
+        spec = {"num_speculative_tokens": LOOKAHEAD, **drafts} if drafts else None
+        engine = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28, **engine}
+        engine["worker_extension_cls"] = "_gpu_worker.GpuWorker"
+        if GPU:
+            engine["gpu_memory_utilization"] = 0.05  # must be free; other engines are up as well
+        limits = {"verbose": self.given.verbose, "start_timeout": max(0, until - time.monotonic())}
+        return Engine(EngineSpec(target, spec, 32, engine), **limits)
+
+    def ours(self, shape: str, *, calibrate: bool = True, **options: Any) -> dict[str, Any]:
+        """Return our options for a drafter of a shape."""
+        debug = {"translation": "text", "calibrate": calibrate}
+        return {"method": "hetero", "model": self.model(shape), "debug": debug, **options}
+
+    def serve(self) -> None:
+        """Start the engines of part C in the background."""
+        drafts: dict[str, dict[str, Any]] = {"alone": {}}
+        drafts["ours"] = self.ours(DRAFTER, calibrate=False)  # other engines are busy meanwhile
+        drafts["draft_model"] = {"method": "draft_model", "model": self.model(PEER)}
+
+        def started(of: Mapping[str, Any]) -> Engine:
+            return self.start(self.model(TARGET), of, self.end, load_format="reciting", **_SERVED)
+
+        pool = ThreadPoolExecutor(len(drafts) if GPU else 1)
+        self.served = {name: pool.submit(started, of) for name, of in drafts.items()}
+
+    def up(self, part: str, names: Sequence[str]) -> dict[str, Engine]:
+        """Return those of the served engines that are up before the present part is late."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = self.served[name].result(max(0.0, self.left))
+            except (*_FAILED, TimeoutError) as error:
+                self.line(part, engine=name, error=str(error) or "it has not started yet")
+        return found
+
+    def play(self, engine: Engine, cell: Cell, switched: str = "", tokens: int = 0) -> Sample:
+        """Run a cell in a served engine."""
+        rates = None if cell.length is None else [RATES[cell.length]] * LOOKAHEAD
+        lookahead = 0 if cell.length == 1 else LOOKAHEAD
+        engine.ask(["gpu_set", rates, lookahead, switched], self.end)
+        tokens = tokens or (128 if cell.batch == 1 else 96 if cell.batch == 8 else 64)
+        tokens, top_p = tokens if GPU else min(tokens, 12), 0.9 if cell.temperature else 1.0
+        texts, heat = self.texts[: cell.batch], cell.temperature
+        load = Load(texts, tokens, cell.batch, heat, top_p, seed=0, ignore_eos=True)
+        sample: Sample = engine.ask(load, self.end)
+        return sample
+
+
+def figures(sample: Sample) -> dict[str, Any]:
+    """Return what a line says of a load. Without drafts, the longest request counts its rounds."""
+    worker, longest = sample.worker, max(len(trace.times) for trace in sample.traces)
+    rounds, speed = worker.get("steps") or longest, round(sample.tokens_per_second, 1)
+    found = {"rounds": rounds, "ms_a_round": round(1e3 * sample.seconds / rounds, 3)}
+    found |= {"tokens_per_second": speed, "length": sample.acceptance_length}
+    found |= {"drafts": sample.drafts, "draft_tokens": sample.draft_tokens}
+    return found | {name: worker[name] for name in ("forwards", "skipped") if name in worker}
+
+
+def faults(sample: Sample) -> int:
+    """Return how often a request had no draft because of a fault of the drafter."""
+    return sum(sample.worker.get("skipped", {}).get(reason, 0) for reason in _FAULTS)
+
+
+def side_by_side(
+    run: Run, part: str, names: Sequence[str], job: Callable[[str], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the job's results by name when they are there; failures are lines."""
+    with ThreadPoolExecutor(len(names) if GPU else 1) as pool:
+        jobs = {pool.submit(job, name): name for name in names}
+        for done in as_completed(jobs):
+            try:
+                found = done.result()
+            except _FAILED as error:
+                run.line(part, setup=jobs[done], error=str(error))
+                continue
+            run.line(part, setup=jobs[done], **(figures(found) if part == "A" else found))
+            yield jobs[done], found
+
+
+def part_0(run: Run) -> bool:
+    """Versions, clocks, and the times of basic operations."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
+    clocks = subprocess.run(query, capture_output=True, text=True).stdout.strip() if GPU else ""
+    device, bytes_ = torch.device("cuda" if GPU else "cpu"), 1 << (30 if GPU else 24)
+    source = torch.zeros(bytes_, dtype=torch.uint8, device=device)
+    there, send, numbers = source.clone(), Sender(device).send, np.zeros(512, np.int64)
+    took = {"copy": milliseconds(lambda: there.copy_(source), 4)}
+    took["packet"] = milliseconds(lambda: send(numbers))
+    if GPU:
+        graph, event = torch.cuda.CUDAGraph(), torch.cuda.Event()
+        with torch.cuda.graph(graph):
+            for _ in range(300):
+                source[:1].add_(1)
+        took["300 kernels"] = milliseconds(graph.replay)
+        took["event"] = milliseconds(lambda: (event.record(), event.synchronize()))
+    bandwidth = round(2e-6 * bytes_ / took["copy"], 1)
+    run.line("0", **provenance(), clocks=clocks, milliseconds=took, gb_per_s=bandwidth)
+    return True
+
+
+def part_a(run: Run) -> bool:
+    """Compare the texts with the target's own, and what is accepted."""
+    given, texts, wanted = run.given, run.texts[: 16 if GPU else 4], list(A)[: None if GPU else 3]
+    load = Load(texts, 48 if GPU else 16, batch_size=8, ignore_eos=True)
+    exact = {"dtype": "float32", "attention_backend": "TRITON_ATTN"} if GPU else {}
+
+    def serve(name: str) -> Sample:
+        options, more = A[name]
+        if options is not None:
+            drafter = given.target if name == "itself" else given.drafter
+            options = {"method": "hetero", "model": str(drafter), "controller": "fixed", **options}
+        with run.start(str(given.target), options or {}, run.until, **exact, **more) as engine:
+            return engine.ask(load, run.until)
+
+    found: dict[str, Sample] = dict(side_by_side(run, "A", wanted, serve))
+    ids = {name: [trace.token_ids for trace in of.traces] for name, of in found.items()}
+    same = {name: sum(map(eq, of, ids.get("alone", ()))) for name, of in ids.items()}
+    shares = {name: of.accepted_tokens / of.draft_tokens for name, of in found.items() if of.drafts}
+    run.line("A", texts=len(texts), same=same, accepted=shares)
+    alike = [shares[name] for name in ("eager", "graphs", "compiled", "in turn") if name in shares]
+    good = same == dict.fromkeys(wanted, len(texts)) and not any(map(faults, found.values()))
+    # Graphs and compiled models round otherwise.
+    return good and shares["itself"] == 1 and max(alike) - min(alike) <= 0.01
+
+
+def part_b(run: Run) -> bool:
+    """Time the drafter beside a tiny target; timings do not overlap."""
+    alone, wanted = Lock(), list(B)[: None if GPU else 1]
+    batches, contexts = ([1, 8, 32], [256, 3000]) if GPU else ([1, 2], [])
+    room = {"context": 4096, "kv_cache_memory_bytes": 1 << 30} if GPU else {}
+
+    def measure(name: str) -> Any:
+        shape, options = B[name]
+        tiny, drafts = run.model("tiny"), run.ours(shape, **room, **options)
+        more = {"load_format": "reciting", **({} if options else _GRAPHS)}
+        with run.start(tiny, drafts, run.until, **more) as engine, alone:
+            return engine.ask(["gpu_forwards", batches, contexts], run.until)
+
+    return "today" in dict(side_by_side(run, "B", wanted, measure))
+
+
+def rounds(
+    run: Run, part: str, players: Mapping[str, tuple[str, str]], cells: Sequence[Cell], most: int
+) -> bool:
+    """Run players, (engine, what is switched), in all cells by turns, until the part is over."""
+    engines = run.up(part, sorted({engine for engine, _ in players.values()}))
+    playing = [name for name, (engine, _) in players.items() if engine in engines]
+    ratios: dict[tuple[Cell, str], list[float]] = defaultdict(list)
+    took, good = dict[Cell, float](), len(playing) == len(players)
+    for number, cell in product(range(most if playing else 0), cells):
+        began, turn, found = time.monotonic(), number % len(playing), dict[str, Sample]()
+        if run.left <= took.get(cell, 0.0):
+            break
+        for name in playing[turn:] + playing[:turn]:
+            engine, switched = players[name]
+            found[name] = run.play(engines[engine], cell, switched)
+            good &= not faults(found[name])
+        took[cell] = time.monotonic() - began
+        run.line(part, round=number, cell=cell._asdict(), **{n: figures(found[n]) for n in playing})
+        for name in playing[1:]:
+            speeds = found[name].tokens_per_second, found[playing[0]].tokens_per_second
+            ratios[cell, name].append(round(speeds[0] / speeds[1], 3))
+    for (cell, name), of in ratios.items():
+        run.line(part, cell=cell._asdict(), player=name, ratio=median(of), of=of)
+    return good and bool(took)
+
+
+def part_d(run: Run) -> bool:
+    """Profile a dozen rounds of ours, and as many steps of the target alone."""
+    found = []
+    for name, engine in run.up("D", ["ours", "alone"]).items():
+        for cell in (Cell(1, 3), Cell(8, 3), Cell(1, 1)):
+            trace = run.given.out.with_suffix(f".{name}-{cell.batch}-{cell.length}.json.gz")
+            tokens = 36 if name == "ours" and cell.length == 3 else 12
+            run.play(engine, cell, tokens=tokens)  # a warm-up
+            engine.ask(["gpu_profile"], run.end)
+            rounds = figures(run.play(engine, cell, tokens=tokens))["rounds"]
+            found.append(engine.ask(["gpu_profiled", rounds, str(trace.absolute())], run.end))
+            run.line("D", engine=name, cell=cell._asdict(), rounds=rounds, **found[-1])
+    return len(found) == 6
+
+
+_ALL = {name: (name, "") for name in ("alone", "ours", "draft_model")}
+_SWITCHED = {name or "as it is": ("ours", name) for name in ("", "more steps", "no first tokens")}
+_SAMPLED = [Cell(1, None, 0.7), Cell(8, None, 0.7)]
+# By name, the function and the share of the time after which it is late.
+PARTS: dict[str, tuple[Callable[[Run], bool], float]] = {
+    "0": (part_0, 0.04),
+    "A": (part_a, 0.22),
+    "B": (part_b, 0.36),
+    "C": (lambda run: rounds(run, "C", _ALL, C[:_CELLS], _ROUNDS), 0.8),
+    "C'": (lambda run: rounds(run, "C'", _SWITCHED, C[:2], _ROUNDS), 0.87),
+    "D": (part_d, 0.96),
+    "S": (
+        lambda run: rounds(run, "S", {name: _ALL[name] for name in ("alone", "ours")}, _SAMPLED, 1),
+        1.0,
+    ),
+}
 
 
 def main() -> int:
-    import torch
-
     demo = demo_folder()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--target", type=Path, default=demo / "target", help="a small Llama")
+    parser.add_argument("--target", type=Path, default=demo / "target", help="a small model")
     parser.add_argument("--drafter", type=Path, default=demo / "drafter", help="another")
     parser.add_argument("--prompts", type=Path, default=demo / "prompts.jsonl")
-    parser.add_argument("--attention-backend", default="", help="of 16 bits (vLLM's choice)")
-    parser.add_argument("--traces", type=Path, help="an empty folder for the profiles of part D")
-    parser.add_argument("--verbose", action="store_true", help="show what the engines say")
-    parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("measure_gpu.jsonl"), help="%(default)s")
+    parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     given = parser.parse_args()
-    options = Options(
-        given.target.expanduser(),
-        given.drafter.expanduser(),
-        given.prompts.expanduser(),
-        given.attention_backend,
-        torch.cuda.is_available(),
-        given.verbose,
-        str(given.traces.resolve()) if given.traces else "",
-    )
-    if given.inside:
-        _inside(given.inside, options)
-        return 0
-    missing = [p for p in (options.target, options.drafter, options.prompts) if not p.exists()]
-    if missing:
-        parser.error(
-            f"{missing[0]} does not exist; scripts/make_demo.py makes the demo pair, other "
-            "models go with --target, --drafter and --prompts"
-        )
-    codes = {0}
-    for part in given.parts:
-        found = run_part(part, sys.argv[1:], verbose=given.verbose)
-        print(json.dumps(found), flush=True)
-        codes.add(0 if found["ok"] else _LATE if found.get("late") else 1)
-    return 1 if 1 in codes else max(codes)
+    for path in (given.target, given.drafter, given.prompts):
+        if not path.exists():
+            parser.error(f"{path} does not exist; scripts/make_demo.py makes the demo pair.")
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(given, Path(folder))
+        if set(given.parts) - {"0", "A", "B"}:
+            run.serve()
+        for name in given.parts:
+            work, share = PARTS[name]
+            share = 1.0 if name == given.parts[-1] else share
+            run.until = run.end - (1 - share) * 60 * given.minutes
+            try:
+                good, error = work(run), ""
+            except Exception as raised:
+                good, error = False, f"{type(raised).__name__}: {raised}"
+            late = not good and run.left <= 0
+            run.line(name, ok=good, late=late, error=error)
+            if not good:
+                code = _LATE if late and code in (0, _LATE) else 1
+        for engine in run.served.values():
+            with contextlib.suppress(*_FAILED):
+                engine.result().close()
+    return code
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ if [ -z "$target" ]; then
         say "is drafting right on this GPU? (two or three minutes; a line of JSON for each part)"
         code=0
         python "$ROOT/scripts/measure_gpu.py" --parts 0 A --target "$demo/target" \
-            --drafter "$demo/drafter" --prompts "$demo/prompts.jsonl" || code=$?
+            --drafter "$demo/drafter" --prompts "$demo/prompts.jsonl" \
+            --out "$ROOT/.cache/measure_gpu.jsonl" || code=$?
         case $code in
             0) ;;
             3) say "this machine took too long to tell; nothing was found wrong as far as it came" ;;

@@ -1,225 +1,341 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script for GPU machines, kept alive on a CPU: what it counts, never what it times."""
+"""The script for GPU machines on a CPU: parts, deadline, lines, and what it does in an engine."""
 
 import json
-import os
 import subprocess
 import sys
+from argparse import Namespace
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import _gpu_graphs
+import _gpu_worker
+import measure_gpu
 import pytest
 import torch
-from _gpu_engine import Lesson, Profile, Record, Task
-from _gpu_profile import device_use
-from _gpu_ratios import _groups, _taught, part_c
-from _gpu_setups import LOOKAHEAD, Options, Setups, running
-from _gpu_watch import is_right
+from _host_sections import device_use, found
+from harness import v2_environment
+from measure_gpu import LOOKAHEAD, PARTS, RATES, SHAPES, Cell, Run, rounds, side_by_side
 from tape_graphs import TapeGraphs
 from toy_drafter import VOCAB, ToyDrafterModel
 
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_gpu.py"
+SCRIPT = Path(measure_gpu.__file__)
+Lines = list[dict[str, Any]]
 
 
-def measured(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], int]:
-    """What the script prints of a folder's pair, and its exit code."""
-    files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
-    given = [str(x) for name, file in files.items() for x in (f"--{name}", folder / file)]
-    command = [sys.executable, str(SCRIPT), *given, "--parts", *parts]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
-@pytest.fixture(scope="module")
-def parts(demo_pair: Path) -> dict[str, dict[str, Any]]:
-    """What parts 0, A and B found on the demo pair, by part."""
-    found, code = measured(demo_pair, "0", "A", "B")
-    assert [part["part"] for part in found] == ["0", "A", "B"]
-    assert all(part["ok"] for part in found), found
-    assert code == 0
-    return {part["part"]: part for part in found}
+class FakeEngine:
+    """Takes some seconds for each load, and notes all that it is asked."""
+
+    def __init__(self, clock: Clock, seconds: float, **worker: Any) -> None:
+        self._clock, self._seconds, self._worker = clock, seconds, worker
+        self.asked: list[Any] = []
+
+    def ask(self, question: Any, until: float) -> Any:
+        self.asked.append(question)
+        if not isinstance(question, Load):
+            return None
+        self._clock.now += self._seconds
+        trace = Trace([1] * 8, "", 0.0, [0.5, 1.0], [4, 4])
+        return Sample([trace], self._seconds, worker=self._worker)
 
 
-@pytest.mark.full
-@pytest.mark.engine
-def test_a_pair_runs_at_all(parts: dict[str, dict[str, Any]]) -> None:
-    assert parts["0"]["pair"]["drafts"] > 0
-    assert parts["0"]["pair"]["engine"]["runner"] == "V1"
+def lines_of(file: Path) -> Lines:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.full
-@pytest.mark.engine
-def test_tokens_are_compared_one_by_one(parts: dict[str, dict[str, Any]]) -> None:
-    setups = parts["A"]["setups"]
-    assert list(setups) == [
-        "alone", "eager", "target as drafter", "target as drafter, through text",
-    ]  # fmt: skip
-    assert {setup["same"] for setup in setups.values()} == {parts["A"]["prompts"]}
-    assert 0 < setups["eager"]["accepted"] < setups["eager"]["drafted"]
-    own = setups["target as drafter"]
-    assert 0 < own["accepted"] == own["drafted"]
-    assert parts["A"]["graphs"].startswith("there are no CUDA graphs")
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
-@pytest.mark.full
-@pytest.mark.engine
-def test_forwards_are_timed_in_another_shape(parts: dict[str, dict[str, Any]]) -> None:
-    eager = parts["B"]["modes"]["eager"]
-    assert list(eager["step"]) == ["1", "8", "64"]
-    assert list(eager["read"]) == ["4", "8"]
-    assert set(eager["step_replay"].values()) == {None}
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure_gpu, "time", clock)
+    return clock
 
 
-@pytest.mark.full
-@pytest.mark.engine
-def test_acceptance_is_imposed_and_the_output_stays(
-    demo_pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent), prepend=os.pathsep)
-    prompts = demo_pair / "prompts.jsonl"
-    options = Options(demo_pair / "target", demo_pair / "drafter", prompts, "", False, False)
-    setup = Setups(options, exact=True, batch=2).ours({"controller": "fixed"})
-    texts = options.texts(2)
-    with running(options, setup) as engine:
-        known = [text.token_ids for text in engine.ask(Record(texts, 20 + LOOKAHEAD))]
-        for rate in (0.0, 1.0):
-            for lookahead in (2, LOOKAHEAD):
-                lesson = Lesson(known, rate)
-                task = Task(texts, 20, 2, ignore_eos=True, lookahead=lookahead, lesson=lesson)
-                outcome = engine.ask(task)
-                assert outcome.same_as(known) == 2
-                assert outcome.taught >= outcome.drafts > 0
-                assert outcome.accepted_tokens == rate * outcome.draft_tokens
-                lengths = [length for length, n in outcome.worker["lengths"].items() if n]
-                assert max(lengths) <= lookahead
-        untaught = engine.ask(Task(texts, 20, 2, ignore_eos=True))
-        assert untaught.taught == 0
-        assert 0 < untaught.accepted_tokens < untaught.draft_tokens
-        profile = engine.ask(Profile(Task(texts, 20, 2, ignore_eos=True)))
-        assert profile["rounds"] == untaught.worker["steps"]
-        assert profile["gpu"] is None
-        assert min(profile["host_ms"].values()) > 0
-        assert not any("sleep" in place or place.endswith(" rest") for place in profile["host_ms"])
+@pytest.fixture
+def run(clock: Clock, tmp_path: Path, demo_pair: Path) -> Run:
+    given = Namespace(
+        minutes=1, out=tmp_path / "lines", verbose=False, target=demo_pair / "target",
+        drafter=demo_pair / "drafter", prompts=demo_pair / "prompts.jsonl",
+    )  # fmt: skip
+    return Run(given, tmp_path)
 
 
-def test_both_runners_are_compared_on_a_gpu(demo_pair: Path) -> None:
-    """As users have them: ours on V1, and on V2 ahead and one step after the other."""
-    options = Options(demo_pair / "target", demo_pair / "drafter", Path(), "", True, False)
-    setups = Setups(options, exact=False, batch=8)
-    served = [
-        setup
-        for group in _groups(setups, options)
-        for name, (setup, _) in group.items()
-        if "TLI" not in name and "eager" not in name
-    ]
-    compared = {
-        (setup.runner, bool(setup.speculative_config), setup.engine.get("async_scheduling"))
-        for setup in served
+def test_a_rate_gives_the_length_that_it_stands_for() -> None:
+    for length, rate in RATES.items():
+        assert sum(rate**place for place in range(LOOKAHEAD + 1)) == pytest.approx(length, abs=1e-3)
+    assert {cell.length for cell in measure_gpu.C} == RATES.keys()
+
+
+def test_shapes_have_as_many_parameters_as_the_models() -> None:
+    def parameters(of: dict[str, Any]) -> float:
+        hidden, head = of["hidden_size"], of["head_dim"]
+        heads = 2 * (of["num_attention_heads"] + of["num_key_value_heads"]) * head
+        layer = hidden * (heads + 3 * of["intermediate_size"])
+        return float(of["num_hidden_layers"] * layer + of["vocab_size"] * hidden)
+
+    billions = {name: round(parameters(of) / 1e9, 2) for name, of in SHAPES.items()}
+    assert billions["8B"] == 7.5  # 8.03 with the embedding that a step does not read
+    assert billions["0.5B"] == 0.49
+    assert billions["1B"] == 1.24
+    assert SHAPES["0.5B of the target"]["vocab_size"] == SHAPES["8B"]["vocab_size"]
+
+
+def test_rounds_end_before_a_load_would_be_late(run: Run, clock: Clock) -> None:
+    """60 seconds are enough for two rounds of two cells, each of 13 seconds, and no more."""
+    alone, ours = FakeEngine(clock, 8.0), FakeEngine(clock, 5.0, steps=2, skipped={})
+    run.served = {"alone": done(alone), "ours": done(ours)}
+    players = {"alone": ("alone", ""), "faster": ("ours", "more steps")}
+    assert rounds(run, "C", players, [Cell(1, 3), Cell(2, 1)], most=9)
+    lines = lines_of(run.given.out)
+    assert [line.get("round") for line in lines] == [0, 0, 1, 1, None, None]
+    assert lines[0]["faster"]["rounds"] == 2
+    assert lines[0]["faster"]["ms_a_round"] == 2500
+    assert [line["of"] for line in lines[4:]] == [[1.6, 1.6]] * 2
+    assert ours.asked[0] == ["gpu_set", [RATES[3]] * LOOKAHEAD, LOOKAHEAD, "more steps"]
+    assert ours.asked[2] == ["gpu_set", [0.0] * LOOKAHEAD, 0, "more steps"]
+    assert [len(question.prompts) for question in ours.asked[1::2]] == [1, 2, 1, 2]
+
+
+def test_faults_of_a_drafter_are_not_good(run: Run, clock: Clock) -> None:
+    faulty = FakeEngine(clock, 1.0, steps=2, skipped={"drafter_error": 1})
+    run.served = {"ours": done(faulty)}
+    assert not rounds(run, "C'", {"as it is": ("ours", "")}, [Cell(1, 3)], most=1)
+
+
+def test_an_engine_that_is_late_is_left_out(run: Run, clock: Clock) -> None:
+    alone = FakeEngine(clock, 1.0)
+    failed: Future[Any] = Future()
+    failed.set_exception(MeasurementError("it is broken"))
+    run.served = {"alone": done(alone), "ours": Future(), "draft_model": failed}
+    run.until = clock.now
+    players = {name: (name, "") for name in run.served}
+    assert not rounds(run, "C", players, [Cell(1, None)], most=1)
+    lines = lines_of(run.given.out)
+    assert {line["engine"]: line["error"] for line in lines} == {
+        "draft_model": "it is broken",
+        "ours": "it has not started yet",
     }
-    assert compared == {
-        ("0", False, None),
-        ("1", True, None),
-        ("1", True, False),
-        ("0", True, None),
-    }
-    assert not any(setup.watched or "compilation_config" in setup.engine for setup in served)
-    ((taught, variants),) = _taught(setups, options).values()
-    assert taught.watched
-    assert [(variant.lookahead, variant.taught) for variant in variants] == [
-        (0, False),
-        (3, True),
-        (LOOKAHEAD, True),
+    run.until += 60
+    run.served = {"alone": done(alone), "draft_model": failed}
+    assert not rounds(run, "C", players | {"ours": ("alone", "")}, [Cell(1, None)], most=1)
+    assert lines_of(run.given.out)[-2]["alone"]["tokens_per_second"] == 8
+
+
+def test_a_job_that_fails_is_a_line(run: Run) -> None:
+    def job(name: str) -> dict[str, int]:
+        if name == "bad":
+            raise MeasurementError("it is broken")
+        return {"ms": 3}
+
+    assert dict(side_by_side(run, "B", ["bad", "good"], job)) == {"good": {"ms": 3}}
+    bad, good = lines_of(run.given.out)
+    assert (bad["setup"], bad["error"]) == ("bad", "it is broken")
+    assert (good["part"], good["setup"], good["ms"]) == ("B", "good", 3)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"), [("good", 0), ("good late", 3), ("late bad good", 1), ("bad late", 1)]
+)
+def test_a_late_part_is_told_from_a_wrong_one(
+    clock: Clock, demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], outcomes: str, code: int,
+) -> None:  # fmt: skip
+    """By the exit code. Later parts have what is left of the time."""
+
+    def part(outcome: str) -> Any:
+        def work(run: Run) -> bool:
+            if outcome == "late":
+                clock.now = run.until
+                raise MeasurementError("no answer")
+            return outcome == "good"
+
+        return work
+
+    shares = (0.3, 0.6, 1.0)
+    parts = {of: (part(of), share) for of, share in zip(outcomes.split(), shares, strict=False)}
+    monkeypatch.setattr(measure_gpu, "PARTS", parts)
+    monkeypatch.setattr(Run, "serve", lambda self: None)
+    out, demo = str(tmp_path / "out"), {"target": "target", "drafter": "drafter"}
+    given = [f"--{key}={demo_pair / name}" for key, name in demo.items()]
+    given += [f"--prompts={demo_pair / 'prompts.jsonl'}", f"--out={out}", "--minutes=1"]
+    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *given, "--parts", *parts])
+    assert measure_gpu.main() == code
+    lines = lines_of(Path(out))
+    assert [(line["part"], line["ok"], line["late"]) for line in lines] == [
+        (of, of == "good", of == "late") for of in parts
     ]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
 
 
-def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
-    for name in ("target", "drafter", "prompts.jsonl"):
-        (tmp_path / name).mkdir()
-    found, code = measured(tmp_path, "A", "B")
-    assert [(part["part"], part["ok"]) for part in found] == [("A", False), ("B", False)]
-    assert "prompts" in found[0]["error"]
-    assert code == 1
+def test_a_switch_replaces_a_method_that_exists() -> None:
+    for method, _ in _gpu_worker.SWITCHES.values():
+        assert callable(found(method)[2])
+    _, steps = _gpu_worker.SWITCHES["more steps"]
+    tasks = [SimpleNamespace(lookahead=count) for count in (0, 3, 5)]
+    assert [steps(None, task, 99, 1.04) for task in tasks] == [0, 5, 7]
+    assert steps(None, tasks[2], 4, 1.04) == 4
 
 
-def test_a_part_that_is_late_is_told_from_one_that_is_wrong(tmp_path: Path) -> None:
-    """By the exit code, in which the quickstart looks."""
-    for name in ("target", "drafter", "prompts.jsonl"):
-        (tmp_path / name).mkdir()
-    given = [f"--{name}={tmp_path / name}" for name in ("target", "drafter")]
-    given += [f"--prompts={tmp_path / 'prompts.jsonl'}", "--parts"]
-    program = (
-        "import sys, measure_gpu; measure_gpu._LIMITS['A'] = 0.01; sys.exit(measure_gpu.main())"
+def test_imposed_acceptance_leaves_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests with three rows each; the second draft has one token and one of padding."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    verified: list[list[int]] = []
+    monkeypatch.setattr(
+        RejectionSampler, "_verify", lambda self, *args: verified.append(args[-1].tolist())
     )
-    for parts, code in ((["A"], 3), (["A", "B"], 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *given, *parts],
-            env={**os.environ, "PYTHONPATH": f"{SCRIPT.parent}:{SCRIPT.parent.parent}"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert done.returncode == code
-        late = json.loads(done.stdout.splitlines()[0])
-        assert (late["late"], late["error"]) == (True, "not done after 0.01 s")
+    sampler = SimpleNamespace(
+        _drafts=lambda: ("batch", torch.tensor([0, 1, 3])), synthetic_conditional_rates=None
+    )
+    sampler._verify = lambda logits, ids: sampler._drafts()[0] + " is ours"
+    _gpu_worker.impose(sampler)
+    ids = torch.tensor([10, 11, 12, 20, 21, 0])
+    assert sampler._verify("logits", ids) == "batch is ours"
+    assert not verified
+    sampler.synthetic_conditional_rates = torch.zeros(2)
+    assert sampler._verify("logits", ids) is None
+    assert verified == [[-1, 11, 12, -1, 21, -1]]
 
 
-def test_part_c_is_refused_where_it_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (22e9, 24e9))
-    options = Options(tmp_path, tmp_path, tmp_path, "", True, False)
-    with pytest.raises(ValueError, match="needs 55 GB of the GPU's memory, and 22 GB are free"):
-        part_c(options, lambda result: None)
-
-
-def test_a_step_is_replayed_alone() -> None:
+def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Drafter(ToyDrafterModel(), {0}, VOCAB, LOOKAHEAD, 4)  # type: ignore[arg-type]
-    drafting = SimpleNamespace(source=SimpleNamespace(drafter=drafter))
     graphs = TapeGraphs()
-    assert _gpu_graphs.facts(drafting)["recorded"] == 0
-    assert _gpu_graphs.bare_replay(drafting, 1) is None
-    support = GraphSupport(in_graph=True, several_tokens=True)
-    drafter.record(graphs, [(size, width) for size in (1, 4) for width in (1, 8)], support)
-    assert _gpu_graphs.facts(drafting)["recorded"] == 6
-    assert _gpu_graphs.bare_replay(drafting, 5) is None
-    for batch, width in ((1, 0), (3, 0), (1, 8)):
-        replay = _gpu_graphs.bare_replay(drafting, batch, width)
-        assert replay is not None
+    sizes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
+    drafter.record(graphs, sizes, GraphSupport(in_graph=True, several_tokens=True))
+    source = SimpleNamespace(drafter=drafter, step=drafter.step, pool=SimpleNamespace(capacity=8))
+    worker = _gpu_worker.GpuWorker()
+    drafting = SimpleNamespace(source=source)
+    worker.model_runner = SimpleNamespace(drafter=SimpleNamespace(drafting=drafting))
+    counted: list[int] = []
+
+    def counts(work: Any) -> float:
         before = graphs.replays
         for _ in range(2 * drafter.most_steps):  # more than a plan has lines
-            replay()
-        assert graphs.replays - before == 2 * drafter.most_steps
+            work()
+        counted.append(graphs.replays - before)
+        return 1.0
+
+    monkeypatch.setattr(_gpu_worker, "milliseconds", counts)
+    times = worker.gpu_forwards([1, 4], [16])
+    assert set(times) == {
+        "step, batch 1", "step, batch 4", "batch 1, width 0, 16 tokens",
+        "batch 1, width 4, 16 tokens", "batch 4, width 0, 16 tokens", "batch 4, width 4, 16 tokens",
+    }  # fmt: skip
+    assert set(counted) == {2 * drafter.most_steps}
 
 
-def test_acceptance_is_imposed_at_the_rate_that_is_printed() -> None:
-    lesson = Lesson([], 0.71)
-    right = sum(is_right(lesson, index, place) for index in range(40) for place in range(100))
-    assert right / 4000 == pytest.approx(0.71, abs=0.03)
-    assert is_right(lesson, 3, 7) == is_right(lesson, 3, 7)
-
-
-def test_a_profile_tells_what_the_device_did() -> None:
+def test_a_profile_tells_in_which_section_the_device_is_idle() -> None:
     def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur}
 
     events = [
-        event("cpu_op", "aten::mm", 0, 5000),
+        event("user_annotation", "plan", 0, 1500),
+        event("user_annotation", "wait", 1500, 4500),
         event("kernel", "gemm", 1000, 1000),
         event("kernel", "beside it", 1500, 1000),
-        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 4000, 1000),
+        event("gpu_memcpy", "Memcpy HtoD", 4000, 1000),
         event("cuda_runtime", "cudaLaunchKernel", 900, 10),
         event("cuda_runtime", "cudaStreamSynchronize", 2000, 3000),
         {"ph": "M", "name": "process_name"},
     ]
-    gpu = device_use(events, rounds=2)["gpu"]
-    assert gpu["ms"] == 2.0
-    assert gpu["idle"] == pytest.approx(1 - 2500 / 4000)
-    assert gpu["kernels"] == 1
-    assert gpu["copies"] == {"Memcpy HtoD (Pageable -> Device)": 0.5}
-    assert gpu["calls"] == {"cudaLaunchKernel": 0.5, "cudaStreamSynchronize": 0.5}
-    assert gpu["waited_ms"] == 1.5
-    assert device_use(events[:1], rounds=2) == {"gpu": None}
+    use = device_use(events, rounds=2)
+    assert use["busy_ms"] == 1.25
+    assert use["idle_ms"] == {"plan": 0.5, "wait": 1.25}
+    assert use["counts"] == {"kernels": 1.0, "Memcpy HtoD": 0.5, "waits": 0.5}
+    assert device_use(events[:1], rounds=1)["idle_ms"] == {"plan": 1.5}
+
+
+@pytest.fixture(scope="module")
+def lines(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """What all parts print, in engines on Model Runner V2, scheduled ahead."""
+    pytest.importorskip("triton")
+    out = tmp_path_factory.mktemp("measured") / "lines.jsonl"
+    files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
+    given = [f"--{name}={demo_pair / file}" for name, file in files.items()]
+    command = [sys.executable, str(SCRIPT), *given, f"--out={out}", "--minutes=60"]
+    run = subprocess.run(
+        command, env=v2_environment() | {"V2_AHEAD": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    printed = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.returncode == 0, printed
+    assert lines_of(out) == printed
+    assert [line["part"] for line in printed if "ok" in line] == list(PARTS)
+    return printed
+
+
+@pytest.mark.engine
+def test_texts_are_the_targets_own(lines: Lines) -> None:
+    (verdict,) = [line for line in lines if line["part"] == "A" and "same" in line]
+    assert verdict["same"] == dict.fromkeys(("alone", "eager", "itself"), verdict["texts"])
+    assert 0 < verdict["accepted"]["eager"] < verdict["accepted"]["itself"] == 1
+
+
+@pytest.mark.engine
+def test_forwards_are_timed_beside_a_tiny_target(lines: Lines) -> None:
+    (times,) = [line for line in lines if line["part"] == "B" and "setup" in line]
+    assert {"step, batch 1", "step, batch 2"} <= times.keys()
+
+
+@pytest.mark.engine
+def test_acceptance_is_imposed_on_both_drafters(lines: Lines) -> None:
+    cells = [line for line in lines if line["part"] == "C" and "round" in line]
+    for name in ("ours", "draft_model"):
+        lengths = {tuple(of["cell"].values())[:2]: of[name]["length"] for of in cells}
+        assert lengths[8, 1] in (1, None)
+        assert 1.5 < lengths[8, 3] < 5
+    assert all(of["ours"]["drafts"] > 0 for of in cells if of["cell"]["length"] == 3)
+    ratios = [line for line in lines if line["part"] == "C" and "ratio" in line]
+    assert len(ratios) == 2 * len(cells)
+
+
+@pytest.mark.engine
+def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> None:
+    """In part S nothing is imposed any more."""
+    for line in lines:
+        if line["part"] == "S" and "round" in line:
+            assert line["ours"]["length"] > 4
+
+
+@pytest.mark.engine
+def test_switched_steps_are_counted(lines: Lines) -> None:
+    """On a CPU today's rule has one step more than the old one for a GPU."""
+    cells = [line for line in lines if line["part"] == "C'" and "round" in line]
+    assert cells
+    for line in cells:
+        each = {
+            name: of["forwards"] / of["drafts"]
+            for name, of in line.items()
+            if isinstance(of, dict) and "forwards" in of
+        }
+        assert each["as it is"] > each["more steps"] > 4
+
+
+@pytest.mark.engine
+def test_a_profile_has_the_sections_of_a_round(lines: Lines) -> None:
+    profiles = [line for line in lines if line["part"] == "D" and "engine" in line]
+    assert [line["engine"] for line in profiles] == ["ours"] * 3 + ["alone"] * 3
+    for line in profiles:
+        drafts = line["engine"] == "ours" and line["cell"]["length"] == 3
+        assert {"execute_model", "sample_tokens"} <= line["idle_ms"].keys()
+        assert drafts == ({"read", "translate", "wait"} <= line["idle_ms"].keys())
+        assert line["rounds"] > 2

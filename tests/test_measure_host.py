@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time by section: what is counted where, and a run of the script; never what it times."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _host_sections import SECTIONS, OwnTime
+from _host_sections import SECTIONS, OwnTime, found
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "measure_host.py"
 ONLY_V2 = {"fill"}
@@ -34,10 +33,7 @@ def test_a_section_is_timed_without_those_inside_it() -> None:
 def test_every_method_of_a_section_exists() -> None:
     for methods in SECTIONS.values():
         for method in methods:
-            module, _, name = method.partition(":")
-            owner, _, attribute = name.partition(".")
-            found = importlib.import_module(f"vllm_hetero_spec.engine.{module}")
-            assert callable(getattr(getattr(found, owner), attribute))
+            assert callable(found(method)[2])
 
 
 @pytest.mark.full
@@ -50,8 +46,8 @@ def test_a_round_is_timed_by_section(demo_pair: Path, tmp_path: Path) -> None:
         [sys.executable, SCRIPT, *given], env=dict(os.environ), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(out.read_text())
-    assert list(found) == ["1", "2"]
-    for times in found.values():
+    measured = json.loads(out.read_text())
+    assert list(measured) == ["1", "2"]
+    for times in measured.values():
         assert times.pop("rounds") > 10
         assert {section for section, us in times.items() if us > 0} == SECTIONS.keys() - ONLY_V2

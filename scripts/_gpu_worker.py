@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of an engine of `measure_gpu.py`: loads, and calls of a `GpuWorker`'s methods."""
+
+import functools
+import gzip
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from _host_sections import device_use, found, wrap_sections, wrapped
+from torch.profiler import profile, record_function
+from vllm_hetero_spec.measure import vllm_driver
+
+import vllm_hetero_spec
+from vllm_hetero_spec.bench.child_process import serve
+from vllm_hetero_spec.bench.load import Load
+from vllm_hetero_spec.bench.vllm_engine import EngineSpec
+
+# By name, a method of the package and its replacement: the rule of drafter steps that covers the
+# last target token in any case; rounds that do not judge their first tokens.
+SWITCHES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "more steps": (
+        "drafter.draft_length:DraftLength.steps",
+        lambda _, task, room, ratio: (
+            task.lookahead and min(room, math.ceil(task.lookahead * ratio) + (ratio > 1))
+        ),
+    ),
+    "no first tokens": ("drafter.first_tokens:FirstTokens.due", lambda _: False),
+}
+_originals = dict[str, Callable[..., Any]]()
+
+
+class GpuWorker:
+    """vLLM mixes it into the class of the worker."""
+
+    model_runner: Any
+    gpu_profiler: Any = None
+
+    def gpu_set(self, rates: list[float] | None, lookahead: int, switched: str) -> None:
+        """Set how the next loads are verified and drafted.
+
+        Args:
+            rates: Imposed acceptance rate of each draft token after accepted ones; None verifies.
+            lookahead: Draft length; 0 leaves it to the engine's own controller.
+            switched: One of `SWITCHES`, or "".
+        """
+        runner, proposer = self.model_runner, getattr(self.model_runner, "drafter", None)
+        if (sampler := runner.rejection_sampler) is not None:
+            given = None if rates is None else torch.tensor(rates, device=runner.device)
+            sampler.synthetic_conditional_rates = given
+        if proposer is None:
+            return
+        if "_verify" not in vars(sampler):
+            impose(sampler)
+            self.gpu_controller = proposer.controller
+        for name, (method, replacement) in SWITCHES.items():
+            owner, attribute, original = found(method)
+            _originals.setdefault(name, original)
+            setattr(owner, attribute, replacement if name == switched else _originals[name])
+        from vllm_hetero_spec.lookahead.controllers import Fixed
+
+        proposer.controller = Fixed(lookahead) if lookahead else self.gpu_controller
+
+    def gpu_forwards(self, batches: list[int], contexts: list[int]) -> dict[str, float]:
+        """Return milliseconds of the drafter's steps, as rounds run them and as bare replays.
+
+        Replays have contexts of so many tokens. Those of width 4 catch up.
+        """
+        source = self.model_runner.drafter.drafting.source
+        steps, times = source.drafter._steps, dict[str, float]()
+        for batch in batches:
+            times[f"step, batch {batch}"] = milliseconds(functools.partial(source.step, batch))
+        for (batch, width, trees), recording in getattr(steps, "_recordings", {}).items():
+            if batch not in batches or width not in (0, 4) or trees:
+                continue
+
+            def replayed(replay: Callable[[], object] = recording.replay) -> None:
+                steps.again()  # its counter must not leave the plan
+                replay()
+
+            table = steps._on.table
+            blocks = torch.arange(table.numel(), device=table.device) % source.pool.capacity
+            table.copy_(blocks.view_as(table))
+            for context in contexts:
+                steps._on.plan_lengths.fill_(context)
+                times[f"batch {batch}, width {width}, {context} tokens"] = milliseconds(replayed)
+        return times
+
+    def gpu_profile(self) -> None:
+        """Begin a profile, with the sections of a round as named ranges of the host."""
+        if self.gpu_profiler is None:
+            from vllm_hetero_spec.staging import Fetched
+
+            wrap_sections(record_function)
+            runner = type(self.model_runner)
+            places = ((Fetched, "wait"), (runner, "execute_model"), (runner, "sample_tokens"))
+            for cls, name in places:
+                setattr(cls, name, wrapped(name, getattr(cls, name), record_function))
+        self.gpu_profiler = profile()
+        self.gpu_profiler.start()
+
+    def gpu_profiled(self, rounds: int, trace: str) -> dict[str, Any]:
+        """End the profile of so many rounds, and keep it in a file; return its `device_use`."""
+        self.gpu_profiler.stop()
+        self.gpu_profiler.export_chrome_trace(trace)
+        with gzip.open(trace) as file:
+            return device_use(json.load(file)["traceEvents"], rounds)
+
+
+def recite(_: object, model: torch.nn.Module, config: Any) -> None:
+    """Load weights by which each of the ids in config.json is followed by the next one."""
+    ids, weights = torch.tensor(config.hf_config.recited), dict(model.named_parameters())
+    for name, weight in weights.items():
+        weight.data.fill_(float("norm" in name))
+    known, head = weights["model.embed_tokens.weight"].data, weights["lm_head.weight"].data
+    noise = torch.randn(len(ids), known.shape[1]).to(known)
+    known.copy_(noise[-1:].expand_as(known))  # behind any other id comes the first one
+    known[ids], head[ids.roll(-1)] = noise, noise
+
+
+def impose(sampler: Any) -> None:
+    """Let vLLM's synthetic rates replace the verdict of our sampler, which does its work first.
+
+    Padding is marked -1, which vLLM rejects.
+    """
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    drafts, verify, places = sampler._drafts, sampler._verify, list[torch.Tensor]()
+
+    def drafted(*args: Any) -> Any:
+        batch, rows = drafts(*args)
+        places[:] = [rows + 1]
+        return batch, rows
+
+    def verified(*args: Any) -> Any:
+        verdict, (*others, ids) = verify(*args), args
+        if sampler.synthetic_conditional_rates is None:
+            return verdict
+        real = torch.full_like(ids, -1).index_copy_(0, places[0], ids[places[0]])
+        return RejectionSampler._verify(sampler, *others, real)
+
+    sampler._drafts, sampler._verify = drafted, verified
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Return the time of one of several queued calls, the best of three rounds."""
+    times = []
+    for count in (3, repeats, repeats, repeats):  # the first ones are a warm-up
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        torch.accelerator.synchronize()
+        times.append(1e3 * (time.perf_counter() - began) / count)
+    return round(min(times[1:]), 4)
+
+
+def build(spec: EngineSpec) -> Callable[[Any], Any]:
+    """Start vLLM; return the function that answers loads and calls."""
+    vllm_hetero_spec.register()  # the package may be on the path without being installed
+    vllm_driver.rest = lambda: None  # there are cores for all idle engines
+    llm = vllm_driver.start(spec)
+    driver = vllm_driver.Driver(llm)
+
+    def answer(question: Load | Sequence[Any]) -> Any:
+        if isinstance(question, Load):
+            return driver.run(question)
+        return llm.collective_rpc(question[0], args=tuple(question[1:]))[0]
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(build)
+elif "vllm" in sys.modules:  # in a worker
+    from vllm.model_executor.model_loader import dummy_loader, register_model_loader
+
+    loader = type("Reciting", (dummy_loader.DummyModelLoader,), {"load_weights": recite})
+    register_model_loader("reciting")(loader)
