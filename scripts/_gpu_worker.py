@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from _host_sections import device_use, found, wrap_sections, wrapped
 from torch.profiler import profile, record_function
-from vllm_hetero_spec.measure import vllm_driver
 
 import vllm_hetero_spec
+from vllm_hetero_spec.bench import vllm_engine
 from vllm_hetero_spec.bench.child_process import serve
 from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec
@@ -162,9 +162,9 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 def build(spec: EngineSpec) -> Callable[[Any], Any]:
     """Start vLLM; return the function that answers loads and calls."""
     vllm_hetero_spec.register()  # the package may be on the path without being installed
-    vllm_driver.rest = lambda: None  # there are cores for all idle engines
-    llm = vllm_driver.start(spec)
-    driver = vllm_driver.Driver(llm)
+    vllm_engine.rest = lambda: None  # there are cores for all idle engines
+    llm = vllm_engine.start(spec)
+    driver = vllm_engine.Driver(llm)
 
     def answer(question: Load | Sequence[Any]) -> Any:
         if isinstance(question, Load):

@@ -185,15 +185,14 @@ class Run:
         limits = {"verbose": self.given.verbose, "start_timeout": max(0, until - time.monotonic())}
         return Engine(EngineSpec(target, spec, 32, engine), **limits)
 
-    def ours(self, shape: str, *, calibrate: bool = True, **options: Any) -> dict[str, Any]:
-        """Return our options for a drafter of a shape."""
-        debug = {"translation": "text", "calibrate": calibrate}
+    def ours(self, shape: str, **options: Any) -> dict[str, Any]:
+        """Return our options for a drafter of a shape; other engines may be busy meanwhile."""
+        debug = {"translation": "text", "calibrate": False}
         return {"method": "hetero", "model": self.model(shape), "debug": debug, **options}
 
     def serve(self) -> None:
         """Start the engines of part C in the background."""
-        drafts: dict[str, dict[str, Any]] = {"alone": {}}
-        drafts["ours"] = self.ours(DRAFTER, calibrate=False)  # other engines are busy meanwhile
+        drafts: dict[str, dict[str, Any]] = {"alone": {}, "ours": self.ours(DRAFTER)}
         drafts["draft_model"] = {"method": "draft_model", "model": self.model(PEER)}
 
         def started(of: Mapping[str, Any]) -> Engine:
