@@ -256,3 +256,24 @@ def test_vllm_is_imported_at_the_head_of_files_in_the_engine_alone() -> None:
             named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             named += [alias.name for alias in getattr(node, "names", ())] if not named else []
             assert not any(re.match(r"vllm(\.|$)", name) for name in named), file
+
+
+def test_a_step_is_explained_in_twelve_lines() -> None:
+    """Each line names a method or function that exists."""
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    step = text.partition("## A step\n")[2].partition("\n\n**")[0]
+    lines = re.split(r"^\d+\. ", step, flags=re.MULTILINE)[1:]
+    assert len(lines) <= 12
+    code = {file: file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")}
+    for line in lines:
+        found = re.findall(r"`(?:(\w+)\.)?(\w+)\(\)`", line)
+        assert found, line
+        for owner, name in found:
+            assert any(
+                f"def {name}(" in source and (not owner or f"class {owner}" in source)
+                for source in code.values()
+            ), f"{owner}.{name}"
+
+
+def test_the_glossary_is_short() -> None:
+    assert len(list(tables(PACKAGE / "README.md", "word"))) <= 15
