@@ -23,11 +23,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps run in the processes made here
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each process has cores of its own
-
 from _draft_ahead_model import dsi_time, runs_of, serial_time
 from rich.console import Console
 from rich.progress import Progress
@@ -197,6 +192,10 @@ def main() -> int:
     parser.add_argument("--dsi", type=int, nargs="*", default=[], help="numbers of targets")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps run in the processes made here
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each process has cores of its own
     try:
         texts = load_prompts(options.prompts, sys.maxsize)
     except ConfigError as error:

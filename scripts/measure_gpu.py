@@ -34,13 +34,6 @@ from statistics import median
 from threading import Lock
 from typing import Any, NamedTuple
 
-os.environ["PYTHONPATH"] = os.pathsep.join(  # the engines' program is beside this file
-    [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or float32 is multiplied as TF32
-
 import numpy as np
 import torch
 from _gpu_worker import milliseconds
@@ -414,4 +407,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    path = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # the engines' program is beside this file
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or float32 is multiplied as TF32
     sys.exit(main())

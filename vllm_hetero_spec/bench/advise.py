@@ -247,7 +247,7 @@ def own_process(row: Row) -> str:
     return (
         f"{found}, so that drafting while the target verifies, on cores or a device that the "
         f"target does not use, is at most {1 / (1 - share):.2f}x as fast: measure it with "
-        '--settings \'{"process": {"parallel": "process"}}\'.'
+        '--settings \'{"ahead": {"draft_ahead": true}}\'.'
     )
 
 
@@ -256,7 +256,7 @@ def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object])
 
     Nothing if its configuration has one of the two: the other does not go with it.
     """
-    if config.get("tree_nodes") or config.get("parallel", "off") != "off":
+    if config.get("tree_nodes") or config.get("draft_ahead"):
         return []
     row = min(of, key=lambda each: (each.cell.batch_size, each.cell.temperature))
     same = [
