@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
-from make_demo import make_demo
 
 from vllm_hetero_spec.paths import demo_folder
 
@@ -80,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
     """The demo models: target/, target-wide/, drafter/, prompts.jsonl and chats.jsonl."""
+    from make_demo import make_demo  # imports torch, which reads OMP_NUM_THREADS
+
     out = demo_folder()
     if "HETERO_SPEC_DEMO" not in os.environ:
         out.parent.mkdir(parents=True, exist_ok=True)
