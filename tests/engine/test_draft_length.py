@@ -97,6 +97,7 @@ class Document:
         return int(end) + 1 - self.drafter_tokens(place)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
 def test_forwards_are_about_those_that_a_draft_needs(
     shared: Path, target: str, drafter: str

@@ -166,7 +166,7 @@ def test_an_end_that_came_while_a_commit_was_on_its_way_is_one() -> None:
     assert world.drafted(0).ids == told[2:3]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("recorded", [pytest.param(False, marks=pytest.mark.full), True])
 def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
     """By graphs as by forwards that are none: whoever is alone has none."""
     chance = random.Random(3)
@@ -330,6 +330,7 @@ def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) ->
             assert row[PROPOSES[drawn]] > 0
 
 
+@pytest.mark.full
 def test_the_law_of_what_is_drawn_is_its_row() -> None:
     """Of a line beside the chain as well, whatever was drawn for the chain."""
     world, samples = World(), 1500

@@ -31,9 +31,7 @@ FAST = {  # scenarios of the fast tier, by way
     "pair": {
         "batch 8",
         "joining and aborting",
-        "penalties",
         "mixed parameters",
-        "named tokens",
         "structured output",
         "preemption",
     },
