@@ -38,21 +38,16 @@ def add_parser(commands: Any) -> None:
         "it is called again.",
     )
     parser.add_argument("suite", type=Path, nargs="?", metavar="SUITE.yaml")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"default: {_RESULTS}/<name of the suite>"
+    folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+    parser.add_argument("--out", help=f"default: {_RESULTS}/<name of the suite>", **folder)
+    what = "start over; what is recorded is kept as .bak"
+    parser.add_argument("--fresh", action="store_true", help=what)
+    what = (
+        "only cells with this in their names, as TARGET/METHOD/DRAFTER/k4/DATASET/b1/t0; *, ? and "
+        "[..] are wildcards; what they are compared with comes along"
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="start over; what is recorded is kept as .bak"
-    )
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        help="only cells with this in their names, as TARGET/METHOD/DRAFTER/k4/DATASET/b1/t0; *, "
-        "? and [..] are wildcards; what they are compared with comes along",
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="only write tables and plots of results in DIR"
-    )
+    parser.add_argument("--only", metavar="PATTERN", help=what)
+    parser.add_argument("--report", help="only write tables and plots of results in DIR", **folder)
     parser.add_argument("--verbose", action="store_true", help="let engines write to stderr")
     parser.set_defaults(run=run)
 

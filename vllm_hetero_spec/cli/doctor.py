@@ -23,13 +23,8 @@ def add_parser(commands: Any) -> None:
         description="Checks versions, plugin, hooks and platform, and generates with a tiny pair "
         "of models made on the spot. Each failing check names its fix.",
     )
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="DRAFTER",
-        help="check the nodes of a Ray cluster instead: versions, and whether DRAFTER is there",
-    )
+    what = "check the nodes of a Ray cluster instead: versions, and whether DRAFTER is there"
+    parser.add_argument("--ray", nargs="?", const="", metavar="DRAFTER", help=what)
     parser.add_argument("--no-run", action="store_true", help="leave out the tiny pair of models")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.set_defaults(run=run)

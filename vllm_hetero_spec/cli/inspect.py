@@ -49,17 +49,14 @@ def add_parser(commands: Any) -> None:
     what = "Hugging Face name, folder, or a tokenizer.json, tekken.json or .model file"
     parser.add_argument("target", help=what)
     parser.add_argument("drafter", help="the same of the drafter")
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help='text like the one to be generated, or JSONL with "prompt" keys (default: a built-in '
-        "text of prose, code and several scripts)",
+    what = (
+        'text like the one to be generated, or JSONL with "prompt" keys (default: a built-in text '
+        "of prose, code and several scripts)"
     )
+    parser.add_argument("--text", type=Path, metavar="FILE", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run tokenizer code of the repositories"
-    )
+    what = "run tokenizer code of the repositories"
+    parser.add_argument("--trust-remote-code", action="store_true", help=what)
     parser.set_defaults(run=run)
 
 
