@@ -167,8 +167,8 @@ def test_at_rest_nothing_of_ours_waits(
 ) -> None:
     """Steps without drafts are seen once or not at all, when they have ended: two later here.
 
-    Requests join and end, in more places than there are. What is drafted begins within four steps
-    of the controller's wish.
+    Requests join and end, in more places than there are. Drafting begins three steps after the
+    step in which the controller plans it: two are queued by then, and one drafts.
     """
     spec = slem(demo_pair / "drafter", 3)
     prompts = [f"def function_{number}(self, value):\n" for number in range(9)]
@@ -223,7 +223,7 @@ def test_at_rest_nothing_of_ours_waits(
             driver.step()
         waited = read_stats(llm)["steps"] - wanted
         print(f"{seen} of {steps} steps seen at rest, drafts after {waited} steps")
-        assert waited <= 4
+        assert waited <= 1 + 3
         for _ in range(10):
             driver.step()
         assert len(drafted) >= 10
