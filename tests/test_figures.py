@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the project's size count what they say, and stay below their limits."""
+
+from pathlib import Path
+
+from figures import constants, figures
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def test_numbers_with_names_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("_A = 3  # seconds\nB, C = 0.5, 1 << 4\nNAME = 'x'\nd = 4\nE = len([1])\n")
+    assert list(constants(file)) == ["_A", "B", "C"]
+
+
+def test_the_project_does_not_grow() -> None:
+    found = {name: value for name, value in figures(REPO).items() if isinstance(value, int)}
+    assert found["documented keys"] <= 23  # one of them is a key of vLLM
+    assert found["package, lines"] <= 32_000
+    assert found["scripts, lines"] <= 2_800
+    assert found["numbers that decide how far to draft"] <= 129
