@@ -14,7 +14,8 @@ from pathlib import Path
 PACKAGE = "vllm_hetero_spec"
 # Files that decide how far to draft.
 CONTROL = ("lookahead/", "trees/values", "trees/pricing", "trees/policy", "engine/looks")
-CONTROL += ("engine/lookahead_control", "engine/step_timing", "engine/ahead_control")
+CONTROL += ("trees/branch_statistics", "engine/lookahead_control", "engine/step_timing")
+CONTROL += ("engine/ahead_control", "engine/ahead/control")
 _CLAUSES = r"(What|Whether|How|Where|Who|Which|When|Why|Of|As|That|Those) "
 
 
