@@ -46,6 +46,7 @@ def test_the_table_compares_engines_within_rounds() -> None:
     assert same == "same tokens: 3 of 3 engines"
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_engines_of_all_kinds_write_the_same(demo_pair: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))

@@ -283,6 +283,7 @@ def lines(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
     return printed
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_texts_are_the_targets_own(lines: Lines) -> None:
     (verdict,) = [line for line in lines if line["part"] == "A" and "same" in line]
@@ -290,12 +291,14 @@ def test_texts_are_the_targets_own(lines: Lines) -> None:
     assert 0 < verdict["accepted"]["eager"] < verdict["accepted"]["itself"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_forwards_are_timed_beside_a_tiny_target(lines: Lines) -> None:
     (times,) = [line for line in lines if line["part"] == "B" and "setup" in line]
     assert {"step, batch 1", "step, batch 2"} <= times.keys()
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_acceptance_is_imposed_on_both_drafters(lines: Lines) -> None:
     cells = [line for line in lines if line["part"] == "C" and "round" in line]
@@ -308,6 +311,7 @@ def test_acceptance_is_imposed_on_both_drafters(lines: Lines) -> None:
     assert len(ratios) == 2 * len(cells)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> None:
     """In part S nothing is imposed any more."""
@@ -316,6 +320,7 @@ def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> 
             assert line["ours"]["length"] > 4
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_switched_steps_are_counted(lines: Lines) -> None:
     """On a CPU today's rule has one step more than the old one for a GPU."""
@@ -330,6 +335,7 @@ def test_switched_steps_are_counted(lines: Lines) -> None:
         assert each["as it is"] > each["more steps"] > 4
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_a_profile_has_the_sections_of_a_round(lines: Lines) -> None:
     profiles = [line for line in lines if line["part"] == "D" and "engine" in line]
