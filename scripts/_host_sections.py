@@ -151,6 +151,6 @@ def device_use(events: Sequence[Mapping[str, Any]], rounds: int) -> dict[str, An
             counts["waits"] += 1
     return {
         "busy_ms": round(float(busy[-1]) / 1e3 / rounds, 3),
-        "idle_ms": {name: round(ms / rounds, 3) for name, ms in idle.items()},
+        "idle_ms": {name: round(float(ms) / rounds, 3) for name, ms in idle.items()},
         "counts": {name: round(count / rounds, 2) for name, count in counts.items()},
     }

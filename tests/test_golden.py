@@ -71,6 +71,7 @@ TEXT = "hello hello\nthe yellow hall, hélas!\n"
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(engines, "available_memory_bytes", lambda: 64 << 30)
 
 
 def agrees(name: str, found: str, folder: Path) -> None:
