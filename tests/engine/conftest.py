@@ -10,6 +10,15 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def logging_of_vllm() -> None:
+    """Let vLLM configure its loggers now: its first engine would undo the levels that a test set."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
+
 @pytest.fixture(scope="session")
 def vllm_033(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with the published 0.33 in it, but for its compiled parts."""
