@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def logging_of_vllm() -> None:
-    """Let vLLM configure its loggers now: its first engine would undo the levels that a test set."""
+    """Let vLLM configure its loggers now; its first engine would undo the level that a test set."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
