@@ -31,12 +31,12 @@ class Call(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Whether its answer must be the same with and without a drafter."""
+        """True if its answer must be the same with and without a drafter."""
         return self.drop_after is None and self.body.get("temperature") == 0
 
 
 class Texts(NamedTuple):
-    """What requests are made of: prompts, conversations, and the number of the target's ids."""
+    """Texts of requests: prompts, conversations, and the number of the target's ids."""
 
     prompts: Sequence[str]
     chats: Sequence[list[dict[str, str]]]

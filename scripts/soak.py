@@ -135,7 +135,7 @@ def _send(url: str, model: str, some: Sequence[Call]) -> list[Answer]:
 
 
 def complaints(todo: Sequence[Call], drafted: Soaked, alone: Soaked) -> list[str]:
-    """What is wrong with a soak; empty if all is well."""
+    """Return the faults that a soak showed, each in a sentence."""
     wrong = []
     answers = zip(todo, drafted.answers, alone.answers, strict=True)
     for number, (call, ours, theirs) in enumerate(answers):
@@ -161,7 +161,7 @@ def complaints(todo: Sequence[Call], drafted: Soaked, alone: Soaked) -> list[str
 
 
 def texts_of(target: Path, prompts: Path, chats: Path) -> Texts:
-    """What requests are made of, from JSON lines with "prompt" and with "messages"."""
+    """Read the texts of requests from JSON lines with "prompt" and with "messages"."""
     config = json.loads((target / "config.json").read_text())
     return Texts(
         [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()],

@@ -48,7 +48,7 @@ LONG_HELD_OUT = 60  # files; few are long enough for a long prompt
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to train: a tokenizer, and a Llama of `heads` * 64 hidden units with tied embeddings."""
+    """A model to train: a tokenizer and a Llama of `heads` * 64 hidden units, embeddings tied."""
 
     tokenizer: TokenizerKind
     vocab_size: int

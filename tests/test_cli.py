@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from advice_fakes import WORKER
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -39,14 +40,7 @@ SPECULATIVE = Sample(
     drafts=4,
     draft_tokens=10,
     accepted_tokens=6,
-    worker={
-        "drafter_tokens": 12,
-        "propose_seconds": 0.4,
-        "forward_seconds": 0.3,
-        "translate_seconds": 0.05,
-        "verify_seconds": 0.02,
-        "skipped": {"no_blocks": 7, "drafter_error": 0},
-    },
+    worker=WORKER,
 )
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import advice_fakes
 import pytest
-from advice_fakes import ALONE, World
+from advice_fakes import ALONE, CONFIG, WORKER, World
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_hetero_spec.bench import engines
@@ -27,15 +27,6 @@ from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 300,
-}
 # Measured with an earlier version: nothing of it may be measured again.
 SUITE = """\
 name: stored
@@ -140,20 +131,12 @@ def compared(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, changed: int, dtype: str
 ) -> list[str]:
     """The command line of a comparison; its last prompt has another token with the drafter."""
-    worker = {
-        "drafter_tokens": 12,
-        "propose_seconds": 0.4,
-        "forward_seconds": 0.3,
-        "translate_seconds": 0.05,
-        "verify_seconds": 0.02,
-        "skipped": {"no_blocks": 7, "drafter_error": 0},
-    }
     drafted = Sample(
         [
             Trace([1, 2, 3], "abc [x]", 0.0, [0.3, 0.5], [1, 2]),
             Trace([4, 5, changed], "d" * 300, 0.5, [1.0], [3]),
         ],
-        1.0, 4, 10, 6, [3, 2, 1], worker=worker, runner="V1", dtype=dtype,
+        1.0, 4, 10, 6, [3, 2, 1], worker=WORKER, runner="V1", dtype=dtype,
     )  # fmt: skip
     own = Sample(
         [

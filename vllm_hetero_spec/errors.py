@@ -169,7 +169,7 @@ def checked(model: type[Model], given: Any, root: str) -> Model:
 
 
 def sentence(place: Place, error: Exception, root: str) -> str:
-    """What is wrong, as one sentence.
+    """Describe a mistake in one sentence.
 
     Args:
         place: Of the value that was checked.

@@ -11,6 +11,24 @@ from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Drafter, Suite
 from vllm_hetero_spec.options import parse
 
+# Of a small model, and the counters of a drafter.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 300,
+}
+WORKER = {
+    "drafter_tokens": 12,
+    "propose_seconds": 0.4,
+    "forward_seconds": 0.3,
+    "translate_seconds": 0.05,
+    "verify_seconds": 0.02,
+    "skipped": {"no_blocks": 7, "drafter_error": 0},
+}
 PROMPTS = ("one", "two", "three", "four")
 ALONE = None
 

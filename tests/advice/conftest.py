@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from advice_fakes import CONFIG
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 300,
-}
 Make = Callable[..., str]
 
 

@@ -143,7 +143,6 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     ("key", "where"),
     [
         ("method", "by methods in a suite"),
-        ("heterogeneous_vocab_method", "by methods in a suite"),
         ("model", "as the drafter's model"),
         ("num_speculative_tokens", "by num_speculative_tokens in a suite"),
         ("num-speculative-tokens", "by num_speculative_tokens in a suite"),

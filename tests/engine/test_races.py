@@ -50,7 +50,7 @@ def outputs(
 
 @pytest.fixture(scope="module")
 def undrafted(chain_pair: Path) -> list[list[int]]:
-    """What requests generate that refuse drafts."""
+    """Tokens of requests that refuse drafts."""
     nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", lookahead=1, wish=0)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
     same = list(range(0, REQUESTS, 20))  # seeds of requests with the same prompt

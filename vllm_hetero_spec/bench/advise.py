@@ -27,7 +27,7 @@ _LEAST_SHARE = 0.02  # of the time; a shorter drafting time is not worth hiding
 
 @dataclass(frozen=True)
 class Memory:
-    """What a drafter takes beside the target."""
+    """Memory of a drafter, in addition to the target's."""
 
     weight_bytes: int | None  # None if the weights are not on this machine
     kv_bytes_per_token: int  # of the drafter
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What the files of a drafter say beside the target's."""
+    """Facts about a drafter from its files and the target's."""
 
     drafter: Drafter
     statistics: PairStatistics | None = None  # None if the tokenizers cannot be bridged
@@ -132,12 +132,12 @@ class Candidate:
 
     @property
     def faster(self) -> bool:
-        """Whether it is faster than the target alone in all rounds."""
+        """True if it is faster than the target alone in all rounds."""
         return self.speedup is not None and self.speedup.low > 1
 
     @property
     def slower(self) -> bool:
-        """Whether it is slower than the target alone in all rounds."""
+        """True if it is slower than the target alone in all rounds."""
         return self.speedup is not None and self.speedup.high < 1
 
 
@@ -156,7 +156,7 @@ class Measured:
 
     @property
     def failures(self) -> list[str]:
-        """Of engines, each with the drafter's name."""
+        """Failures of engines, each with the drafter's name."""
         failed = (each for each in self.candidates if each.failure)
         return [f"{engine_name(each.engine)}: {each.failure}" for each in failed]
 
@@ -166,7 +166,7 @@ class Measured:
         return next((candidate for candidate in self.ranking if candidate.faster), None)
 
     def verdict(self, candidate: Candidate) -> str:
-        """What the rounds say of a candidate, in a clause."""
+        """Verdict of the rounds on a candidate, in a clause."""
         best, speedup = self.recommended, candidate.speedup
         if speedup is None:
             return "failed"
@@ -252,7 +252,7 @@ def own_process(row: Row) -> str:
 
 
 def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object]) -> list[str]:
-    """What may be worth measuring next: of a drafter's rows `of`, among all rows.
+    """Suggest what to measure next, from a drafter's rows `of` among all rows.
 
     Nothing if its configuration has one of the two: the other does not go with it.
     """

@@ -87,7 +87,7 @@ def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | N
 
 
 def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
-    """Why vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
+    """The reason if vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
 
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
@@ -151,7 +151,7 @@ def _engine_bytes(target: Target) -> int | None:
 
 
 def _float32_bytes(model: str) -> int | None:
-    """Of a folder; the engine reports what is wrong with it."""
+    """Bytes of a folder's weights; the engine reports what is wrong with them."""
     with contextlib.suppress(ConfigError):
         return weight_bytes(Path(model), 4)
     return None

@@ -49,7 +49,7 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one or more rounds."""
+    """Compute the spread of one or more rounds."""
     median, low, high, first, third = (
         float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
     )
@@ -79,7 +79,7 @@ def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | N
 
 @dataclass(frozen=True)
 class Figures:
-    """What a cell did in all rounds; None if the engine does not count it, or there was none."""
+    """Figures of a cell over all rounds; None if not counted, or if there was none."""
 
     requests: int  # completed prompts
     tokens: int  # generated target tokens

@@ -33,7 +33,7 @@ _DTYPES = {  # as vLLM names them
 
 @dataclass(frozen=True)
 class HuggingFaceSpec:
-    """What to start."""
+    """Models of an engine, and their settings."""
 
     model: str  # the target: a Hugging Face name or a folder
     assistant: str | None = None  # the drafter; None: the target alone

@@ -18,7 +18,7 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine generates: each prompt is completed once."""
+    """Work of an engine: each prompt is completed once."""
 
     prompts: Sequence[str]
     max_tokens: int  # target tokens of a completion
@@ -70,7 +70,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Sample:
-    """What an engine did with a load, without the warm-up.
+    """Result of a load, without the warm-up.
 
     Peak memory is, on GPUs, the most bytes of tensors on the devices (for vLLM since it started);
     on CPUs the sum over the engine's processes of their highest resident memory.
@@ -95,7 +95,7 @@ class Sample:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all prompts together, in wall-clock time."""
+        """Tokens of all prompts per second of wall-clock time."""
         return self.tokens / self.seconds
 
     @property

@@ -69,14 +69,14 @@ class Wave:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """All runs of a suite."""
 
     waves: tuple[Wave, ...]
     skipped: dict[Cell, str]  # cells that cannot be measured, with the reason
     repeats: int
 
     def pending(self, done: Collection[Measurement]) -> list[list[Measurement]]:
-        """What each wave has left to measure, in order.
+        """Remaining runs of each wave, in order.
 
         The rest of a round is measured with its references again, because a ratio needs runs of
         the same time.

@@ -172,7 +172,7 @@ def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> No
 
 
 def notes(contents: Contents) -> list[str]:
-    """What a reader of the figures must know about the measurement."""
+    """Conditions of the measurement that a reader of the figures must know."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)

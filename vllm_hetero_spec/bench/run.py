@@ -60,7 +60,7 @@ def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, reporter:
 def _measure(
     run: Measurement, suite: Suite, results: Results, engines: "_Engines", reporter: Reporter
 ) -> bool:
-    """Whether a run succeeded."""
+    """Measure a run; return True if it succeeded."""
     engine = run.cell.engine
     try:
         running = engines.running(engine)

@@ -29,7 +29,7 @@ HF_ALONE = "hf_alone"
 
 @dataclass(frozen=True)
 class Kind:
-    """What running a method takes."""
+    """Requirements of a method."""
 
     drafts: bool = True  # a drafter and a draft length
     huggingface: bool = False  # Hugging Face transformers, one request at a time, instead of vLLM
@@ -54,7 +54,6 @@ _METHODS = "by methods in a suite, by --method or --methods on a command line"
 _LOOKAHEAD = "num_speculative_tokens"
 _SET_ELSEWHERE = {
     "method": _METHODS,
-    "heterogeneous_vocab_method": _METHODS,
     "model": "as the drafter's model, or as a drafter on a command line",
     _LOOKAHEAD: f"by {_LOOKAHEAD} in a suite, by --num-speculative-tokens on a command line",
 }
@@ -76,7 +75,7 @@ def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name in _SET_ELSEWHERE and name not in but:
             raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
-    return underscores(given)  # so that keys of a setting replace the drafter's
+    return underscores(given)
 
 
 def _setting(given: dict[str, Any]) -> dict[str, Any]:

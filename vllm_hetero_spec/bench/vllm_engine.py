@@ -29,7 +29,7 @@ _EXTENSION = f"{_MODULE}.DeviceMemory"
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start."""
+    """Models of an engine, and vLLM's arguments."""
 
     model: str  # the target: a Hugging Face name or a folder
     speculative_config: dict[str, Any] | None = None  # of vLLM; None: the target alone

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hetero_spec")
 
 # Attention backends on which the tests of draft trees have run. CPU_ATTN: test_tree_engines.py, on
-# both model runners. TRITON_ATTN: scripts/test_gpu.sh, on Model Runner V2 and an H200 (RESULTS 7).
+# both model runners. TRITON_ATTN: scripts/test_gpu.sh, on Model Runner V2 and an H200 (RESULTS 5).
 BACKENDS = ("CPU_ATTN", "TRITON_ATTN")
 # Modes of CUDA graphs that steps with trees can use, by model runner.
 GRAPHS_V1 = (CUDAGraphMode.PIECEWISE,)
