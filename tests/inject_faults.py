@@ -77,9 +77,9 @@ FAULTS = [
     Fault(
         GREEDY,
         "the row of a draft token is compared before penalties and bad words",
-        f"{PACKAGE}/engine/verifier/rejection_sampler.py",
-        "lambda: largest(target),",
-        "lambda: largest(logits[metadata.target_logits_indices]),",
+        f"{PACKAGE}/engine/verifier/rejection_sampler_v1.py",
+        "lambda: fast_argmax(target),",
+        "lambda: fast_argmax(logits[metadata.target_logits_indices]),",
         (f"{IDENTITY}[pair-mixed parameters]",),
     ),
     Fault(
@@ -104,7 +104,7 @@ FAULTS = [
     Fault(
         LAW,
         "top-k is not applied to the rows of draft tokens",
-        f"{PACKAGE}/engine/verifier/rejection_sampler.py",
+        f"{PACKAGE}/engine/verifier/rejection_sampler_v1.py",
         "None if top_k is None else top_k[part],",
         "None,",
         (f"{SAMPLES}[push_forward-block-drafter]",),
@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         TREES,
         "a node is reached without its parent",
-        f"{PACKAGE}/verify/trees.py",
+        f"{PACKAGE}/trees/walk.py",
         "reached = reached & reached[parents]",
         "reached = reached.clone()",
         ("verify/test_trees.py::test_the_walk_on_tensors",),
@@ -139,7 +139,7 @@ FAULTS = [
     Fault(
         TREES,
         "the KV of an accepted branch stays in its scratch blocks",
-        f"{PACKAGE}/engine/seam/side_sequences.py",
+        f"{PACKAGE}/engine/trees/branches.py",
         "self._copy(pairs)",
         "self._copy([])",
         (f"{ON_V2}[tree_runs.py::{SAME}[small blocks]]",),
@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         PROCESS,
         "a precomputed draft begins one token late",
-        f"{PACKAGE}/draft/continuations.py",
+        f"{PACKAGE}/engine/ahead/continuations.py",
         "return list(ids[index:]), known",
         "return list(ids[index + 1 :]), known",
         ("draft/test_continuations.py::test_continuations_are_found_as_by_a_naive_search",),
@@ -155,7 +155,7 @@ FAULTS = [
     Fault(
         PROCESS,
         "a drafter process that was killed is not started again",
-        f"{PACKAGE}/engine/source/kept_process.py",
+        f"{PACKAGE}/engine/ahead/supervisor.py",
         "self._again = time.monotonic() + rest",
         "self._again = math.inf",
         (

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_hetero_spec.largest import largest
+from vllm_hetero_spec.fast_argmax import fast_argmax
 
 ROWS = torch.randint(0, 50, (7, 300), generator=torch.Generator().manual_seed(1)).float()
 
@@ -13,22 +13,22 @@ ROWS = torch.randint(0, 50, (7, 300), generator=torch.Generator().manual_seed(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:, 3:-5], ROWS[::2], ROWS[:0], ROWS.T])
 def test_it_is_where_torch_finds_it(rows: torch.Tensor, dtype: torch.dtype) -> None:
-    assert largest(rows.to(dtype)).tolist() == rows.to(dtype).argmax(-1).tolist()
+    assert fast_argmax(rows.to(dtype)).tolist() == rows.to(dtype).argmax(-1).tolist()
 
 
 def test_nan_is_larger_than_any_number() -> None:
     rows = ROWS.clone()
     rows[2, 17] = rows[2, 90] = float("nan")
     rows[4] = float("-inf")
-    assert largest(rows).tolist() == rows.argmax(-1).tolist()
-    assert largest(rows)[2] == 17
-    assert largest(rows)[4] == 0
+    assert fast_argmax(rows).tolist() == rows.argmax(-1).tolist()
+    assert fast_argmax(rows)[2] == 17
+    assert fast_argmax(rows)[4] == 0
 
 
 def test_rows_without_numbers() -> None:
     """As who records operations sees it."""
     with FakeTensorMode():
-        found = largest(torch.rand(3, 5))
+        found = fast_argmax(torch.rand(3, 5))
     assert (found.shape, found.dtype) == ((3,), torch.int64)
 
 
@@ -38,4 +38,4 @@ def test_rows_in_16_bits_are_searched_by_numpy(monkeypatch: pytest.MonkeyPatch) 
     rows = ROWS[:, :60].clone()
     rows[3, 40] = rows[3, 50] = float("nan")
     for dtype in (torch.bfloat16, torch.float16):
-        assert largest(rows.to(dtype)).tolist() == rows.numpy().argmax(-1).tolist()
+        assert fast_argmax(rows.to(dtype)).tolist() == rows.numpy().argmax(-1).tolist()

@@ -4,7 +4,7 @@
 import random
 from functools import partial
 
-from vllm_hetero_spec.draft.continuations import Remainder, find_drawn, find_remainder
+from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
 
 # Single bytes, the parts of a character of two bytes and one of three, and tokens of several.
 TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", b" a", b"a b"]

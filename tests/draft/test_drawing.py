@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hetero_spec.draft.drawing import Draw, DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.sampling import Draw, DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.race import race

@@ -17,8 +17,8 @@ from chance import Chance
 from reference import Drafter, Pair, Proposal, Row, Stream
 from toy_worlds import World, total_variation, worlds
 
-from vllm_hetero_spec.draft.continuations import Remainder, find_drawn, find_remainder
-from vllm_hetero_spec.draft.guesses import Rival, choose_guesses
+from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
+from vllm_hetero_spec.engine.ahead.guesses import Rival, choose_guesses
 
 EXACT, WRONG = 1e-10, 1e-3
 BRANCHES, BEHIND = 2, 2  # lines beside the chain, and tokens that are drawn for each

@@ -5,7 +5,7 @@ import math
 import random
 from itertools import combinations
 
-from vllm_hetero_spec.draft.guesses import Guess, Rival, choose_guesses
+from vllm_hetero_spec.engine.ahead.guesses import Guess, Rival, choose_guesses
 
 
 def hit_rate(rivals: list[Rival], follows: list[float], chosen: set[tuple[int, int]]) -> float:

@@ -13,9 +13,9 @@ from chance import law
 from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
-from vllm_hetero_spec.draft.slrs import Slrs
-from vllm_hetero_spec.draft.slrs_path import SlrsPath
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.slrs.path import SlrsPath
+from vllm_hetero_spec.slrs.slrs import Slrs
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.rules import token_rule
 

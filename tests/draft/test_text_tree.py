@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from toys import toy
 
-from vllm_hetero_spec.draft.text_tree import beside_a_chain, text_trees
-from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.context import Context
-from vllm_hetero_spec.verify.trees import ROOT
+from vllm_hetero_spec.trees.growth import Growth, ValuedTree
+from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
+from vllm_hetero_spec.trees.walk import ROOT
 
 LETTERS = [bytes([letter]) for letter in b"abcdefgh "]
 

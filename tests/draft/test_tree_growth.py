@@ -13,12 +13,12 @@ import torch
 from goodness import follows
 from toy_worlds import World, worlds
 
-from vllm_hetero_spec.draft.race_tree import Arrivals, RaceGrowth
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.draft.tree_growth import Growth, ValuedTree
-from vllm_hetero_spec.lookahead.tree_values import RankRates
+from vllm_hetero_spec.trees.growth import Growth, ValuedTree
+from vllm_hetero_spec.trees.race_tree import Arrivals, RaceGrowth
+from vllm_hetero_spec.trees.values import RankRates
+from vllm_hetero_spec.trees.walk import ROOT, TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import first_arrivals, race
-from vllm_hetero_spec.verify.trees import ROOT, TreeBatch, greedy_walk
 
 Path = tuple[int, ...]
 RANKS = 3

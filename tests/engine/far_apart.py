@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_hetero_spec.draft.drawing import DrawBatch
+from vllm_hetero_spec.draft.sampling import DrawBatch
 from vllm_hetero_spec.engine.seam import nodes
 
 nodes.in_the_same_node_as = lambda group: [rank == 0 for rank in range(group.size())]

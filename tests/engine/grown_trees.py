@@ -11,7 +11,7 @@ from scenarios import Outputs, generate, greedy
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.engine.seam import tree_scratch
+from vllm_hetero_spec.engine.trees import scratch
 
 LENGTH, NODES = 8, 8
 
@@ -52,7 +52,7 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
 @pytest.fixture(scope="module", params=["fixed", "goodput", "rank"])
 def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_scratch, "_SHARE", 3)  # so that a small cache has scratch
+        patch.setattr(scratch, "_SHARE", 3)  # so that a small cache has scratch
         debug: dict[str, Any] = {"calibrate": False}
         more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "debug": debug}
         if request.param == "rank":

@@ -16,8 +16,8 @@ from vllm import LLM
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
-from vllm_hetero_spec.verify.tree_rows import lay_out
-from vllm_hetero_spec.verify.trees import ROOT
+from vllm_hetero_spec.trees.layout import lay_out
+from vllm_hetero_spec.trees.walk import ROOT
 
 Known = Mapping[tuple[int, ...], list[int]]  # prompt -> what the target says alone
 

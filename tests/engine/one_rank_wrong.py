@@ -6,16 +6,16 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_hetero_spec.engine.seam import tree_check
+from vllm_hetero_spec.engine.trees import support
 
-_why_not = tree_check._why_not
+_why_not = support._why_not
 
 
 def _wrong(*of: Any) -> str:
     return "this is the second rank" if get_tp_group().rank_in_group else _why_not(*of)
 
 
-tree_check._why_not = _wrong
+support._why_not = _wrong
 
 
 class OneRankWrong(CPUWorker):

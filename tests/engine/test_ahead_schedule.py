@@ -18,17 +18,18 @@ import pytest
 import torch
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
+from vllm_hetero_spec.engine.ahead import client
+from vllm_hetero_spec.engine.ahead import lookup as lookup_module
+from vllm_hetero_spec.engine.ahead.answers import Ready, encode
+from vllm_hetero_spec.engine.ahead.messages import Commit, commit_of
+from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
+from vllm_hetero_spec.engine.ahead.table import DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.source import look_up, process
-from vllm_hetero_spec.engine.source.answers import Ready, encode
-from vllm_hetero_spec.engine.source.messages import Commit, commit_of
-from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
-from vllm_hetero_spec.engine.source.table import DraftTable, make_file
 from vllm_hetero_spec.text.bridge import IdentityBridge
 
 PROMPT, LENGTH = [3, 1, 4, 1, 5, 9, 2, 6], 60
@@ -151,16 +152,16 @@ class Control:
 
 def source_of(
     monkeypatch: pytest.MonkeyPatch, stats: DraftStats, sides: int = 0, slots: int = SLOTS
-) -> tuple[process.ProcessSource, IdentityBridge]:
+) -> tuple[client.ProcessSource, IdentityBridge]:
     """Of drafts, and what its texts are read with."""
-    monkeypatch.setattr(process, "KeptProcess", Process)
+    monkeypatch.setattr(client, "KeptProcess", Process)
     nothing = frozenset[int]()
     special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
     spelled = [bytes([65 + token]) for token in range(VOCAB)]
     bridge = IdentityBridge(special)
     pair: Any = SimpleNamespace(bridge=bridge, drafter=SimpleNamespace(token_bytes=spelled))
     deployment: Any = SimpleNamespace(slots=slots, longest=LONGEST, most_rows=ROWS, sides=sides)
-    return process.ProcessSource(deployment, pair, stats, 128, None), bridge
+    return client.ProcessSource(deployment, pair, stats, 128, None), bridge
 
 
 def measured(
@@ -172,7 +173,7 @@ def measured(
     source._serial = commits
     server: DraftingServer = source._process.server  # type: ignore[attr-defined]
     ticks = Ticks(server)
-    for module in (process, look_up):
+    for module in (client, lookup_module):
         monkeypatch.setattr(module, "time", ticks)
     state, control = RequestState("text", bridge.open()), Control(waits=setting.waits)
 
@@ -324,7 +325,7 @@ def test_commits_are_counted_without_an_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_texts_that_are_too_many_for_a_commit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left undrafted: each of eight is told of in any three commits of three texts."""
-    monkeypatch.setattr(process, "MOST_ROWS", 3)
+    monkeypatch.setattr(client, "MOST_ROWS", 3)
     source, bridge = source_of(monkeypatch, DraftStats(), slots=8)
     told: list[list[int]] = []
     send = source._process.send

@@ -12,7 +12,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.engine.drafter.loading import _own_rotary_embeddings
-from vllm_hetero_spec.engine.seam.alone import Alone, Groups
+from vllm_hetero_spec.engine.seam.parallel_state import Alone, Groups
 
 FUSED = "kernel_of_a_test"
 

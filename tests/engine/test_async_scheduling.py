@@ -30,10 +30,10 @@ def test_a_few_lookaheads_are_named(longest: int, expected: list[int]) -> None:
 def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
     assert tiers(16, 5) == [0, 3, 5, 8, 16]
     config = config_of()
-    config.speculative_config.num_speculative_tokens = 12  # as `tree_scratch.settle` leaves it
+    config.speculative_config.num_speculative_tokens = 12  # as `scratch.settle` leaves it
     named = [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 12)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_scheduling.tree_scratch, "settle", lambda config: None)
+        patch.setattr(async_scheduling.scratch, "settle", lambda config: None)
         assert configured(config).seen == [False, named]
     assert tiers_of(config) == [0, 2, 4, 6, 12]
 

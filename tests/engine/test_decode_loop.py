@@ -14,15 +14,15 @@ from torch.overrides import TorchFunctionMode
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, first_tokens
+from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.request_state import RequestState
+from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import IdentityBridge
@@ -114,7 +114,7 @@ def test_graphs_draft_as_without(
     eager drafter takes the same. Where first tokens are often others, they are judged before the
     steps, of which none is in vain; where not, drafts with another one are that one alone if there
     are more than a few requests."""
-    monkeypatch.setattr(first_tokens, "_OFTEN", often)
+    monkeypatch.setattr(token_healing, "_OFTEN", often)
     monkeypatch.setattr(decode_loop, "_FEW", few)
     chance = random.Random(2)
     eager, recorded = World(looks_back=True), World(looks_back=True)
@@ -207,7 +207,7 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
     may_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In `begin` where it may wait: the device has work while something else is done."""
-    monkeypatch.setattr(first_tokens, "_OFTEN", -1.0)
+    monkeypatch.setattr(token_healing, "_OFTEN", -1.0)
     eager, recorded = World(looks_back=True), World(looks_back=True)
     graphs = record(recorded, in_graph=True)
     recorded.drafter.waits, recorded.drafter.may_wait = True, may_wait

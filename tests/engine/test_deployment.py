@@ -17,14 +17,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_hetero_spec.engine.ahead import deployment
+from vllm_hetero_spec.engine.ahead.deployment import Deployment, packed
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
     stand_alone,
 )
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
-from vllm_hetero_spec.engine.source import deployment
-from vllm_hetero_spec.engine.source.deployment import Deployment, packed
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 

@@ -11,12 +11,12 @@ import torch
 from toy_drafter import ToyDrafterModel
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.engine.verifier import draft_probs
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared

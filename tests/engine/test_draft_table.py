@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
-from vllm_hetero_spec.engine.source.table import Counts, Drafted, DraftTable, make_file
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
+from vllm_hetero_spec.engine.ahead.table import Counts, Drafted, DraftTable, make_file
 
 SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4
 

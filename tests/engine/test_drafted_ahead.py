@@ -12,9 +12,9 @@ from harness import engine, metrics_of, patient, proposer_of, slem
 from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.draft.continuations import Remainder
-from vllm_hetero_spec.engine.source import look_up
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable
+from vllm_hetero_spec.engine.ahead import lookup
+from vllm_hetero_spec.engine.ahead.continuations import Remainder
+from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable
 from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.text.bridge import TextBridge
 
@@ -190,7 +190,7 @@ def test_remainders_of_other_texts_are_not_accepted(
         chain = next(iter(lines), None)
         return None if chain is None else Remainder(0, list(chain))
 
-    monkeypatch.setattr(look_up, "find_remainder", unmatched)
+    monkeypatch.setattr(lookup, "find_remainder", unmatched)
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
     assert counts.drafts > 0

@@ -17,7 +17,7 @@ from harness import drafted_ahead, engine, metrics_of, patient, proposer_of, sle
 from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.engine.source import kept_process
+from vllm_hetero_spec.engine.ahead import supervisor
 
 pytestmark = pytest.mark.engine
 
@@ -217,7 +217,7 @@ def test_a_process_that_is_stopped_holds_nobody_up(
     before = read_stats(llm)["skipped"].get("drafter_down", 0)
     assert generate(llm, texts, greedy()) == alone
     assert read_stats(llm)["skipped"].get("drafter_down", 0) == before  # it is waited for, a while
-    monkeypatch.setattr(kept_process, "SILENCE", 0.0)
+    monkeypatch.setattr(supervisor, "SILENCE", 0.0)
     assert generate(llm, texts, greedy()) == alone
     assert read_stats(llm)["skipped"]["drafter_down"] > before
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []

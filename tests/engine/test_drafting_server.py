@@ -13,17 +13,17 @@ from goodness import MISSED, follows, missed
 from tape_graphs import TapeGraphs
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 
-from vllm_hetero_spec.draft.drawing import Draw
-from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST, unpack
+from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST, unpack
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.engine.ahead.answers import encode
+from vllm_hetero_spec.engine.ahead.messages import Commit, Row, commit_of
+from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
+from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.source.answers import encode
-from vllm_hetero_spec.engine.source.messages import Commit, Row, commit_of
-from vllm_hetero_spec.engine.source.server import RIVALS, DraftingServer
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
 SLOTS, LONGEST, BUDGET, SIDES = 6, 12, 24, 4
 SHAPE = SLOTS, LONGEST, SIDES, LONGEST

@@ -19,8 +19,8 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
-from vllm_hetero_spec.engine.source.messages import Row
+from vllm_hetero_spec.engine.ahead.messages import Row
+from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
 from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
@@ -94,7 +94,7 @@ def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
         seed = None if draw is None else draw.seed ^ DRAFT ^ ACCEPT
         return Row(*others, draw and replace(draw, seed=seed))
 
-    monkeypatch.setattr("vllm_hetero_spec.engine.source.process.Row", drawn)
+    monkeypatch.setattr("vllm_hetero_spec.engine.ahead.client.Row", drawn)
 
 
 def test_wrong_ways_are_caught(

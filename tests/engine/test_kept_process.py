@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.engine.source import drafter_main, drafter_process, kept_process
-from vllm_hetero_spec.engine.source.answers import Ready
-from vllm_hetero_spec.engine.source.drafter_process import LONGEST_START
-from vllm_hetero_spec.engine.source.kept_process import SILENCE, KeptProcess
-from vllm_hetero_spec.engine.source.messages import Commit
-from vllm_hetero_spec.engine.source.table import Counts, make_file
+from vllm_hetero_spec.engine.ahead import drafter_main, drafter_process, supervisor
+from vllm_hetero_spec.engine.ahead.answers import Ready
+from vllm_hetero_spec.engine.ahead.drafter_process import LONGEST_START
+from vllm_hetero_spec.engine.ahead.messages import Commit
+from vllm_hetero_spec.engine.ahead.supervisor import SILENCE, KeptProcess
+from vllm_hetero_spec.engine.ahead.table import Counts, make_file
 from vllm_hetero_spec.errors import ConfigError
 
 
@@ -57,8 +57,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(kept_process, "time", world)
-    monkeypatch.setattr(kept_process, "DrafterProcess", world.begin)
+    monkeypatch.setattr(supervisor, "time", world)
+    monkeypatch.setattr(supervisor, "DrafterProcess", world.begin)
     return world
 
 
@@ -191,7 +191,7 @@ def test_what_ends_with_messages_unread_is_named(
     """And what it has said last is passed on: "Connection reset by peer" would tell nobody."""
     (tmp_path / "ending.py").write_text(
         "import select, socket, sys\n"
-        "from vllm_hetero_spec.engine.source.answers import Failed, Ready, encode\n"
+        "from vllm_hetero_spec.engine.ahead.answers import Failed, Ready, encode\n"
         "engine = socket.socket(fileno=int(sys.argv[1]))\n"
         "engine.send(encode(Ready(1, 1)))\n"
         "select.select([engine], [], [])\n"

@@ -20,14 +20,14 @@ from tape_graphs import TapeGraphs
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 from toys import toy
 
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.request_state import Requests
+from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_hetero_spec.draft.continuations import Remainder, find_drawn, find_remainder
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
+from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
+from vllm_hetero_spec.engine.ahead.lookup import LookUp
+from vllm_hetero_spec.engine.ahead.remote_requests import SentText
+from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.source.look_up import LookUp
-from vllm_hetero_spec.engine.source.sent_texts import SentText
-from vllm_hetero_spec.engine.source.table import Drafted, DraftTable, make_file
 
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aab", b"bb"]
 LONGEST, SIDES = 8, 4

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.ahead_control import AheadControl
+from vllm_hetero_spec.engine.ahead.control import AheadControl
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams

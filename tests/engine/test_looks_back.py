@@ -16,7 +16,7 @@ from test_sampling import SETTINGS, sample
 from transformers import AutoTokenizer
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.engine.drafter import first_tokens
+from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.seam import tokenizers
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
@@ -51,7 +51,7 @@ def test_greedy_identity(
 ) -> None:
     """The smaller vocabulary is the target's here; eagerly, by graphs, and with first tokens that
     are judged behind the steps, and behind tokens that were accepted after such a draft."""
-    monkeypatch.setattr(first_tokens, "_LAST", 1 << 20)  # however unlikely: this is not about speed
+    monkeypatch.setattr(token_healing, "_LAST", 1 << 20)  # however unlikely
     with engine(demo_pair / "drafter") as llm:
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:

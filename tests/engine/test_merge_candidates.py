@@ -11,13 +11,13 @@ import torch
 from harness import engine, metrics_of, proposer_of, slem
 from vllm import SamplingParams
 
-from vllm_hetero_spec.draft import slrs
-from vllm_hetero_spec.draft.slrs_path import Feed
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+from vllm_hetero_spec.slrs import slrs
+from vllm_hetero_spec.slrs.path import Feed
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)

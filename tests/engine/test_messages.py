@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from vllm_hetero_spec.draft.drawing import Draw
-from vllm_hetero_spec.engine.source.answers import LONGEST, encode
-from vllm_hetero_spec.engine.source.messages import MOST_IDS, MOST_ROWS, Commit, Row, commit_of
+from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.engine.ahead.answers import LONGEST, encode
+from vllm_hetero_spec.engine.ahead.messages import MOST_IDS, MOST_ROWS, Commit, Row, commit_of
 
 USUAL = 212992  # what Linux gives a socket at most, where nobody has changed it
 LARGE = 2**31 - 1

@@ -6,7 +6,7 @@ import recipes
 import torch
 
 from vllm_hetero_spec.draft import methods
-from vllm_hetero_spec.draft.drawing import SampledMethod
+from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.options import METHODS, HeteroOptions

@@ -9,7 +9,7 @@ from harness import engine, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.text.context import IdentityContext
 

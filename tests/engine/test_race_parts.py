@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from vllm_hetero_spec.engine.seam.step_view import TreesView
-from vllm_hetero_spec.engine.verifier import races_v2, rejection_sampler
-from vllm_hetero_spec.engine.verifier.races_v2 import Races
-from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier import race_sampler_v2, rejection_sampler_v1
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
 from vllm_hetero_spec.staging import on_host
+from vllm_hetero_spec.trees.walk import ROOT
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.drafts import DraftBatch
-from vllm_hetero_spec.verify.trees import ROOT
 
 WIDTH, PART = 40, 3
 HEAT = torch.tensor([0.8, 1.2, 0.0])
@@ -58,7 +58,7 @@ def won() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("module", "tokens"), [(rejection_sampler, walked), (races_v2, won)], ids=["V1", "V2"]
+    ("module", "tokens"), [(rejection_sampler_v1, walked), (race_sampler_v2, won)], ids=["V1", "V2"]
 )
 def test_rows_are_raced_in_parts(module: Any, tokens: Any, monkeypatch: Any) -> None:
     def raced(rows: torch.Tensor, *args: Any) -> torch.Tensor:

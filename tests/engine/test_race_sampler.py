@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import race_rule

@@ -14,7 +14,7 @@ from tape_graphs import TapeGraphs
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats, staging
-from vllm_hetero_spec.engine.drafter import first_tokens, reading
+from vllm_hetero_spec.engine.drafter import reading, token_healing
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.drafts import FirstToken
@@ -119,7 +119,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
 
     monkeypatch.setattr(proposer.drafting.bridge, "first_choice", another)
     monkeypatch.setattr(drafter, "waits", True)
-    monkeypatch.setattr(first_tokens, "_OFTEN", 2.0)
+    monkeypatch.setattr(token_healing, "_OFTEN", 2.0)
     drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=4, repetition_penalty=1.3)
     llm.generate(texts, drawn, use_tqdm=False)
     accepted = metrics_of(llm)["num_accepted_tokens"]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_hetero_spec.engine.seam.side_sequences import SideSequences
-from vllm_hetero_spec.verify.tree_rows import lay_out
-from vllm_hetero_spec.verify.trees import ROOT
+from vllm_hetero_spec.engine.trees.branches import SideSequences
+from vllm_hetero_spec.trees.layout import lay_out
+from vllm_hetero_spec.trees.walk import ROOT
 
 # Two tokens behind the text, and one behind the first of them: the root is fed again for the side.
 TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], sides=1, rows=4)

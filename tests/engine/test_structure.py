@@ -35,33 +35,33 @@ BATCH = {
 # Who may move tensors between host and device, or look at one; all others ask `staging`.
 MOVERS = {
     "draft/methods.py": "arrays of the host: tables of the pair",
-    "draft/pair_merges.py": "tables of the pair, once at start",
-    "draft/race_tree.py": "arrays of the host: what arrived first",
-    "draft/slrs.py": "on the host by design: what was drawn decides what is fed",
-    "draft/slrs_tree.py": "part of slrs",
+    "slrs/pair_merges.py": "tables of the pair, once at start",
+    "trees/race_tree.py": "arrays of the host: what arrived first",
+    "slrs/slrs.py": "on the host by design: what was drawn decides what is fed",
+    "slrs/tree.py": "part of slrs",
     "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",
-    "engine/drafter/first_tokens.py": "candidates that have been fetched",
+    "engine/drafter/token_healing.py": "candidates that have been fetched",
     "engine/drafter/method.py": "tables of the pair, once at start",
-    "engine/drafter/picked.py": "confidences between steps, on a CPU alone",
-    "engine/drafter/request_state.py": "arrays of the host: a prompt's token ids",
+    "engine/drafter/token_picking.py": "confidences between steps, on a CPU alone",
+    "engine/drafter/requests.py": "arrays of the host: a prompt's token ids",
     "engine/drafter/round_plan.py": "arrays of the host: what will be fed",
-    "engine/drafter/span_drafting.py": "runs slrs",
+    "engine/drafter/slrs_spans.py": "runs slrs",
     "engine/drafter/static_tensors.py": "static buffers, once at start",
     "engine/drafter/steps.py": "arrays of the host: lengths",
     "engine/drafter/token_choice.py": "arrays of the host: which forks are of raced requests",
-    "engine/drafter/tree_drafts.py": "arrays of the host: rows that are known",
-    "engine/source/drafted_lines.py": "arrays of the host: what the drafter thought of its tokens",
-    "engine/source/table.py": "arrays of the host: drafts in shared memory",
+    "engine/trees/drafts.py": "arrays of the host: rows that are known",
+    "engine/ahead/server_requests.py": "arrays of the host: what the drafter thought of its tokens",
+    "engine/ahead/table.py": "arrays of the host: drafts in shared memory",
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
     "engine/seam/sampled_step.py": "arrays of the host: what requests sampled",
-    "engine/seam/tree_rows_v1.py": "arrays of the host: tokens of a step",
+    "engine/trees/attention_v1.py": "arrays of the host: tokens of a step",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
-    "engine/tree_control.py": "arrays of the host: what trees are worth",
+    "engine/trees/control.py": "arrays of the host: what trees are worth",
     "engine/verifier/rejection_sampler_v2.py": "arrays of the host: where requests' rows begin",
-    "engine/verifier/row_penalties.py": "tokens and penalties of rows, on a CPU alone",
-    "engine/verifier/top_k_top_p.py": "rows that vLLM has to sort, on a CPU alone",
+    "engine/verifier/row_penalties_v1.py": "tokens and penalties of rows, on a CPU alone",
+    "engine/verifier/top_k_top_p_v1.py": "rows that vLLM has to sort, on a CPU alone",
 }
 
 _BIRTH = ("__init__", "__post_init__")
@@ -87,8 +87,8 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
     # The others are parts of runner_v2, put drafts into the batch, and show attention another batch
     # than the scheduler's.
     files = ("runner_v1", "runner_v2", "sampled_step", "lora_rows_v2", "draft_inputs_v2")
-    files += ("tree_rows_v1", "tree_rows_v2")
-    assert readers == {f"engine/seam/{file}.py" for file in files}
+    attention = {f"engine/trees/{file}.py" for file in ("attention_v1", "attention_v2")}
+    assert readers == {f"engine/seam/{file}.py" for file in files} | attention
 
 
 @pytest.mark.parametrize("name", [named(file) for file in FILES if "engine" in file.parts])

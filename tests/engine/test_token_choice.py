@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-from vllm_hetero_spec.engine.drafter.picked import Picked
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules
+from vllm_hetero_spec.engine.drafter.token_picking import Picked
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.step_view import TreeRoom
-from vllm_hetero_spec.engine.seam.tree_check import BACKENDS, GRAPHS_V1, GRAPHS_V2
+from vllm_hetero_spec.engine.trees import support
+from vllm_hetero_spec.engine.trees.support import BACKENDS, GRAPHS_V1, GRAPHS_V2
 
 ROOM = TreeRoom(nodes=8, rows=16, sides=4)
 
@@ -24,7 +24,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def ranks(*others: bool) -> None:
         given = SimpleNamespace(world_size=1 + len(others), cpu_group="of ranks")
-        monkeypatch.setattr(tree_check, "get_tp_group", lambda: given)
+        monkeypatch.setattr(support, "get_tp_group", lambda: given)
 
         def all_reduce(said: torch.Tensor, op: Any, group: str) -> None:
             assert (op, group) == (torch.distributed.ReduceOp.MIN, "of ranks")
@@ -58,7 +58,7 @@ def agreed(
         vllm_config=SimpleNamespace(compilation_config=compilation),
     )
     sides: Any = SimpleNamespace(room=lambda requests, rows: room)
-    return tree_check.agree(runner, sides, graphs)
+    return support.agree(runner, sides, graphs)
 
 
 def test_backends_are_those_of_vllm() -> None:

@@ -14,14 +14,14 @@ from toy_drafter import VOCAB
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.engine.drafter import tree_drafts
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
+from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
-from vllm_hetero_spec.lookahead.tree_choice import Trees
-from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
+from vllm_hetero_spec.trees.policy import Trees
+from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 
 @pytest.mark.parametrize("raced", [False, True])
@@ -110,7 +110,7 @@ def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> N
 
 def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     """A target that always goes on with the second child: its value rises above the first's."""
-    monkeypatch.setattr(tree_drafts, "_LEAVES", 24)
+    monkeypatch.setattr(drafts_module, "_LEAVES", 24)
     values = TreeValues.unknown()
     control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
     world, texts = World(), {name: list(text) for name, text in TEXTS.items()}

@@ -12,18 +12,19 @@ from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.draft.tree_growth import ValuedTree
-from vllm_hetero_spec.engine.drafter import decode_loop, first_tokens, tree_drafts
+from vllm_hetero_spec.engine.drafter import decode_loop, token_healing
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.text.drafts import FirstToken
+from vllm_hetero_spec.trees.growth import ValuedTree
 from vllm_hetero_spec.verify.race import first_arrivals
 
 
 @pytest.fixture(autouse=True)
 def _translates_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_drafts, "_LEAVES", 999)  # else what is unlikely is not told apart
+    monkeypatch.setattr(drafts_module, "_LEAVES", 999)  # else what is unlikely is not told apart
 
 
 def tree_of(draft: Draft) -> ValuedTree:
@@ -88,9 +89,9 @@ def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
         return [token, 3, 9][: 1 + token % 3]
 
     world, found = World(raced=True, graphs=graphs, spell=spell), []
-    raced = tree_drafts.TreeDrafts.raced
+    raced = drafts_module.TreeDrafts.raced
     monkeypatch.setattr(
-        tree_drafts.TreeDrafts, "raced", lambda *of: found.append(of[1:3]) or raced(*of)
+        drafts_module.TreeDrafts, "raced", lambda *of: found.append(of[1:3]) or raced(*of)
     )
     world.draft(TEXTS, planned(step_of(TEXTS, raced=True)), paths=4)
     differ = 0
@@ -209,7 +210,7 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
     world = World(graphs=graphs)
     world.drafter.waits = waits
     monkeypatch.setattr(decode_loop, "_FEW", few)
-    monkeypatch.setattr(first_tokens, "_OFTEN", 2.0)
+    monkeypatch.setattr(token_healing, "_OFTEN", 2.0)
     monkeypatch.setattr(world.bridge, "identity", False)
     monkeypatch.setattr(
         world.bridge, "first_choice", lambda context, ids, last: FirstToken(ids[choice])

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_hetero_spec.engine.seam import tree_scratch
-from vllm_hetero_spec.engine.seam.tree_scratch import (
+from vllm_hetero_spec.engine.trees import scratch
+from vllm_hetero_spec.engine.trees.scratch import (
     nodes_of,
     scratch_of,
     settle,
@@ -95,7 +95,7 @@ def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
 
 def test_the_scheduler_does_not_know_them() -> None:
     told: list[Any] = []
-    wrapped = tree_scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
+    wrapped = scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
     cache = cache_of(400)
     wrapped(object(), vllm_config=config_of(), kv_cache_config=cache, block_size=16)
     wrapped(object(), vllm_config=config_of(nodes=0), kv_cache_config=cache, block_size=16)
@@ -153,7 +153,7 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: dict[str, list[str]] = {"vllm.logits_processors": []}
-    monkeypatch.setattr(tree_scratch, "entry_points", lambda group: found[group])
+    monkeypatch.setattr(scratch, "entry_points", lambda group: found[group])
     assert nodes_of(config_of()) == 8
     found["vllm.logits_processors"].append("some")
     assert nodes_of(config_of()) == 0

@@ -20,12 +20,12 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hetero_spec.draft.draft import DraftProbs
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier import race_sampler, rejection_sampler
-from vllm_hetero_spec.engine.verifier.asked_logprobs import flat
+from vllm_hetero_spec.engine.verifier import race_sampler_v1, rejection_sampler_v1
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.fuzzy_report import FuzzyRule
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
 from vllm_hetero_spec.staging import Fetched, Receiver, Sender, on_host
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
@@ -211,7 +211,7 @@ def test_a_verification_needs_no_number_of_the_device(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors raise where one is read. vLLM's top-k reads on a CPU alone."""
-    for module in (race_sampler, rejection_sampler):
+    for module in (race_sampler_v1, rejection_sampler_v1):
         monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
 
     def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
@@ -278,7 +278,7 @@ def test_target_probs_take_no_second_table(kept: bool) -> None:
     temperature = torch.tensor(TEMPERATURE).masked_fill(torch.tensor(TEMPERATURE) == 0, 1.0)
     expected = (logits / temperature[of, None]).softmax(-1)
     with Tables(logits) as tables:
-        found = rejection_sampler._target_probs(logits, of, sampling, kept)
+        found = rejection_sampler_v1._target_probs(logits, of, sampling, kept)
     assert torch.equal(found, expected)
     assert tables.made == kept
 

@@ -35,8 +35,8 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier import rejection_sampler_v2
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.engine.verifier.races_v2 import Races
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
 from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.staging import on_host

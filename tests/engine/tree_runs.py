@@ -14,9 +14,10 @@ from scenarios import TIGHT, TIGHT_LIMITS, Outputs, generate, greedy
 from v2_runs import SOME
 from vllm import LLM, SamplingParams
 
-from vllm_hetero_spec.engine.seam import side_sequences, tree_check, tree_scratch
-from vllm_hetero_spec.engine.seam.side_sequences import SideSequences
-from vllm_hetero_spec.verify.tree_rows import SidePlan
+from vllm_hetero_spec.engine.trees import branches as branches_module
+from vllm_hetero_spec.engine.trees import scratch, support
+from vllm_hetero_spec.engine.trees.branches import SideSequences
+from vllm_hetero_spec.trees.layout import SidePlan
 
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
@@ -89,7 +90,7 @@ def compared(request: pytest.FixtureRequest, demo_pair: Any, few: list[str]) -> 
                 alone[name] = ALL[name](llm, few)
     spec = slem(demo_pair / "drafter", tree_nodes=8, verification=VERIFICATION[request.param])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_scratch, "_SHARE", 2)  # so that small caches have scratch
+        patch.setattr(scratch, "_SHARE", 2)  # so that small caches have scratch
         with engine(demo_pair / "target", spec, **limits) as llm:
             yield Compared(llm, KnownTrees(llm), known, alone)
 
@@ -168,8 +169,8 @@ def no_tails(patch: pytest.MonkeyPatch) -> None:
         made = original(*args)
         return replace(made, tails=made.tails[:0])
 
-    original = side_sequences.plan_sides
-    patch.setattr(side_sequences, "plan_sides", plan)
+    original = branches_module.plan_sides
+    patch.setattr(branches_module, "plan_sides", plan)
 
 
 def chain_positions(patch: pytest.MonkeyPatch) -> None:
@@ -179,8 +180,8 @@ def chain_positions(patch: pytest.MonkeyPatch) -> None:
         of = np.searchsorted(ends, made.rows, "right")
         return replace(made, depths=made.rows - (ends - scheduled)[of])
 
-    original = side_sequences.plan_sides
-    patch.setattr(side_sequences, "plan_sides", plan)
+    original = branches_module.plan_sides
+    patch.setattr(branches_module, "plan_sides", plan)
 
 
 def no_copies_home(patch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def no_copies_home(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_clones(patch: pytest.MonkeyPatch) -> None:
-    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequencesV2
+    from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
 
     def expand(self: SideSequences, batch: Any, *args: Any) -> Any:
         own = batch.query_start_loc, batch.seq_lens
@@ -207,8 +208,8 @@ def anothers_tree(patch: pytest.MonkeyPatch) -> None:
         return original(given, *args)
 
     last: list[Any] = []
-    original = side_sequences._fitted
-    patch.setattr(side_sequences, "_fitted", fitted)
+    original = branches_module._fitted
+    patch.setattr(branches_module, "_fitted", fitted)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -255,7 +256,7 @@ def test_an_untested_backend_gets_chains(
     """As many requests are served as ever."""
     spec = slem(demo_pair / "drafter", tree_nodes=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_check, "BACKENDS", ("ANOTHER",))
+        patch.setattr(support, "BACKENDS", ("ANOTHER",))
         with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
             assert "Drafts are chains, not trees: they are not tested on" in caplog.text
             generate(llm, few[:4], greedy())

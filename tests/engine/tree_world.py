@@ -11,13 +11,13 @@ from tape_graphs import TapeGraphs
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.drawing import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -27,8 +27,8 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 LOOKAHEAD, KNOWN = 4, 5
 ROOM = TreeRoom(nodes=8, rows=40, sides=6)

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from vllm_hetero_spec.lookahead.acceptance_stats import Observation
-from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
+from vllm_hetero_spec.trees.branch_statistics import BesideChain
 
 GREEDY, RANDOM = [False], [True]
 

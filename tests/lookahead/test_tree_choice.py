@@ -12,7 +12,7 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
+from vllm_hetero_spec.trees.policy import TreeChoice
 
 GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # depths, values and rows fed again beside a chain
 BAD = ([1], [0.02], [1])

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from vllm_hetero_spec.lookahead.tree_prices import PricedTree, rows_of, trim, worth_their_rows
+from vllm_hetero_spec.trees.pricing import PricedTree, rows_of, trim, worth_their_rows
 
 
 def random_tree(

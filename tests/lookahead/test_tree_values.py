@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from vllm_hetero_spec.lookahead.tree_values import (
+from vllm_hetero_spec.trees.values import (
     GREEDY_PRIOR,
     RACE_PRIOR,
     ChildChances,

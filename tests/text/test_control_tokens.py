@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from toys import toy
 
+from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.text.bridge import Bridge, TextBridge, make_bridge
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.merges import Merges
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import build_maps

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy
 
-from vllm_hetero_spec.text.merges import Merges
+from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import build_maps

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
+from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 from vllm_hetero_spec.verify.noise import choose
 from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 CPU = torch.device("cpu")
 LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough for a draw to look at blocks

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hetero_spec.verify.tree_rows import (
+from vllm_hetero_spec.trees.layout import (
     SidePlan,
     TreeRows,
     lay_out,
     plan_sides,
     scratch_blocks,
 )
-from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk
+from vllm_hetero_spec.trees.walk import NO_NODE, ROOT, TreeBatch, greedy_walk
 
 VOCABULARY, LAYERS, GOAL = 3, 2, 25
 OWN = 64  # blocks of each request; those behind the requests' are scratch

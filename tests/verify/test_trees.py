@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from reference import Proposal, Row
 from toy_worlds import World, total_variation, worlds
 
+from vllm_hetero_spec.trees.walk import NO_NODE, ROOT, TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import greedy_rule, race_rule
-from vllm_hetero_spec.verify.trees import NO_NODE, ROOT, TreeBatch, greedy_walk
 
 EXACT = 1e-10
 WRONG = 0.05  # total variation that a known-wrong rule must exceed

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hetero_spec.draft.tree_growth import Explored
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.trees.growth import Explored
+from vllm_hetero_spec.trees.layout import TreeRows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Draft(NamedTuple):
         parents: Index of each token's parent, -1 for one that continues the text itself.
         confidences: Of each token, where they were asked for: known before it was drawn.
         draft_probs: What the tokens were drawn from; None where all are certain.
-        rows: How its target is fed a tree (`verify.tree_rows.lay_out`), which is not cut any more
+        rows: How its target is fed a tree (`trees.layout.lay_out`), which is not cut any more
             from then on; None for a chain.
         explored: All that was found, of a chain that may still become a tree.
     """

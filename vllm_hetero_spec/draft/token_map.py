@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_hetero_spec.largest import largest
+from vllm_hetero_spec.fast_argmax import fast_argmax
 
 # How many of a row's likeliest tokens top_k and top_p choose among: to order a whole vocabulary can
 # take longer than the forward that the row comes from.
@@ -86,7 +86,7 @@ class TokenMap:
             # A null proposal becomes the likeliest real one: samplers of whole rows know no null,
             # and with any token fixed before the draw the row is still what is drawn from.
             nothing = table[:, -1:].clone()
-            table.scatter_add_(1, largest(table[:, :-1])[:, None], nothing)
+            table.scatter_add_(1, fast_argmax(table[:, :-1])[:, None], nothing)
 
 
 def probabilities(

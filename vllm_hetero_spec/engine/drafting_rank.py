@@ -16,8 +16,13 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
-from vllm_hetero_spec.engine.ahead_control import AheadControl
-from vllm_hetero_spec.engine.drafter.request_state import Requests
+from vllm_hetero_spec.engine.ahead.client import ProcessSource
+from vllm_hetero_spec.engine.ahead.control import AheadControl
+from vllm_hetero_spec.engine.ahead.deployment import Deployment
+from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
+from vllm_hetero_spec.engine.draft_source import DraftSource
+from vllm_hetero_spec.engine.drafter.inline_source import InlineSource
+from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -25,17 +30,12 @@ from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
-from vllm_hetero_spec.engine.source.deployment import Deployment
-from vllm_hetero_spec.engine.source.drawn_ahead import DrawnAhead
-from vllm_hetero_spec.engine.source.inline import InlineSource
-from vllm_hetero_spec.engine.source.process import ProcessSource
-from vllm_hetero_spec.engine.source.protocol import DraftSource
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.tree_values import RankValues
 from vllm_hetero_spec.options import Confidence, HeteroOptions
+from vllm_hetero_spec.trees.values import RankValues
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -20,14 +20,14 @@ from functools import partial
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.race_tree import Chances
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.seam.step_view import StepView
-from vllm_hetero_spec.engine.tree_control import TreeControl
+from vllm_hetero_spec.engine.trees.control import TreeControl
 from vllm_hetero_spec.engine.verifying import Verifying
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
-from vllm_hetero_spec.lookahead.tree_choice import Trees
-from vllm_hetero_spec.lookahead.tree_values import RankValues, TreeValues
+from vllm_hetero_spec.trees.policy import Trees
+from vllm_hetero_spec.trees.race_tree import Chances
+from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 logger = logging.getLogger("vllm.hetero_spec")
 

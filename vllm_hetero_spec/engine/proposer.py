@@ -27,7 +27,7 @@ from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_h
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.trees.layout import TreeRows
 
 logger = logging.getLogger("vllm.hetero_spec")
 

@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
-from vllm_hetero_spec.lookahead.tree_choice import Trees
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
+from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.policy import Trees
 
 
 class LookaheadPlan(NamedTuple):

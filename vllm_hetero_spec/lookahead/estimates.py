@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.tree_values import TreeValues
+from vllm_hetero_spec.trees.values import TreeValues
 
 VERSION = 2  # of what `to_dict` gives
 _WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs

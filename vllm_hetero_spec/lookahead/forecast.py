@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.trees.branch_statistics import BesideChain
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
-from vllm_hetero_spec.lookahead.beside_chain import BesideChain
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan, lookahead_of
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, filled_up, forecast
 from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
-from vllm_hetero_spec.lookahead.tree_choice import TreeChoice
 from vllm_hetero_spec.lookahead.warm_up import WarmUp
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
+from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.policy import TreeChoice
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
 _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps

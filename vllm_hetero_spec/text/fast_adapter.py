@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from vllm_hetero_spec.text.fast_model import FastModel, byte_table
-from vllm_hetero_spec.text.normalisation import lossy_reason
+from vllm_hetero_spec.text.normalization import lossy_reason
 from vllm_hetero_spec.text.raw_copy import Pipeline, raw_copy
 from vllm_hetero_spec.text.token_bytes import (
     PieceRule,

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from vllm_hetero_spec.text.fast_model import FastModel
-from vllm_hetero_spec.text.normalisation import (
+from vllm_hetero_spec.text.normalization import (
     drops_spaces,
     loses_separators,
     stretch_normalizer,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_hetero_spec.largest import largest
+from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.verify.noise import RACE, keys_of, random_bits, slices
 
 # Largest float32 below 1: nothing arrives later than what it stands for, about 16.6.
@@ -35,7 +35,7 @@ def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch
     """
     winners = torch.empty_like(seeds)
     for part, speeds in _speeds(rows, seeds, places):
-        winners[part] = largest(speeds)
+        winners[part] = fast_argmax(speeds)
     return winners
 
 

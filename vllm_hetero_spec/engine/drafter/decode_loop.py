@@ -16,21 +16,21 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import SampledMethod
-from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.first_tokens import CANDIDATE_BYTES, Beginning, FirstTokens
+from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.reading import read_in_parts, read_texts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.replaced_tokens import replace_first
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
-from vllm_hetero_spec.engine.drafter.span_drafting import SpanDrafting
+from vllm_hetero_spec.engine.drafter.slrs_spans import SpanDrafting
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
+from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, Beginning, FirstTokens
+from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # requests; a larger round does not restart for a replaced first token, because its steps cost more

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from vllm_hetero_spec.draft.draft import Draft, confidences_of
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_length import DraftLength
-from vllm_hetero_spec.engine.drafter.forks import Forks
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
-from vllm_hetero_spec.engine.drafter.request_state import UNSTABLE_TAIL, RequestState
+from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
     Beside,
     Control,
@@ -26,8 +25,9 @@ from vllm_hetero_spec.engine.drafter.tasks import (
     DraftTiming,
     Fork,
 )
-from vllm_hetero_spec.engine.drafter.tree_drafts import Followed, TreeDrafts
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.trees.drafts import Followed, TreeDrafts
+from vllm_hetero_spec.engine.trees.forks import Forks
 from vllm_hetero_spec.text.bridge import Bridge
 
 # A request that found the pool full waits this many steps before it asks again.

@@ -11,14 +11,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import SampledMethod
-from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
 from vllm_hetero_spec.draft.methods import HETERO, METHODS, SLEM, Choice, order, span, spell_same
-from vllm_hetero_spec.draft.pair_merges import PairMerges
-from vllm_hetero_spec.draft.slrs import MergeSpan
+from vllm_hetero_spec.draft.sampling import SampledMethod
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import Pair
 from vllm_hetero_spec.options import HeteroOptions
+from vllm_hetero_spec.slrs.pair_merges import PairMerges
+from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import PairMeter, documents_of
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache

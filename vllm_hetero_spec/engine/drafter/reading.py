@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 from vllm_hetero_spec.engine.drafter.round_plan import Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow

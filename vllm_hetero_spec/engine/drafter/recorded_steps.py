@@ -14,7 +14,6 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
-from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
 from vllm_hetero_spec.engine.drafter.steps import (
@@ -25,6 +24,7 @@ from vllm_hetero_spec.engine.drafter.steps import (
     real_tokens,
 )
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+from vllm_hetero_spec.engine.drafter.token_picking import Picked
 from vllm_hetero_spec.staging import Send
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_hetero_spec.engine.drafter.first_tokens import Beginning
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps
+from vllm_hetero_spec.engine.drafter.token_healing import Beginning
 from vllm_hetero_spec.staging import Send
 
 

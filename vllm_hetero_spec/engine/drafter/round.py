@@ -4,13 +4,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_hetero_spec.draft.drawing import SampledMethod
-from vllm_hetero_spec.engine.drafter.drawn_drafts import Drawn
-from vllm_hetero_spec.engine.drafter.first_tokens import Beginning, Candidates
-from vllm_hetero_spec.engine.drafter.picked import PickedTokens
+from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
+from vllm_hetero_spec.engine.drafter.sampled_drafts import Drawn
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Fork
 from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks
+from vllm_hetero_spec.engine.drafter.token_healing import Beginning, Candidates
+from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
 from vllm_hetero_spec.staging import Fetched
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 
 # The slot of a token whose KV is not to be written.
 NOWHERE = -1

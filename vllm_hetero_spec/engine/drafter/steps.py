@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.drafter.picked import Picked
 from vllm_hetero_spec.engine.drafter.round_plan import Feed, RoundPlan
 from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+from vllm_hetero_spec.engine.drafter.token_picking import Picked
 from vllm_hetero_spec.staging import Send
 
 

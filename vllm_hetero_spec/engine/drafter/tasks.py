@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.drawing import Draw
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.race_tree import Chances
-from vllm_hetero_spec.engine.drafter.request_state import DraftSequence, RequestState
+from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.text.drafts import FirstToken
+from vllm_hetero_spec.trees.race_tree import Chances
 
 
 class DraftTask(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.drawing import DrawBatch, SampledMethod
 from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
-from vllm_hetero_spec.draft.slrs import MergeSpan
-from vllm_hetero_spec.engine.drafter.picked import Picked
+from vllm_hetero_spec.draft.sampling import DrawBatch, SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.seam import tree_scratch
+from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _check_room(config: "VllmConfig") -> None:
     rows = 1 + spec.num_speculative_tokens
     own = spec.hetero.num_speculative_tokens
     given = "num_speculative_tokens" if rows == 1 + own else "tree_nodes"  # a tree has more rows
-    room, key = tree_scratch.narrowest(config)
+    room, key = scratch.narrowest(config)
     if room < rows:
         raise ConfigError(
             f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
@@ -214,7 +214,7 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         spec, scheduler = self.speculative_config, self.scheduler_config
         if not hasattr(spec, "hetero"):
             return original(self, *args, **kwargs)
-        tree_scratch.settle(self)
+        scratch.settle(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
         # An engine core settles its configuration anew, and finds there what was settled before.
         reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")

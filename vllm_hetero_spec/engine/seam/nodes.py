@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import in_the_same_node_as
 
-from vllm_hetero_spec.draft.likeliest_rows import LIKELIEST
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_hetero_spec.staging import Mark
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.trees.layout import TreeRows
 
 
 class Runner(Protocol):

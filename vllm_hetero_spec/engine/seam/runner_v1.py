@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.metrics.transport import leave_out
-from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
-from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.engine.trees import support
+from vllm_hetero_spec.engine.trees.scratch import nodes_of
+from vllm_hetero_spec.trees.layout import TreeRows
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam.tree_rows_v1 import SideSequencesV1
+    from vllm_hetero_spec.engine.trees.attention_v1 import SideSequencesV1
 
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -51,9 +51,9 @@ class RunnerV1:
         self._longest = int(hetero.num_speculative_tokens)
         self.sides: SideSequencesV1 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.seam import tree_rows_v1
+            from vllm_hetero_spec.engine.trees import attention_v1
 
-            self.sides = tree_rows_v1.SideSequencesV1(runner)
+            self.sides = attention_v1.SideSequencesV1(runner)
             # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
             for planner in (runner, runner.cudagraph_dispatcher):
                 planner.uniform_decode_query_len = 1 + self._longest
@@ -169,7 +169,7 @@ class RunnerV1:
     def check_trees(self) -> None:
         """See Runner."""
         if self.sides is not None:
-            supported = tree_check.agree(self._runner, self.sides, tree_check.GRAPHS_V1)
+            supported = support.agree(self._runner, self.sides, support.GRAPHS_V1)
             self.sides = self.sides if supported else None
 
     def tell(self, output: object, lookahead: int) -> None:

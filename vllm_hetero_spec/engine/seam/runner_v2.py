@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.metrics.transport import leave_out
-from vllm_hetero_spec.engine.seam import tree_check
 from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
@@ -22,9 +21,10 @@ from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, StepClock
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
 from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
-from vllm_hetero_spec.engine.seam.tree_scratch import nodes_of
+from vllm_hetero_spec.engine.trees import support
+from vllm_hetero_spec.engine.trees.scratch import nodes_of
 from vllm_hetero_spec.staging import Receiver
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.trees.layout import TreeRows
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_hetero_spec.engine.seam.tree_rows_v2 import SideSequencesV2
+    from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
@@ -69,9 +69,9 @@ class RunnerV2:
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
         self._sides: SideSequencesV2 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.seam import tree_state_v2
+            from vllm_hetero_spec.engine.trees import state_v2
 
-            self._sides = tree_state_v2.sides_of(runner)
+            self._sides = state_v2.sides_of(runner)
         self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
@@ -331,7 +331,7 @@ class RunnerV2:
     def check_trees(self) -> None:
         """See Runner."""
         if self._sides is not None:
-            supported = tree_check.agree(self._runner, self._sides, tree_check.GRAPHS_V2)
+            supported = support.agree(self._runner, self._sides, support.GRAPHS_V2)
             self._sides = self._sides if supported else None
 
     @torch.inference_mode()

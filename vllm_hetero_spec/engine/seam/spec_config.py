@@ -93,8 +93,8 @@ def install_hooks() -> None:
         cache_salt,
         params_check,
         runner_choice,
-        tree_scratch,
     )
+    from vllm_hetero_spec.engine.trees import scratch
 
-    for part in (cache_salt, params_check, runner_choice, async_scheduling, tree_scratch):
+    for part in (cache_salt, params_check, runner_choice, async_scheduling, scratch):
         part.install()

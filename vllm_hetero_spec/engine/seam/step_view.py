@@ -16,7 +16,7 @@ import torch
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
-from vllm_hetero_spec.verify.tree_rows import TreeRows
+from vllm_hetero_spec.trees.layout import TreeRows
 
 
 class RequestView(NamedTuple):

@@ -129,7 +129,7 @@ def install_worker_hooks(*, v2: bool) -> None:
 def _hook_v1() -> type:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam import tree_rows_v1
+    from vllm_hetero_spec.engine.trees import attention_v1
 
     for runner in _family(GPUModelRunner):
         if "load_model" in vars(runner):
@@ -137,11 +137,11 @@ def _hook_v1() -> type:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
-    def sides_of(runner: object) -> tree_rows_v1.SideSequencesV1 | None:
+    def sides_of(runner: object) -> attention_v1.SideSequencesV1 | None:
         drafter = _ours(runner)
         return None if drafter is None else getattr(drafter.seam, "sides", None)
 
-    tree_rows_v1.install(sides_of)
+    attention_v1.install(sides_of)
     return GPUModelRunner
 
 
@@ -149,12 +149,13 @@ def _hook_v2() -> type:
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam import async_scheduling, tree_state_v2
+    from vllm_hetero_spec.engine.seam import async_scheduling
+    from vllm_hetero_spec.engine.trees import state_v2
 
     patching.replace(GPUModelRunner, "load_model", "load drafter", _load_v2)
     patching.replace(GPUModelRunner, "execute_model", "step", _execute_v2)
     patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
-    tree_state_v2.install()
+    state_v2.install()
     async_scheduling.capture_all_tiers(cudagraph_utils)
     return GPUModelRunner
 

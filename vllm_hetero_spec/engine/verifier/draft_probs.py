@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import DraftProbs
-from vllm_hetero_spec.draft.likeliest_rows import pack, unpack
+from vllm_hetero_spec.draft.sparse_rows import pack, unpack
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 

@@ -15,10 +15,10 @@ from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
-from vllm_hetero_spec.engine.verifier.fuzzy_accounts import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler import RacingSampler
-from vllm_hetero_spec.engine.verifier.races_v2 import Races
-from vllm_hetero_spec.engine.verifier.rejection_sampler import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.fuzzy_report import FuzzyRule
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
 from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.options import Fuzzy, HeteroOptions
 from vllm_hetero_spec.staging import Receiver, Sender

@@ -27,15 +27,15 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier.asked_logprobs import flat
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.races_v2 import Races
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
+from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
 from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
-from vllm_hetero_spec.largest import largest
+from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
+from vllm_hetero_spec.trees.walk import TreeBatch
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
-from vllm_hetero_spec.verify.trees import TreeBatch
 
 
 class HeteroRejectionSamplerV2(RejectionSampler):
@@ -127,7 +127,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
         ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
         # Before the rule puts probabilities over the logits.
-        best = None if random else largest(processed)
+        best = None if random else fast_argmax(processed)
         if greedy and best is not None:
             bonus = best[ends]
         else:
@@ -150,7 +150,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             drafts,
             bonus,
             cold,
-            lambda: largest(processed)[rows] if best is None else best[rows],
+            lambda: fast_argmax(processed)[rows] if best is None else best[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )
         sampled, accepted = self._padded(verdict.tokens), verdict.accepted

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.rules import greedy_rule
-from vllm_hetero_spec.verify.trees import TreeBatch, greedy_walk
 
 # See `verify.rules.token_rule`.
 Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor], Verdict]

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled drafts: draws from a drafter's rows, and the distribution of what each proposes.
+
+It is computed from the very row that is drawn from.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
+from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.slrs.pair_merges import PairMerges
+from vllm_hetero_spec.slrs.slrs import MergeSpan
+from vllm_hetero_spec.staging import Send
+from vllm_hetero_spec.trees.race_tree import Arrivals
+from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
+from vllm_hetero_spec.verify.race import race
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one request's drafts are drawn.
+
+    Attributes:
+        temperature: Above 0, as the target's.
+        top_k: 0 for all.
+        top_p: 1 for all.
+        seed: From which the request's random choices follow.
+        place: Index in the request's output of the first token to be proposed.
+        races: The target's tokens will be the winners of races.
+        first: Number of the first draw among all that belong to this place.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    place: int = 0
+    races: bool = False
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class SampledMethod:
+    """A method of sampled drafting.
+
+    Attributes:
+        tokens: What a drafter token proposes first.
+        lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
+        spell: All target tokens that a drafter token proposes.
+        merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
+        merge_span: Of SLRS-n.
+        likeliest: How many drafter tokens, the likeliest, are drawn from; None for all.
+    """
+
+    tokens: TokenMap
+    lengths: torch.Tensor
+    spell: Callable[[int], Sequence[int]]
+    merging: PairMerges | None = None
+    merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
+    likeliest: int | None = None
+
+
+class DrawBatch:
+    """The sampled requests of one round of drafting.
+
+    Args:
+        rows: Places of the n sampled requests in their batch.
+        draws: Of each.
+        steps: Tokens each is to draft; not increasing.
+        method: What the drafter's tokens propose.
+        send: Brings arrays to the device.
+        beside: Arrivals that are kept of each race.
+
+    Attributes:
+        index: int64 [n], `rows` on the device.
+        arrivals: Of the last races; None where nothing is raced for, or nothing kept.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        draws: Sequence[Draw],
+        steps: Sequence[int],
+        method: SampledMethod,
+        send: Send,
+        beside: int = 0,
+    ) -> None:
+        tokens = method.tokens
+        self.arrivals: Arrivals | None = None
+        self._beside = beside if draws[0].races else 0
+        self._tokens, self._lengths, self._likeliest = tokens, method.lengths, method.likeliest
+        seeds, places, first = np.array(
+            [(draw.seed, draw.place, draw.first) for draw in draws], np.int64
+        ).T
+        numbers = first[:, None] + np.arange(max(steps))
+        self.index, self._temperature, top_k, top_p, self._seeds, places, self._shares = send(
+            np.array(rows, np.int64),
+            np.array([draw.temperature for draw in draws], np.float32),
+            np.array([draw.top_k for draw in draws], np.int64),
+            np.array([draw.top_p for draw in draws], np.float32),
+            seeds,
+            places,
+            uniform(keys_of(seeds, DRAFT), places, numbers).T,
+        )
+        self._top_k = top_k if any(draw.top_k for draw in draws) else None
+        self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
+        # All requests race or none does.
+        self._raced = places.clone() if draws[0].races else None
+        self._table = tokens.table(sum(steps))
+        self._used = self._steps = 0
+
+    @property
+    def draft_probs(self) -> torch.Tensor:
+        """float32 [R, V_T], what was drawn from, one row per draw, in the order of drawing."""
+        return self._table[: self._used, :-1]
+
+    @property
+    def stand_ins(self) -> torch.Tensor | None:
+        """int64 [R], what stands in for a draw that proposes nothing; None where none can be."""
+        return None if self._tokens.renormalise else fast_argmax(self.draft_probs)
+
+    def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
+        """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
+        rows = torch.empty_like(logits, dtype=torch.float32)
+        for part in slices(len(logits), logits.shape[1], logits.device):
+            rows[part] = self._rows(logits[part], index[part])
+        return rows
+
+    def _rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
+        logits = self._tokens.restrict(logits)
+        if self._likeliest is not None:
+            logits = _only(self._likeliest, logits)
+        return probabilities(
+            logits,
+            self._temperature[index],
+            None if self._top_k is None else self._top_k[index],
+            None if self._top_p is None else self._top_p[index],
+        ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw one token for each of the first m requests and keep what it was drawn from.
+
+        Args:
+            logits: float [m, V_D], changed in place.
+
+        Returns:
+            int64 [m] drafter ids.
+        """
+        count = len(logits)
+        table = self._table[self._used : self._used + count]
+        self._used += count
+        seeds, shares = self._seeds[:count], self._shares[self._steps, :count]
+        self._steps += 1
+        drawn, arrivals = [], []
+        for part in slices(len(logits), logits.shape[1], logits.device):
+            q = self._rows(logits[part], part)
+            self._tokens.add_draft_probs(q, table[part])
+            if self._raced is not None:
+                raced = table[part, :-1], seeds[part], self._raced[part]
+                if self._beside:
+                    arrivals.append(Arrivals.of(q, self._tokens, *raced, self._beside))
+                    winners = arrivals[-1].tokens[:, 0]
+                else:
+                    winners = race(*raced)
+                q = q[:, : len(self._tokens.first)] * (self._tokens.first == winners[:, None])
+            drawn.append(choose(q, shares[part]))
+        chosen = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        if arrivals:
+            self.arrivals = Arrivals(*map(torch.cat, zip(*arrivals, strict=True)))
+            self.arrivals.fed[:, 0] = chosen
+        if self._raced is not None:
+            self._raced[:count] += self._lengths[chosen]
+        return chosen
+
+    def skip(self, first: int, chosen: torch.Tensor, times: int = 1) -> None:
+        """The requests from `first` on have a token each already, int32 [n - first] drafter ids.
+
+        `times` -1 takes them back.
+        """
+        assert self._raced is not None
+        self._raced[first:] += times * self._lengths[chosen.long()]
+
+
+def _only(count: int, logits: torch.Tensor) -> torch.Tensor:
+    """Logits [B, V_D] of the `count` likeliest tokens of each row, exactly so many."""
+    kept = logits.topk(min(count, logits.shape[1]))
+    return torch.full_like(logits, float("-inf")).scatter_(1, kept.indices, kept.values)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter process: `python -m ... SOCKET MEMORY [CORE...]`, a `Deployment` on standard input.
+
+It loads the drafter alone, as a worker of vLLM with one rank, and drafts until its engine closes
+the socket. It goes to its cores before torch is imported, which counts them then.
+"""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_hetero_spec.engine.ahead.answers import Ready
+    from vllm_hetero_spec.engine.ahead.deployment import Deployment
+    from vllm_hetero_spec.engine.ahead.server import DraftingServer
+    from vllm_hetero_spec.engine.ahead.table import DraftTable
+
+# Share of a device's memory that has to be free for the drafter's process to start.
+_LEAST_MEMORY = 0.01
+# Behind "VLLM::", as vLLM calls its own processes.
+_TITLE = "HeteroDrafter"
+
+
+def main() -> None:
+    """Load, say so, and draft."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends, and closes the socket
+    messages, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    cores = set(map(int, sys.argv[3:]))
+    if cores:
+        os.sched_setaffinity(0, cores)
+    from vllm_hetero_spec.engine.ahead.answers import Failed, encode
+    from vllm_hetero_spec.errors import ConfigError
+
+    with contextlib.suppress(ConnectionError):  # the engine's end, maybe while the drafter loads
+        try:
+            server, ready = load(sys.stdin.buffer.read(), memory)
+        except ConfigError as error:
+            messages.send(encode(Failed(str(error))))
+        else:
+            messages.send(encode(ready))
+            serve(server, messages)
+    os._exit(0)  # a group of ranks that ends may look for its folder for minutes
+
+
+def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
+    """Load the drafter into this process.
+
+    Args:
+        deployment: What it runs, pickled.
+        memory: File of the table into which it writes its drafts.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from vllm.plugins import load_general_plugins
+
+    from vllm_hetero_spec.engine.ahead.table import DraftTable
+    from vllm_hetero_spec.errors import ConfigError, one_line
+
+    given: Deployment | None = None
+    try:
+        load_general_plugins()  # as vLLM's workers do: models of other packages are among them
+        from vllm_hetero_spec.engine.drafter.loading import faults_named
+
+        given = pickle.loads(deployment)
+        # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
+        folders = tempfile.TemporaryDirectory()
+        with faults_named(given.drafter_config), folders as folder:
+            return _load(given, DraftTable(memory, *given.table_shape), folder)
+    except ConfigError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {one_line(error)}"
+        placed = given is not None and given.options.drafter_device is not None
+        device = ', or "drafter_device" if that is the reason' if placed else ""
+        raise ConfigError(
+            f"the drafter cannot be loaded in a process of its own ({why}); leave out "
+            f'"draft_ahead"{device}.'
+        ) from error
+
+
+def _load(
+    deployment: "Deployment", table: "DraftTable", folder: str
+) -> "tuple[DraftingServer, Ready]":
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_hetero_spec.engine.ahead.answers import Ready
+    from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
+    from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+    from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+    from vllm_hetero_spec.engine.drafter.method import first_token_sampling
+    from vllm_hetero_spec.engine.drafter.model import DrafterModel
+    from vllm_hetero_spec.engine.drafter.recording import Recording
+    from vllm_hetero_spec.engine.seam.drafter_config import (
+        drafter_vllm_config,
+        drafting_mode,
+        kv_budget,
+        stand_alone,
+    )
+
+    given, options, target = deployment, deployment.options, deployment.vllm_config
+    most_rows, scheduler = given.most_rows, target.scheduler_config
+    scheduler.max_num_seqs = most_rows  # attention, and graphs, are planned for so many lines
+    config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
+    stand_alone(config.parallel_config)
+    # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
+    config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
+    device = torch.device(given.device)
+    # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    current_platform.register_triton_kernel_overrides()  # as vLLM does before it builds a worker
+    with set_current_vllm_config(config):
+        worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)(
+            vllm_config=config,
+            local_rank=device.index or 0,
+            rank=0,
+            distributed_init_method=f"file://{folder}/rendezvous",
+            is_driver_worker=True,
+        )
+        worker.init_device()
+    length = given.drafter_config.max_model_len
+    model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
+    drafter = Drafter(
+        model,
+        given.banned,
+        given.vocab_size,
+        options.num_speculative_tokens,
+        most_rows,
+        None if given.tokens is None else first_token_sampling(given.tokens, worker.device),
+        ends=given.ends,
+        confidences=True,
+        beside=RIVALS,
+    )
+    recording = Recording(drafter, drafting_mode(options, target), measured=False)
+    recording.read_most(given.most_tokens, most_rows)
+    recording.record()
+    pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
+    server = DraftingServer(drafter, pool, table, given.ends, given.most_tokens, most_rows)
+    return server, Ready(model.num_blocks, model.block_size)
+
+
+def serve(server: "DraftingServer", messages: socket.socket) -> None:
+    """Draft until the engine is gone."""
+    from vllm.utils.system_utils import set_process_title
+
+    from vllm_hetero_spec.engine.ahead.answers import LONGEST
+    from vllm_hetero_spec.engine.ahead.messages import commit_of
+
+    set_process_title(_TITLE)
+
+    while True:
+        while select.select([messages], [], [], 0 if server.busy else None)[0]:
+            message = messages.recv(LONGEST)
+            if not message:
+                return
+            server.take(commit_of(message))
+        server.advance()
+
+
+if __name__ == "__main__":
+    main()

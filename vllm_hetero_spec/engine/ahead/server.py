@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter process at work: texts come and change, and it drafts on behind each of them.
+
+Behind a text there is a chain, the drafter's likeliest tokens, and beside it guesses: tokens with
+which the target may leave the chain where it verifies it, each with a continuation of its own, in a
+fork of the chain's KV. Where the target samples, tokens are drawn instead, each line's with numbers
+of its own; a guess is not, it follows from the rows. All lines advance by one token in each
+forward, which stands in the table at once. What a commit says of a text replaces what was said
+before; the KV is kept of whichever line agrees with it furthest.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.draft.sparse_rows import LIKELIEST, pack
+from vllm_hetero_spec.engine.ahead.guesses import choose_guesses
+from vllm_hetero_spec.engine.ahead.messages import Commit
+from vllm_hetero_spec.engine.ahead.server_requests import Line, Text
+from vllm_hetero_spec.engine.ahead.table import Counts, Drafted, DraftTable
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.staging import Receiver
+
+# Of each row of the drafter's, so many tokens may be guesses.
+RIVALS = 8
+
+_Ranked = tuple[Text, int, Line]
+
+
+class _Work(NamedTuple):
+    """One line in a forward."""
+
+    text: Text
+    rank: int
+    line: Line
+    row: DraftRow
+
+
+class DraftingServer:
+    """Drafts behind texts.
+
+    Args:
+        drafter: The decode loop.
+        pool: The drafter's KV blocks.
+        table: Where drafts are put.
+        ends: Ids after which nothing is drafted.
+        budget: Tokens of a forward.
+        most_rows: Lines of a forward.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        pool: KVPool,
+        table: DraftTable,
+        ends: Collection[int],
+        budget: int,
+        most_rows: int,
+    ) -> None:
+        self._drafter, self._pool, self._table = drafter, pool, table
+        self._ends, self._budget, self._most_rows = ends, budget, most_rows
+        self._texts: dict[int, Text] = {}
+        row_bytes = np.dtype(np.int32).itemsize * 2 * LIKELIEST
+        self._receiver = Receiver(drafter.model.device, row_bytes * most_rows)
+        self._tokens = self._read = self._caught_up = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return any(line.has_work for _, _, line in self._lines())
+
+    def take(self, commit: Commit) -> None:
+        """Take in what has changed; what is drafted behind a text begins anew from there."""
+        for slot in commit.closed:
+            self._close(slot)
+        for row in commit.rows:
+            if row.keep < 0:
+                self._close(row.slot)
+            text = self._texts.get(row.slot)
+            if text is None:
+                text = self._texts[row.slot] = Text(row.slot, row.salt)
+            text.renew(row, commit.serial, self._pool)
+            if text.chain.ids:  # drafted while the commit was on its way
+                if text.chain.ids[-1] in self._ends:
+                    text.chain.wanted = 0
+                self._put(text, 0, text.chain)
+            self._guess(text)
+        self._count()
+
+    def advance(self) -> None:
+        """One forward for all lines that need one, as far as tokens and blocks last."""
+        work = self._chosen()
+        if not work:
+            return
+        drafted = self._drafter.run([of.row for of in work])
+        for of in work:
+            pending, unread = len(of.row.pending), of.text.num_text - of.line.state.num_kv_valid
+            self._read += pending
+            self._caught_up += max(0, min(pending, unread))
+        rows = self._drawn_from(drafted)
+        for of, made, drawn_from in zip(work, drafted, rows, strict=True):
+            of.line.book(of.row, made, self._ends, drawn_from)
+            self._tokens += len(made.tokens)
+            of.row.sequence.table.sound = bool(of.row.steps)  # else nobody saw its logits
+            if not made.finite:
+                self._pool.suspect()
+            elif not of.rank:
+                state = of.line.state
+                stable = min(state.num_kv_valid, of.text.num_text) - UNSTABLE_TAIL
+                self._pool.publish(of.row.sequence.table, state.context.ids, stable)
+            if of.row.steps:
+                self._put(of.text, of.rank, of.line)
+        for of in work:
+            if not of.rank:
+                self._guess(of.text)
+        self._count()
+
+    def _count(self) -> None:
+        drafter, pool = self._drafter, self._pool
+        done = Counts(
+            forwards=drafter.forwards,
+            tokens=self._tokens,
+            blocks=pool.held,
+            read=self._read,
+            caught_up=self._caught_up,
+            replays=drafter.replays,
+            reused=pool.reused_tokens,
+            seconds=drafter.forward_seconds,
+        )
+        self._table.count(done)
+
+    def _lines(self) -> Iterator[_Ranked]:
+        """All lines, with their texts and ranks."""
+        for text in self._texts.values():
+            for rank, line in enumerate(text.lines):
+                yield text, rank, line
+
+    def _chosen(self) -> list[_Work]:
+        """Lines of the next forward: chains first, and what is soon read."""
+        work, tokens = list[_Work](), self._budget
+        waiting = [of for of in self._lines() if of[2].has_work]
+        for text, rank, line in sorted(
+            waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
+        ):
+            if not tokens or len(work) == self._most_rows:
+                break
+            row = self._row(text, rank, tokens)
+            if row is None:
+                line.state.close(self._pool)
+                continue
+            work.append(_Work(text, rank, line, row))
+            tokens -= len(row.pending)
+        return work
+
+    def _put(self, text: Text, rank: int, line: Line) -> None:
+        drafted = Drafted(text.serial, line.place, line.ids, line.peaks, line.rows)
+        self._table.write(text.slot, rank, drafted)
+
+    def _guess(self, text: Text) -> None:
+        """Begin lines beside the chain, once it is known what the drafter thinks of all of it."""
+        rivals = text.rivals()
+        if rivals is None:
+            return
+        text.guessed = True
+        # What was drawn is followed as often as if it were the likeliest.
+        drawn = text.draw is not None
+        follows = [max(of.shares) if drawn else of.share for of in rivals]
+        copies = []
+        most = min(text.guesses, self._table.sides)
+        for guess in choose_guesses(rivals, follows, most):
+            sequence = text.chain.state.sequence
+            at = text.num_text + guess.place
+            if sequence is None or at > len(sequence.kv_ids):
+                continue
+            fork = self._pool.fork(sequence.table, at)
+            if fork is None:
+                break
+            if fork.copy is not None:
+                copies.append(fork.copy)
+            line = text.begin_beside(guess, fork.table)
+            self._put(text, len(text.lines) - 1, line)
+        if copies:
+            self._drafter.model.copy_blocks(copies)
+
+    def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[bytes | None]:
+        """What the token of each row of a forward was drawn from, see `Drafted`."""
+        proposals = [of.proposal and of.proposal.draft_probs for of in drafted]
+        tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
+        if not tables:
+            return [None] * len(drafted)
+        packed = self._receiver.fetch(pack(tables[0], LIKELIEST)).wait()  # one table for all
+        return [
+            packed[probs.row_of[0]].tobytes() if probs is not None and probs.row_of else None
+            for probs in proposals
+        ]
+
+    def _row(self, text: Text, rank: int, budget: int) -> DraftRow | None:
+        """What of a line goes into the next forward; None where there is no room for it."""
+        line = text.lines[rank]
+        state = line.state
+        assert state.sequence is not None
+        start = state.num_kv_valid
+        pending = state.context.ids[start : start + budget]
+        steps = int(line.drafts and start + len(pending) == len(state.context.ids))
+        length = start + len(pending) + steps
+        if length > self._drafter.max_length:
+            return None
+        while not self._pool.grow(state.sequence.table, length):
+            lender = self._lender()
+            if lender is None:
+                return None
+            lender.close(self._pool)
+        draw = text.draw_of(rank, self._drafter.max_length)
+        return DraftRow(DraftTask(state, steps, draw=draw, paths=1), state.sequence, pending, steps)
+
+    def _lender(self) -> RequestState | None:
+        """A line that rests and can give its KV up; lines beside a chain come first."""
+        resting = [
+            (rank > 0, line.state)
+            for _, rank, line in self._lines()
+            if line.state.sequence is not None and not line.has_work
+        ]
+        lender = max(resting, key=lambda of: of[0], default=None)
+        return lender and lender[1]
+
+    def _close(self, slot: int) -> None:
+        text = self._texts.pop(slot, None)
+        if text is not None:
+            text.close(self._pool)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts made in this process, between two steps of the target."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.token_map import most_rows
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.method import sampling_of
+from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.recording import Recording
+from vllm_hetero_spec.engine.drafter.requests import RequestState
+from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.drafter_config import (
+    drafter_vllm_config,
+    drafting_mode,
+    kv_budget,
+)
+from vllm_hetero_spec.engine.seam.parallel_state import Alone, Groups
+from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.options import HeteroOptions
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+# Tokens of each of the drafter's rows that may be in a tree: the rest of a row is hardly worth a
+# node, however many there may be.
+_BESIDE = 12
+
+
+class InlineSource:
+    """The drafter beside the target, on its device. See `DraftSource`.
+
+    Args:
+        vllm_config: The worker's configuration.
+        drafter_config: The drafter's model.
+        options: The user's.
+        pair: The two tokenizers.
+        device: Where the target runs.
+        stats: Counters to add to.
+        group: The target's tensor parallel group.
+        likeliest: From how many of the likeliest tokens drafts are drawn; None for all.
+
+    Raises:
+        ConfigError: The drafter's KV cache cannot be built.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        drafter_config: ModelConfig,
+        options: HeteroOptions,
+        pair: Pair,
+        device: torch.device,
+        stats: DraftStats,
+        group: "GroupCoordinator",
+        likeliest: int | None,
+    ) -> None:
+        solo = group.world_size > 1 and options.tensor_parallel == "rank0"
+        config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
+        self._alone = Alone(Groups.of_drafter(solo=solo), vllm_config, config)
+        # As the target, it lies in memory that sleeps, where there is any.
+        config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
+        length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config
+        # Ranks verify with the same random numbers: building the drafter on one must not draw any.
+        used = [device] if device.type != "cpu" else []
+        with self._alone, torch.random.fork_rng(used, device_type=device.type):
+            model = DrafterModel(
+                config,
+                device,
+                lambda bytes_for: kv_budget(options, vllm_config, length, bytes_for),
+            )
+        width = vllm_config.model_config.get_vocab_size()
+        ranks = 1 if solo else group.world_size
+        sampling = sampling_of(options, pair, width, device, ranks, likeliest)
+        self.draws = sampling is not None
+        self.drafter = Drafter(
+            model,
+            pair.bridge.banned,
+            pair.drafter.vocab_size,
+            options.num_speculative_tokens,
+            scheduler.max_num_seqs,
+            sampling,
+            pair.bridge.drafter_eos,
+            confidences=options.controller != "fixed",
+            beside=_BESIDE if options.tree_nodes else 0,
+            looks_back=pair.looks_back,
+        )
+        self.drafter.may_wait = scheduler.async_scheduling  # both halves come one after the other
+        self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
+        # vLLM's sleep mode keeps what it has allocated, and would not give it back for graphs.
+        measured = vllm_config.cache_config.kv_cache_memory_bytes is None
+        measured = measured and not vllm_config.model_config.enable_cumem_allocator
+        mode = drafting_mode(options, vllm_config)
+        rows = scheduler.max_num_seqs * options.num_speculative_tokens if self.draws else 0
+        later = 4 * width * min(rows, most_rows(width))  # the draft_probs of a round
+        self._recording = Recording(self.drafter, mode, measured=measured, later=later)
+        self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
+        budget = scheduler.max_num_batched_tokens
+        self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
+        with self._alone:
+            self._recording.read_most(budget, scheduler.max_num_seqs)
+
+    @property
+    def early(self) -> bool:
+        """See `DraftSource`. On a CPU nothing runs beside anything: the step's tokens go first."""
+        return self.drafter.waits
+
+    def begin(
+        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
+    ) -> None:
+        """See `DraftSource`."""
+        with self._alone:
+            self.rounds.begin(tasks, outside, control)
+
+    def finish(self) -> list[Draft]:
+        """See `DraftSource`."""
+        with self._alone:
+            return self.rounds.finish()
+
+    def record(self) -> int:
+        """See `DraftSource`."""
+        with self._alone:
+            return self._recording.record()
+
+    def step(self, batch: int) -> None:
+        """See `DraftSource`."""
+        with self._alone:
+            self.drafter.step(batch)
+
+    def read(self, tokens: int) -> None:
+        """See `DraftSource`."""
+        with self._alone:
+            self.drafter.read(tokens)
+
+    def reset(self) -> None:
+        """See `DraftSource`."""
+        self.pool.reset()
+
+    def sleep(self, level: int) -> None:
+        """See `DraftSource`: the drafter lies where vLLM keeps what outlives every level."""
+
+    def wake(self) -> None:
+        """See `DraftSource`."""
+
+    def close(self) -> None:
+        """See `DraftSource`."""
+
+    def show(self, stats: DraftStats) -> None:
+        """See `DraftSource`."""
+        stats.kv_blocks_held = self.pool.held
+        stats.reused_tokens = self.pool.reused_tokens
+        stats.forward_seconds = self.drafter.forward_seconds
+        stats.forwards = self.drafter.forwards
+        stats.graph_forwards = self.drafter.replays
+        stats.restarted_rounds = self.drafter.restarted_rounds
+        stats.shortened_drafts = self.drafter.shortened_drafts

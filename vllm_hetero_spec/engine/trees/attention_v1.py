@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees on Model Runner V1: a step's sequences as attention sees them.
+
+V1 makes the metadata of attention from its own buffers. While it does so, it is given others in
+their place, which hold the sides of trees too.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.trees.branches import SideSequences
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class _Shown(NamedTuple):
+    """What attention is shown in place of the runner's buffers, of S sequences.
+
+    Attributes:
+        starts, starts_there: int32 [S + 1], of their queries, on the host and on the device.
+        lengths, lengths_there: int32 [S].
+        tables: int32 [S, width], the block table of each group.
+        longest: Rows of the longest.
+    """
+
+    starts: torch.Tensor
+    starts_there: torch.Tensor
+    lengths: torch.Tensor
+    lengths_there: torch.Tensor
+    tables: Sequence[torch.Tensor]
+    longest: int
+
+
+class SideSequencesV1(SideSequences):
+    """The draft trees of a worker of Model Runner V1.
+
+    Args:
+        runner: vLLM's.
+    """
+
+    def __init__(self, runner: "GPUModelRunner") -> None:
+        super().__init__(runner)
+        self._shown: _Shown | None = None
+
+    def own_block(self, request: int, group: int, column: int) -> int:
+        """See SideSequences."""
+        table = self._runner.input_batch.block_table[group].block_table.np
+        return int(table[request, column])
+
+    def follow(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
+        """The inputs of a step are about to be made: plan its trees.
+
+        Args:
+            output: What it is made of.
+            scheduled: int [B], tokens of each request of the batch.
+        """
+        assert not self.uneven, "a step has ended, and nobody has brought home what its sides hold"
+        self.begins()
+        batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
+        self.keep(self._runner.requests)
+        drafts = [drafted.get(req_id, []) for req_id in batch.req_ids]
+        for req_id, draft, start in zip(
+            batch.req_ids, drafts, batch.num_computed_tokens_cpu, strict=False
+        ):
+            self.check(req_id, draft, int(start))
+        self.plan(list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts])
+
+    def lay_out(self) -> None:
+        """The step's inputs have been made, without its sides."""
+        step, runner = self._step, self._runner
+        if step is None:
+            return
+        plan, tables = step.plans[0], runner.input_batch.block_table
+        starts = runner.input_batch.num_computed_tokens_cpu[: len(step.req_ids)].astype(np.int64)
+        of_row = plan.request_of[np.searchsorted(plan.query_starts, plan.rows, "right") - 1]
+        query_starts = plan.query_starts.astype(np.int32)
+        lengths = (starts[plan.request_of] + plan.counts).astype(np.int32)
+        lines = []
+        for group, of_group in enumerate(step.plans):
+            line = tables[group].block_table.np[plan.request_of]
+            line[of_group.lines[:, 0], of_group.lines[:, 1]] = of_group.lines[:, 2]
+            lines.append(line)
+        is_tree, starts_there, lengths_there, rows, positions, *of_groups = self._send(
+            np.array([tree is not None for tree in step.trees]),
+            query_starts,
+            lengths,
+            plan.rows,
+            starts[of_row] + plan.depths,
+            *(of_group.slots for of_group in step.plans),
+            *lines,
+        )
+        runner.positions[rows] = positions
+        for group in range(len(step.plans)):
+            tables[group].slot_mapping.gpu[rows] = of_groups[group]
+        self._shown = _Shown(
+            torch.from_numpy(query_starts),
+            starts_there,
+            torch.from_numpy(lengths),
+            lengths_there,
+            of_groups[len(step.plans) :],
+            int(plan.counts.max()),
+        )
+        self.laid_out(is_tree)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[dict[str, Any]]:
+        """While attention's metadata are made; arguments of their maker that are others."""
+        runner, shown = self._runner, self._shown
+        assert shown is not None, "no side was laid out"
+        tables = [runner.input_batch.block_table[group] for group in range(len(shown.tables))]
+        held = runner.query_start_loc, runner.seq_lens, runner.optimistic_seq_lens_cpu
+        held_tables = [table.block_table for table in tables]
+        starts = SimpleNamespace(cpu=shown.starts, gpu=shown.starts_there)
+        runner.query_start_loc, runner.seq_lens = starts, shown.lengths_there
+        runner.optimistic_seq_lens_cpu = shown.lengths
+        for table, lines in zip(tables, shown.tables, strict=True):
+            table.block_table = SimpleNamespace(gpu=lines)
+        try:
+            yield {"num_reqs": len(shown.lengths), "max_query_len": shown.longest}
+        finally:
+            runner.query_start_loc, runner.seq_lens, runner.optimistic_seq_lens_cpu = held
+            for table, own in zip(tables, held_tables, strict=True):
+                table.block_table = own
+
+
+def install(sides_of: Any) -> None:
+    """Hook the model runners of this process. Idempotent; inert without trees.
+
+    Args:
+        sides_of: Gives a runner's `SideSequencesV1`, or None.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def inputs(original: patching.Function) -> patching.Function:
+        def _prepare_inputs(
+            self: Any, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
+        ) -> Any:
+            sides: SideSequencesV1 | None = sides_of(self)
+            if sides is None:
+                return original(self, scheduler_output, num_scheduled_tokens)
+            sides.follow(scheduler_output, num_scheduled_tokens)
+            made = original(self, scheduler_output, num_scheduled_tokens)
+            sides.lay_out()
+            return made
+
+        return _prepare_inputs
+
+    def graph(original: patching.Function) -> patching.Function:
+        def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sides: SideSequencesV1 | None = sides_of(self)
+            if sides is None or not sides.uneven:
+                return original(self, *args, **kwargs)
+            found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
+            if found[0] == CUDAGraphMode.FULL:  # of so many sequences as there are requests
+                found = original(self, *args, **(kwargs | {"force_eager": True}))
+            return found
+
+        return _determine_batch_execution_and_padding
+
+    def metadata(original: patching.Function) -> patching.Function:
+        def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sides: SideSequencesV1 | None = sides_of(self)
+            if sides is None or not sides.uneven:
+                return original(self, *args, **kwargs)
+            with sides.shown() as others:
+                return original(self, *args, **(kwargs | others))
+
+        return _build_attention_metadata
+
+    hooks: Mapping[str, Any] = {
+        "_prepare_inputs": inputs,
+        "_determine_batch_execution_and_padding": graph,
+        "_build_attention_metadata": metadata,
+    }
+    for name, make in hooks.items():
+        patching.replace(GPUModelRunner, name, "trees", make)

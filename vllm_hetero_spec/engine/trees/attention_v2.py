@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees on Model Runner V2: a step's batch as attention sees it, in the runner's own buffers.
+
+V2 asks the model's state for the metadata of attention (`tree_state_v2`), and gives it the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.trees.branches import SideSequences
+from vllm_hetero_spec.trees.layout import SidePlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+class SideSequencesV2(SideSequences):
+    """The draft trees of a worker of Model Runner V2.
+
+    Args:
+        runner: vLLM's, with its model loaded.
+    """
+
+    def __init__(self, runner: "GPUModelRunner") -> None:
+        super().__init__(runner)
+        self._blocks: dict[str, list[list[int]]] = {}  # of each request, group by group
+
+    def own_block(self, request: int, group: int, column: int) -> int:
+        """See SideSequences; V2 keeps its block tables on the device alone."""
+        assert self._step is not None
+        return self._blocks[self._step.req_ids[request]][group][column]
+
+    def follow(self, output: "SchedulerOutput") -> None:
+        """A step begins: requests come and go, and are given blocks."""
+        self.begins()
+        for req_id in output.finished_req_ids:
+            self._blocks.pop(req_id, None)
+            self.forget(req_id)
+        for new in output.scheduled_new_reqs:  # those that were preempted, too
+            self._blocks[new.req_id] = [list(blocks) for blocks in new.block_ids]
+            self.forget(new.req_id)
+        cached = output.scheduled_cached_reqs
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            for own, more in zip(self._blocks[req_id], blocks or (), strict=False):
+                own.extend(more)
+
+    def expand(
+        self, batch: "InputBatch", tables: Sequence[torch.Tensor], slots: torch.Tensor
+    ) -> tuple["InputBatch", Sequence[torch.Tensor]]:
+        """The batch and its block tables as attention is to see them, in the runner's buffers.
+
+        Args:
+            batch: Of a step; it keeps its own lengths, which sampling reads.
+            tables: Of each group of the KV cache, lines of the requests.
+            slots: int64 [groups, n], where each token's KV is written; those of sides are changed.
+        """
+        step, runner = self._step, self._runner
+        if step is None or batch.req_ids != step.req_ids:
+            return batch, tables
+        plan, buffers = step.plans[0], runner.input_buffers
+        size = len(plan.counts)
+        padded = max(size, batch.num_reqs_after_padding)
+        query_starts = np.full(padded + 1, batch.num_tokens, np.int32)
+        query_starts[: size + 1] = plan.query_starts
+        sent = self._send(
+            query_starts,
+            np.array([-1 if tree is None else tree.start for tree in step.trees]),
+            plan.request_of,
+            plan.counts,
+            plan.rows,
+            plan.request_of[np.searchsorted(plan.query_starts, plan.rows, "right") - 1],
+            plan.depths,
+            *(array for group in step.plans for array in (group.slots, group.lines)),
+        )
+        query_starts_there, planned, request_of, counts, rows, of_row, depths, *of_groups = sent
+        batch.query_start_loc = batch.query_start_loc.clone()
+        batch.seq_lens = batch.seq_lens.clone()
+        starts = runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]
+        buffers.query_start_loc[: padded + 1] = query_starts_there
+        buffers.seq_lens[:size] = starts[request_of] + counts
+        buffers.seq_lens[size:] = 0
+        buffers.positions[rows] = starts[of_row] + depths
+        lines = runner.block_tables.input_block_tables
+        for group, table in enumerate(lines):
+            own_slots, changed = of_groups[2 * group : 2 * group + 2]
+            sequence, column, block = changed.unbind(1)
+            table[:size] = table[request_of]
+            table[sequence, column] = block.to(table.dtype)
+            slots[group, rows] = own_slots
+        if hasattr(runner.block_tables, "_num_dirty_rows"):  # from 0.33 on
+            runner.block_tables._num_dirty_rows = size
+        self.laid_out(starts == planned)
+        return self._shown(batch, plan, query_starts), [table[:padded] for table in lines]
+
+    def _shown(self, batch: "InputBatch", plan: SidePlan, query_starts: np.ndarray) -> "InputBatch":
+        """What the builders of attention metadata read of a batch, for all its sequences."""
+        of, buffers, padded = plan.request_of, self._runner.input_buffers, len(query_starts) - 1
+        longest = np.zeros(padded, np.int32)
+        longest[: len(of)] = batch.num_computed_tokens_np[of] + plan.counts
+        return replace(
+            batch,
+            num_reqs=len(of),
+            num_reqs_after_padding=padded,
+            query_start_loc=buffers.query_start_loc[: padded + 1],
+            query_start_loc_np=query_starts,
+            seq_lens=buffers.seq_lens[:padded],
+            seq_lens_cpu_upper_bound=torch.from_numpy(longest),
+            num_scheduled_tokens=plan.counts.astype(np.int32),
+            is_prefilling_np=batch.is_prefilling_np[of],
+            idx_mapping_np=batch.idx_mapping_np[of],
+        )

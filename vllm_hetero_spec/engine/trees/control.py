@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the trees that were found are verified, as what rows, and what that teaches.
+
+A tree's values are learnt from what the target emits: at each node that it came by, which child
+was next, whether it was in the draft or not.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.growth import Children, ValuedTree
+from vllm_hetero_spec.trees.layout import TreeRows, lay_out
+from vllm_hetero_spec.trees.pricing import PricedTree, trim
+from vllm_hetero_spec.trees.values import (
+    ChildChances,
+    RankRates,
+    RankValues,
+    TreeValues,
+    greedy_evidence,
+    race_evidence,
+)
+from vllm_hetero_spec.trees.walk import NO_NODE, ROOT
+
+# Nodes that are priced of a tree, for each one that it may have: beyond these, none is worth a row.
+_PRICED = 2
+_NEARLY_FULL = 2  # rows: with fewer to spare, a tree may have had use for more
+
+
+class _Verifying(NamedTuple):
+    """A tree on its way through the target.
+
+    Attributes:
+        tree: All that was found, as `children`, `evidence`.
+        raced: Whether its tokens are raced for.
+        nodes: How many of it are verified.
+        sides: In so many side sequences.
+        chain: The drafter's own.
+    """
+
+    tree: ValuedTree
+    children: Children
+    evidence: np.ndarray
+    raced: bool
+    nodes: int = 0
+    sides: int = 0
+    chain: Sequence[int] = ()
+
+
+class TreeControl:
+    """The trees of one engine.
+
+    Args:
+        values: What is learnt of them.
+
+    Attributes:
+        rows: That the largest of the last trees had use for, what is fed again included.
+        side_tokens_accepted: Of trees, those that were not of the drafter's own chain.
+    """
+
+    def __init__(self, values: TreeValues | RankValues) -> None:
+        self._values, self.side_tokens_accepted = values, 0
+        self.rows = sys.maxsize
+        self._room: TreeRoom | None = None  # in the present step
+        self._requests: dict[str, RequestView] = {}
+        self._valued: dict[str, _Verifying] = {}  # in the present step
+        self._verifying: dict[str, _Verifying] = {}
+
+    def race_chances(
+        self,
+        parent: np.ndarray,
+        rank: np.ndarray,
+        depth: np.ndarray,
+        leads: np.ndarray,
+        shares: np.ndarray,
+    ) -> np.ndarray:
+        """P[each is next] of children that are raced for; see `draft.race_tree`."""
+        return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
+
+    def observe(self, step: StepView) -> int:
+        """A step of the target has ended: learn of its trees.
+
+        Returns:
+            KV tokens that their side sequences have read again.
+        """
+        again = 0
+        tested: tuple[list[tuple[_Verifying, list[int], list[bool]]], ...] = [], []
+        for request in step.requests if self._verifying else ():
+            found = self._verifying.get(request.req_id)
+            if found is None or not request.new_tokens:
+                continue
+            del self._verifying[request.req_id]
+            if request.num_drafted == found.nodes:  # else it was cut, or void
+                again += found.sides * (request.num_tokens - len(request.new_tokens))
+                kept = request.new_tokens[: request.num_accepted]
+                along = takewhile(lambda pair: pair[0] == pair[1], zip(kept, found.chain))  # noqa: B905
+                self.side_tokens_accepted += len(kept) - sum(1 for _ in along)
+                children, taken = found.tree.tested(request.new_tokens)
+                if children:
+                    tested[found.raced].append((found, children, taken))
+        for req_id in self._verifying.keys() - step.live:
+            del self._verifying[req_id]
+        kinds = self._values.greedy, self._values.race
+        for chances, of_kind in zip(kinds, tested, strict=True):
+            if of_kind:
+                _learn(chances, of_kind)
+        return again
+
+    def begin(self, step: StepView) -> None:
+        """Drafts are going to be made behind this step."""
+        self._room, self._valued = step.trees, {}
+        self._requests = {request.req_id: request for request in step.requests}
+
+    def trim(
+        self, drafts: Sequence[Draft], free: Sequence[bool], rows: int, prices: Controller
+    ) -> list[Draft]:
+        """The drafts as what is worth verifying of all that was found: trees, or chains.
+
+        Args:
+            drafts: Certain ones.
+            free: Whose rows cost nothing: requests that ask for a lookahead of their own.
+            rows: Of the target's next step, beside them.
+            prices: Says what rows cost.
+        """
+        assert self._room is not None
+        began = perf_counter()
+        most, room = _PRICED * self._room.nodes, self._room
+        known = [self._known(draft) for draft in drafts]
+        best = [tree.tree.best(most) for tree in known]
+        kept: list[list[bool]] = [[True] * len(tree.tokens) for tree in best]
+        priced = [place for place, costs_nothing in enumerate(free) if not costs_nothing]
+        trees = [self._priced(drafts[place].req_id, best[place], prices) for place in priced]
+        fixed = rows + sum(min(room.nodes, len(k)) for k, f in zip(kept, free, strict=True) if f)
+        for place, keep in zip(
+            priced, trim(trees, lambda more: prices.row_price(fixed + more)), strict=True
+        ):
+            kept[place] = keep
+        made, self.rows = [], 0
+        for draft, tree, found, keep in zip(drafts, best, known, kept, strict=True):
+            rows_of = self._laid_out(draft.req_id, tree.only(np.flatnonzero(keep).tolist()), room)
+            made.append(_draft(draft.req_id, rows_of))
+            full = len(rows_of.tokens) + _NEARLY_FULL > room.rows
+            self.rows = max(self.rows, sys.maxsize if full else len(rows_of.tokens))
+            nodes, sides = len(made[-1].tokens), len(rows_of.counts) - 1
+            self._verifying[draft.req_id] = found._replace(
+                nodes=nodes, sides=sides, chain=draft.tokens
+            )
+        if prices.sides is not None:
+            prices.sides.trimmed(len(made), perf_counter() - began)
+        return made
+
+    def follow(self, chains: Iterable[Draft]) -> None:
+        """Trees were found, of which only these chains are verified: that teaches too."""
+        for draft in chains:
+            self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
+
+    def tell(self, drafts: Sequence[Draft], sides: BesideChain) -> None:
+        """Note what drafts have beside their chains."""
+        began = perf_counter()
+        for draft in drafts:
+            request = self._requests[draft.req_id]
+            sides.add(*self._beside(draft), request.num_tokens, request.params.random)
+        sides.found(0, perf_counter() - began)
+
+    def _beside(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
+        """Depths, values and rows fed again of the best nodes beside a draft's chain."""
+        assert self._room is not None
+        tree = self._known(draft).tree.best(self._room.nodes)
+        on_chain = {ROOT}
+        depths: list[int] = []
+        beside: list[int] = []
+        again: list[int] = []
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            depth = depths[parent] + 1 if parent >= 0 else 1
+            depths.append(depth)
+            if parent in on_chain and draft.tokens[depth - 1 : depth] == [token]:
+                on_chain.add(node)
+            else:
+                beside.append(node)
+                again.append(depth if parent in on_chain else 0)
+        return [depths[node] for node in beside], [tree.values[node] for node in beside], again
+
+    def _known(self, draft: Draft) -> _Verifying:
+        """What was found, at the values that were learnt."""
+        if draft.req_id in self._valued:
+            return self._valued[draft.req_id]
+        assert draft.explored is not None
+        tree, leads, shares = draft.explored
+        children, raced = tree.children(), leads is not None
+        evidence = greedy_evidence(children.shares)
+        if leads is not None:
+            evidence = race_evidence(np.array(leads), np.array(shares))
+        if tree.tokens:
+            chances = self._values[raced].shares(*children[:3], evidence)
+            tree = tree.revalued(chances.tolist())
+        known = _Verifying(tree, children, evidence, raced, chain=draft.tokens)
+        self._valued[draft.req_id] = known
+        return known
+
+    def _priced(self, req_id: str, tree: ValuedTree, prices: Controller) -> PricedTree:
+        side = prices.side_price(self._requests[req_id].num_tokens)
+        again: list[int] = []
+        for parent in tree.parents:
+            again.append(again[parent] + 1 if parent >= 0 else 1)
+        return PricedTree(tree.parents, tree.values, [side] * len(again), again)
+
+    def _laid_out(self, req_id: str, tree: ValuedTree, room: TreeRoom) -> TreeRows:
+        """The best of a tree that there is room for; of more of it where sides have none."""
+        own = tree.best(room.nodes)
+        root = int(self._requests[req_id].token_ids[-1])
+        laid_out = partial(lay_out, sides=room.sides, rows=room.rows)
+        rows = laid_out(root, *own)
+        if len(rows.parents) - rows.parents.count(NO_NODE) == len(own.tokens):
+            return rows
+        numbers = range(len(tree.tokens))
+        more = laid_out(ROOT, numbers, tree.parents, tree.values)
+        placed = [n for n, p in zip(more.tokens, more.parents, strict=True) if p != NO_NODE]
+        return laid_out(root, *tree.only(sorted(placed)).best(room.nodes))
+
+
+def _draft(req_id: str, rows: TreeRows) -> Draft:
+    if len(rows.counts) == 1:
+        return Draft.chain(req_id, rows.tokens)
+    place, tokens, parents = {ROOT: ROOT}, list[int](), list[int]()
+    for row, (token, parent) in enumerate(zip(rows.tokens, rows.parents, strict=True)):
+        if parent != NO_NODE:
+            place[row] = len(tokens)
+            tokens.append(token)
+            parents.append(place[parent])
+    return Draft(req_id, tokens, parents, rows=rows)
+
+
+def _learn(
+    chances: ChildChances | RankRates, tested: Sequence[tuple[_Verifying, list[int], list[bool]]]
+) -> None:
+    """From the trees of one kind of requests that a step has verified."""
+    parents, nodes = [], 0
+    for found, children, _ in tested:
+        parents.append(found.children.parent[children] + nodes)
+        nodes += len(found.tree.tokens) + 1
+    ranks, depths, evidence = (
+        np.concatenate(of)
+        for of in zip(
+            *((f.children.rank[c], f.children.depth[c], f.evidence[c]) for f, c, _ in tested),
+            strict=True,
+        )
+    )
+    taken = np.concatenate([np.array(of) for _, _, of in tested])
+    _, parent = np.unique(np.concatenate(parents), return_inverse=True)
+    chances.observe(parent, ranks, depths, evidence, taken)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for draft trees in an engine: whether it takes them, rows of a draft, scratch blocks.
+
+Side sequences (`trees.layout`) write to blocks that no request has. These are the last of the
+KV cache: the scheduler is told of a cache without them, the workers know them all, and both count
+them by the same rule. They are lent for a step, and hold nothing from one to the next.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from vllm_hetero_spec.engine.compat import patching
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+_SIDES = 32  # side sequences of a step, at most
+_SHARE = 20  # one block in so many may be scratch
+# What bounds the tokens of one request in a step; 0 or None is no bound.
+_ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
+
+
+def install() -> None:
+    """Install this in a process that schedules. Idempotent; inert without trees."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    patching.replace(Scheduler, "__init__", "scratch blocks", _wrap_scheduler)
+
+
+def nodes_of(config: "VllmConfig") -> int:
+    """Most tokens of a tree in an engine; 0 where its drafts are chains."""
+    hetero = getattr(config.speculative_config, "hetero", None)
+    return 0 if hetero is None or not hetero.tree_nodes or why_not(config) else hetero.tree_nodes
+
+
+def settle(config: "VllmConfig") -> None:
+    """Have vLLM count the rows of drafts, with what trees feed again, as draft tokens.
+
+    Args:
+        config: Of an engine of ours, before it is checked.
+    """
+    spec = config.speculative_config
+    nodes = nodes_of(config)
+    if spec.hetero.tree_nodes and not nodes:
+        logger.warning("Drafts are chains, not trees: %s.", why_not(config))
+    spec.num_speculative_tokens = max(spec.hetero.num_speculative_tokens, 2 * nodes)
+
+
+def why_not(config: "VllmConfig") -> str:
+    """Why there can be no trees; empty where a configuration does not rule them out."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    scheduler, rows = config.scheduler_config, 1 + 2 * config.speculative_config.hetero.tree_nodes
+    room, key = narrowest(config)
+    wanted = scheduler.max_num_seqs * rows
+    reasons = {
+        "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "microbatches": parallel.use_ubatching,
+        "a KV connector": config.kv_transfer_config is not None,
+        "the target's positions are not numbers (M-RoPE)": model.uses_mrope,
+        "the target attends to all of an image at once": model.is_mm_prefix_lm,
+        "the target's window grows with its prompt": model.rswa_window is not None,
+        "the target keeps recurrent states": model.is_hybrid or model.is_attention_free,
+        "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
+        "custom logits processors read the text in front of a row": _custom_processors(config),
+        f"such trees want {key} to be at least {rows}": room < rows,
+        f"with LoRA such trees want max_num_batched_tokens to be at least {wanted}, "
+        f"{rows} for each of max_num_seqs": config.lora_config is not None
+        and scheduler.max_num_batched_tokens < wanted,
+    }
+    return next((reason for reason, found in reasons.items() if found), "")
+
+
+def narrowest(config: "VllmConfig") -> tuple[int, str]:
+    """Most tokens of a request that a step takes, and the key that says so."""
+    given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
+    return min((room, key) for room, key in given if room)
+
+
+def _custom_processors(config: "VllmConfig") -> bool:
+    """Whether logits processors of users' run; Model Runner V1 has none where it speculates."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    named = config.model_config.logits_processors
+    return config.use_v2_model_runner and bool(named or entry_points(group=LOGITSPROCS_GROUP))
+
+
+def blocks_of_side(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
+    """Scratch blocks that a side sequence needs at most, over all groups of the KV cache."""
+    longest = config.speculative_config.hetero.num_speculative_tokens
+    return sum(-(-longest // size) + 1 for size in block_sizes)
+
+
+def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
+    """The scratch blocks of an engine; none where its drafts are chains.
+
+    Args:
+        config: Of the engine.
+        cache: As the workers know it.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    count = 0
+    kinds = {type(spec) for group in cache.kv_cache_groups for spec in _layers(group.kv_cache_spec)}
+    if nodes_of(config) and kinds <= {FullAttentionSpec, SlidingWindowSpec}:
+        sizes = block_sizes_of(cache)
+        # Block 0 is nobody's, and one request of full length has to have room.
+        longest = sum(-(-config.model_config.max_model_len // size) for size in sizes)
+        wish = _SIDES * blocks_of_side(config, sizes)
+        count = max(0, min(wish, cache.num_blocks // _SHARE, cache.num_blocks - 1 - longest))
+    return range(cache.num_blocks - count, cache.num_blocks)
+
+
+def _layers(spec: "KVCacheSpec") -> Iterable["KVCacheSpec"]:
+    """What a group's layers keep; of several the scheduler is told the first in place of all."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def block_sizes_of(cache: "KVCacheConfig") -> list[int]:
+    """Tokens of a block, of each group."""
+    return [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+
+
+def sides_of_request(
+    config: "VllmConfig", block_sizes: Sequence[int], scratch: int, requests: int
+) -> int:
+    """Side sequences that each request of a step may have.
+
+    Args:
+        config: Of the engine.
+        block_sizes: See `block_sizes_of`.
+        scratch: Blocks that may be lent.
+        requests: Of the step.
+    """
+    free = config.scheduler_config.max_num_seqs - requests
+    lent = scratch // blocks_of_side(config, block_sizes)
+    return max(0, min(_SIDES, free, lent) // max(1, requests))
+
+
+def _wrap_scheduler(original: patching.Function) -> patching.Function:
+    def __init__(
+        self: Any,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        scratch = scratch_of(vllm_config, kv_cache_config)
+        if scratch:
+            kv_cache_config = replace(kv_cache_config, num_blocks=scratch.start)
+            logger.info("%d KV blocks are kept for the branches of draft trees.", len(scratch))
+        original(self, vllm_config, kv_cache_config, *args, **kwargs)
+
+    return __init__

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place in Model Runner V2 where attention learns of draft trees: the model's state.
+
+V2 asks it for the metadata of attention. Ours first has the batch laid out with the sides of trees.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
+from vllm_hetero_spec.engine.trees.scratch import nodes_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+
+class TreeModelState(DefaultModelState):
+    """The state of a target whose drafts may be trees."""
+
+    sides: "SideSequencesV2 | None" = None  # from `sides_of` on
+
+    def prepare_attn(
+        self,
+        input_batch: "InputBatch",
+        cudagraph_mode: "CUDAGraphMode",
+        block_tables: Sequence[torch.Tensor],
+        slot_mappings: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See ModelState."""
+        if self.sides is not None:
+            input_batch, block_tables = self.sides.expand(input_batch, block_tables, slot_mappings)
+        metadata: dict[str, Any] = super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
+        )
+        return metadata
+
+
+def sides_of(runner: "GPUModelRunner") -> SideSequencesV2 | None:
+    """The draft trees of a runner; None, which is said, where its target does not take any."""
+    state = runner.model_state
+    if not isinstance(state, TreeModelState):
+        logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
+        return None
+    state.sides = SideSequencesV2(runner)
+    return state.sides
+
+
+def install() -> None:
+    """Install what targets need in a process that runs them. Idempotent; inert without trees."""
+    import vllm.v1.worker.gpu.model_states as states
+
+    patching.replace(states, "resolve_model_state_cls", "trees", _wrap_resolve)
+
+
+def _wrap_resolve(original: patching.Function) -> patching.Function:
+    def resolve_model_state_cls(config: "VllmConfig", model: torch.nn.Module) -> type:
+        found: type = original(config, model)
+        return TreeModelState if found is DefaultModelState and nodes_of(config) else found
+
+    return resolve_model_state_cls

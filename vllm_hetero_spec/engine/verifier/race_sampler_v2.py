@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exponential races on Model Runner V2: one seed, one output, on either runner (`race_sampler`).
+
+vLLM's sampler draws tokens by noise of its own, in steps without drafts too. Here they are the
+winners of races; seeds and places are on the device already.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.race import race
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+
+class Races:
+    """Takes the place of `Sampler._sample_random`.
+
+    Args:
+        states: The sampler's parameters of all requests.
+        places: Gives the index in its request's output, int64 [n], of the token behind each
+            position, of int64 [n] requests and int64 [n] positions.
+    """
+
+    def __init__(
+        self,
+        states: "SamplingStates",
+        places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._states, self._places = states, places
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        requests: torch.Tensor,
+        requests_np: np.ndarray,
+        positions: torch.Tensor,
+        *_: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row of logits [n, V], and the logits under top-k and top-p.
+
+        What vLLM gives more says how it would apply these, and differs between its releases.
+        """
+        logits = self._states.apply_top_k_top_p(logits, requests, requests_np)
+        return self.winners(logits, requests, positions), logits
+
+    def winners(
+        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """int64 [n], the token of each row; the likeliest at temperature 0.
+
+        Args:
+            logits: float [n, V], under all sampling parameters.
+            requests: int64 [n], of each row, in the sampler's states.
+            positions: int64 [n], of the token before.
+        """
+        seeds, places = self._states.seeds.gpu[requests], self._places(requests, positions)
+        winners = torch.empty_like(seeds)
+        for part in slices(*logits.shape):
+            probs = logits[part].softmax(-1, dtype=torch.float32)
+            winners[part] = race(probs, seeds[part], places[part])
+        cold = self._states.temperature.gpu[requests] == 0
+        return torch.where(cold, fast_argmax(logits), winners)

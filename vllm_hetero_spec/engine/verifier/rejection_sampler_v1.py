@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification inside Model Runner V1: target_probs from the target's logits, our rules on them.
+
+vLLM's own sampler prepares the logits (penalties, bad words, grammar) and draws the bonus tokens;
+temperature, top-k and top-p of the draft rows are applied here, and `verify` decides. A batch may
+mix greedy and random requests, certain and sampled drafts of any length. Nothing here waits for the
+device: one packet goes to it, and what is sampled stays there until vLLM reads it.
+
+Memory: vLLM's processors want the logits of all draft rows as one float32 table, and target_probs
+take its place. All else is worked on in parts (`verify.noise.slices`).
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
+from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
+from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
+from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
+from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
+from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.staging import Send
+from vllm_hetero_spec.trees.walk import TreeBatch
+from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
+from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.race import race
+
+
+class HeteroRejectionSampler(RejectionSampler):
+    """Verifies drafts by one of our rules.
+
+    Args:
+        rule: Decides over the drafts of random requests.
+        pending: Where the proposer leaves what its drafts were drawn from.
+        racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
+        batch: Gives the batch that tokens are being chosen for.
+        send: Brings arrays to the device, twice for a batch at most.
+        stats: Where `verify_seconds` is counted.
+        args: What RejectionSampler takes.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        pending: PendingDraftProbs,
+        racing: RacingSampler | None,
+        batch: Callable[[], BatchView],
+        send: Send,
+        stats: DraftStats,
+        *args: Any,
+    ) -> None:
+        super().__init__(*args)
+        self._rule = rule
+        self._pending = pending
+        self._racing = racing
+        self._batch = batch
+        self._send = send
+        self._stats = stats
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """See RejectionSampler.forward; `draft_probs` is not used, ours are in `pending`."""
+        if not metadata.max_spec_len:
+            # Prefill: on no rows at all top-k raises on CPU (`max(): Expected reduction dim`).
+            rows = logits.index_select(0, metadata.bonus_logits_indices)
+            return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
+        began = time.perf_counter()
+        processed = self.is_processed_logprobs_mode
+        likeliest, named = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
+        asked = {index: ids for index, ids in (named or {}).items() if ids}
+        wanted = likeliest is not None or bool(asked)
+        view, nowhere = self._batch(), [0] * len(metadata.num_draft_tokens)
+        drafts = self._pending.batch(
+            view.req_ids,
+            metadata.num_draft_tokens,
+            metadata.draft_token_ids.long(),
+            None if sampling_metadata.all_greedy else view.noise_seeds or nowhere,
+            view.num_output_tokens or nowhere,
+        )
+        with self._racing.behind(drafts) if self._racing is not None else nullcontext():
+            bonus = self.sampler(
+                logits=logits.index_select(0, metadata.bonus_logits_indices),
+                sampling_metadata=replace(
+                    sampling_metadata, max_num_logprobs=-1, logprob_token_ids=None
+                )
+                if wanted
+                else sampling_metadata,
+                predict_bonus_token=True,
+                logprobs_mode_override="processed_logits" if processed else "raw_logits",
+            )
+        # On a CPU faster than by brackets.
+        raw = logits.index_select(0, metadata.target_logits_indices).to(torch.float32)
+        target = self.apply_logits_processors(
+            raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
+        )
+        last = bonus.sampled_token_ids[:, 0].long()
+        cold: torch.Tensor | bool = sampling_metadata.all_greedy
+        if not (cold or sampling_metadata.all_random):
+            cold = sampling_metadata.temperature == 0
+        walk = None
+        if view.trees is not None:  # before the rule puts probabilities over the logits
+            walk = self._walk(view.trees, drafts, metadata, logits, sampling_metadata, cold)
+        verdict = verdict_of(
+            self._rule,
+            drafts,
+            last,
+            cold,
+            lambda: fast_argmax(target),
+            lambda: _target_probs(
+                target, drafts.request_of, sampling_metadata, wanted and processed
+            ),
+        )
+        tokens = verdict.tokens
+        rows = target if processed else raw
+        last_rows = bonus.logprobs_tensors.logprobs if wanted else None
+        if walk is not None:
+            # Rows behind a root are those of a chain in no tree.
+            behind = torch.arange(tokens.shape[1], device=tokens.device) > 0
+            tokens = tokens.masked_fill(walk.trees[:, None] & behind, FILLER)
+            tokens = torch.where(walk.walks[:, None], walk.tokens, tokens)
+            if wanted:
+                rows, last_rows, metadata = _in_order(walk.order, rows, last_rows, metadata)
+        tokens = tokens.to(torch.int32)
+        logprobs = None
+        if wanted:
+            logprobs = self._get_logprobs_tensors(
+                likeliest or 0, metadata, logits, rows, last_rows, tokens
+            )
+            if asked:
+                every = _every(len(logits), rows, last_rows, metadata)
+                logprobs = with_asked(
+                    logprobs,
+                    asked,
+                    lambda lines: self._scores(every[lines]),
+                    metadata.num_draft_tokens,
+                    self._send,
+                )
+        self._stats.verify_seconds += time.perf_counter() - began
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    @staticmethod
+    def apply_penalties(
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        metadata: SpecDecodeMetadata,
+        repeat_indices: torch.Tensor,
+        output_token_ids: list[list[int]],
+    ) -> torch.Tensor:
+        """Penalise draft rows; on a CPU a row costs as much as its text is long."""
+        sampling = sampling_metadata
+        if sampling.no_penalties or logits.device.type != "cpu":
+            return RejectionSampler.apply_penalties(
+                logits, sampling, metadata, repeat_indices, output_token_ids
+            )
+        each = sampling.presence_penalties, sampling.frequency_penalties
+        penalties = torch.stack([*each, sampling.repetition_penalties], 1)
+        apply_row_penalties(
+            logits, sampling.prompt_token_ids, repeat_indices, penalties, output_token_ids
+        )
+        return logits
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V], what users are told of some rows."""
+        if self.is_logits_logprobs_mode:
+            return logits
+        scores: torch.Tensor = self.sampler.compute_logprobs(logits)
+        return scores
+
+    def _walk(
+        self,
+        view: TreesView,
+        drafts: DraftBatch,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        sampling: SamplingMetadata,
+        cold: torch.Tensor | bool,
+    ) -> Walk:
+        """What the trees of a batch emit; their requests have no parameters but those of a row.
+
+        Args:
+            view: The trees.
+            drafts: All drafts as chains.
+            metadata: vLLM's, of the rows.
+            logits: [R, V], of all rows of the batch.
+            sampling: The requests' parameters.
+            cold: See `verdict_of`.
+        """
+        fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        fed[metadata.target_logits_indices + 1] = drafts.tokens
+        trees = TreeBatch.of(fed, view.parents, self._send)
+        best, walks, of = fast_argmax(logits), view.is_tree, trees.request_of
+        if self._racing is None:
+            walks = walks & cold  # a walk takes the likeliest tokens
+        elif cold is not True:
+            assert drafts.seeds is not None
+            assert drafts.places is not None
+            seeds, places = drafts.seeds[of], drafts.places[of] + trees.depths.clamp_min(0)
+            raced = torch.empty_like(best)
+            for part in slices(*logits.shape):
+                rows = logits[part].to(torch.float32, copy=True)
+                probs = _target_probs(rows, of[part], sampling, False)
+                raced[part] = race(probs, seeds[part], places[part])
+            best = torch.where(cold[of], best, raced) if isinstance(cold, torch.Tensor) else raced
+        starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
+        place_of = torch.arange(len(fed), device=fed.device) - starts[of]
+        return walk_of(trees, best, walks, place_of)
+
+
+def _in_order(
+    order: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
+) -> tuple[torch.Tensor, torch.Tensor, SpecDecodeMetadata]:
+    """Rows of logits as log probabilities are taken from: a request's token i from its row i.
+
+    Args:
+        order: See `Walk`.
+        rows: [N, V], of draft tokens.
+        last: [B, V], behind the drafts.
+        metadata: Where these stand among all rows.
+    """
+    every = _every(len(order), rows, last, metadata)[order]
+    everywhere = torch.arange(len(order), device=order.device)
+    last = every[metadata.bonus_logits_indices]
+    return every, last, replace(metadata, target_logits_indices=everywhere)
+
+
+def _every(
+    count: int, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
+) -> torch.Tensor:
+    """[count, V], the rows of draft tokens and those behind the drafts; see `_in_order`."""
+    every = rows.new_empty((count, rows.shape[1]))
+    every[metadata.target_logits_indices] = rows
+    every[metadata.bonus_logits_indices] = last.to(rows.dtype)
+    return every
+
+
+def _target_probs(
+    logits: torch.Tensor, request_of: torch.Tensor, sampling: SamplingMetadata, keep_logits: bool
+) -> torch.Tensor:
+    """[N, V] probabilities under the requests' temperature, top-k and top-p.
+
+    They take the place of the logits; those under the same constraints do where they are kept.
+    """
+    temperature = sampling.temperature[request_of, None]
+    temperature = torch.where(temperature == 0, 1.0, temperature)
+    top_k = sampling.top_k[request_of] if sampling.top_k is not None else None
+    top_p = sampling.top_p[request_of] if sampling.top_p is not None else None
+    target_probs = torch.empty_like(logits) if keep_logits else logits
+    for part in slices(*logits.shape):
+        rows = apply_top_k_top_p(
+            logits[part].div_(temperature[part]),
+            None if top_k is None else top_k[part],
+            None if top_p is None else top_p[part],
+        )
+        if keep_logits:
+            logits[part] = rows
+        torch.softmax(rows, -1, out=target_probs[part])
+    return target_probs

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest number of each row: what greedy decoding takes.
+
+On a CPU torch compares one number at a time, NumPy many at once: several times as fast on rows of a
+vocabulary in float32, twenty times on rows in 16 bits that become float32 first. It is an operation
+of torch all the same, so that graphs and fake tensors contain it.
+"""
+
+import torch
+from torch import library
+
+_LIBRARY = library.Library("vllm_hetero_spec", "DEF")
+_LIBRARY.define("fast_argmax(Tensor rows) -> Tensor")
+
+
+def _by_torch(rows: torch.Tensor) -> torch.Tensor:
+    return rows.argmax(-1)
+
+
+def _by_numpy(rows: torch.Tensor) -> torch.Tensor:
+    if not rows.numel() or rows.dtype is torch.float64:
+        return _by_torch(rows)
+    if rows.dtype is torch.float32:
+        return torch.from_numpy(rows.numpy().argmax(-1))
+    # NumPy has no bfloat16. One row at a time, so that the copy stays in the cache.
+    return torch.tensor([int(row.float().numpy().argmax()) for row in rows])
+
+
+_LIBRARY.impl("fast_argmax", _by_torch, "CompositeExplicitAutograd")
+_LIBRARY.impl("fast_argmax", _by_numpy, "CPU")
+
+
+def fast_argmax(rows: torch.Tensor) -> torch.Tensor:
+    """Where each row is largest; of equal ones the first, as `argmax` has it.
+
+    Args:
+        rows: float [n, V]; NaN is larger than any number.
+
+    Returns:
+        int64 [n].
+    """
+    found: torch.Tensor = torch.ops.vllm_hetero_spec.fast_argmax.default(rows)
+    return found
