@@ -134,7 +134,7 @@ FAULTS = [
         f"{PACKAGE}/trees/walk.py",
         "reached = reached & reached[parents]",
         "reached = reached.clone()",
-        ("verify/test_trees.py::test_the_walk_on_tensors",),
+        ("trees/test_walk.py::test_the_walk_on_tensors",),
     ),
     Fault(
         TREES,
@@ -150,7 +150,7 @@ FAULTS = [
         f"{PACKAGE}/engine/ahead/continuations.py",
         "return list(ids[index:]), known",
         "return list(ids[index + 1 :]), known",
-        ("draft/test_continuations.py::test_continuations_are_found_as_by_a_naive_search",),
+        ("engine/test_continuations.py::test_continuations_are_found_as_by_a_naive_search",),
     ),
     Fault(
         PROCESS,
@@ -158,9 +158,7 @@ FAULTS = [
         f"{PACKAGE}/engine/ahead/supervisor.py",
         "self._again = time.monotonic() + rest",
         "self._again = math.inf",
-        (
-            "engine/test_kept_process.py::test_a_process_that_never_loads_is_ended_and_started_again",
-        ),
+        ("engine/test_supervisor.py::test_a_process_that_never_loads_is_ended_and_started_again",),
     ),
     Fault(
         HARMLESS,

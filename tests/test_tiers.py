@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-FULL = "advice/test_advise.py::test_real_advice"
+FULL = "bench/test_advise.py::test_real_advice"
 
 
 @pytest.mark.parametrize(
     ("arguments", "selected"),
     [
-        (["tests/advice"], False),
-        (["tests/advice", "--full"], True),
-        (["tests/advice/test_advise.py"], True),
-        (["tests/advice", "-m", "full"], True),
+        (["tests/bench"], False),
+        (["tests/bench", "--full"], True),
+        (["tests/bench/test_advise.py"], True),
+        (["tests/bench", "-m", "full"], True),
     ],
 )
 def test_full_tests_run_on_demand(arguments: list[str], selected: bool, tmp_path: Path) -> None:
