@@ -29,7 +29,7 @@ SWITCHES: dict[str, tuple[str, Callable[..., Any]]] = {
             task.lookahead and min(room, math.ceil(task.lookahead * ratio) + (ratio > 1))
         ),
     ),
-    "no first tokens": ("drafter.token_healing:FirstTokens.due", lambda _: False),
+    "no first tokens": ("drafter.token_healing:TokenHealing.due", lambda _: False),
 }
 _originals = dict[str, Callable[..., Any]]()
 

@@ -33,9 +33,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "drafter.steps:EagerSteps.step",
         "drafter.recorded_steps:RecordedSteps.begin",
         "drafter.recorded_steps:RecordedSteps.step",
-        "drafter.token_healing:FirstTokens.fetch",
+        "drafter.token_healing:TokenHealing.fetch",
     ),
-    "judge": ("drafter.token_healing:FirstTokens.judge",),
+    "judge": ("drafter.token_healing:TokenHealing.judge",),
     "collect": ("drafter.draft_batch:DraftBatchRunner.finish",),
     "translate": ("drafter.draft_batch:DraftBatchRunner._translate",),
     "trim": ("lookahead_control:LookaheadControl.trim",),
@@ -44,7 +44,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "proposer:HeteroProposer.after_step",
         "proposer:HeteroProposer.finish",
         "proposer:HeteroProposer.look_back",
-        "proposer:HeteroProposer.passes_by",
+        "proposer:HeteroProposer.skip_step",
     ),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_hetero_spec.bench.datasets import Dataset
-from vllm_hetero_spec.bench.suite import Drafter, SuiteFile, Target
+from vllm_hetero_spec.bench.suite import SuiteDrafter, SuiteFile, Target
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 from vllm_hetero_spec.options import (
@@ -21,9 +21,9 @@ from vllm_hetero_spec.options import (
     METHODS,
     VERIFICATIONS,
     VLLM_KEY,
-    Confidence,
+    ConfidenceOptions,
     Debug,
-    Fuzzy,
+    FuzzyOptions,
     HeteroOptions,
     parse,
     wants_us,
@@ -172,8 +172,8 @@ def test_every_key_is_described_and_no_other() -> None:
     assert names_in(tables(CONFIGURATION, "key")) == {*keys, VLLM_KEY}
     assert names_in(tables(CONFIGURATION, "key of `debug`")) == names_of(Debug)
     assert names_in(tables(CONFIGURATION, "key of a word")) == {
-        *(f"verification.{Fuzzy.word}.{name}" for name in names_of(Fuzzy)),
-        *(f"controller.{Confidence.word}.{name}" for name in names_of(Confidence)),
+        *(f"verification.{FuzzyOptions.word}.{name}" for name in names_of(FuzzyOptions)),
+        *(f"controller.{ConfidenceOptions.word}.{name}" for name in names_of(ConfidenceOptions)),
     }
     assert names_in(tables(README, "key")) <= keys
 
@@ -189,7 +189,7 @@ def test_the_decision_guide_names_what_exists() -> None:
     guide = list(tables(README, "task"))
     assert guide
     supported = {*METHODS, *VERIFICATIONS, *CONTROLLERS, *names_of(HeteroOptions), "sharded"}
-    supported |= names_of(Fuzzy)
+    supported |= names_of(FuzzyOptions)
     for row in guide:
         assert set(quoted(" ".join(row[1:]))) <= supported, row
 
@@ -198,7 +198,7 @@ def test_every_key_of_a_suite_is_described() -> None:
     """Fields of the classes that a suite file is read into."""
     described = names_in(tables(BENCH, "key"))
     written: set[str] = set()
-    for model in (SuiteFile, Target, Drafter, Dataset):
+    for model in (SuiteFile, Target, SuiteDrafter, Dataset):
         written |= {each.name for each in dataclasses.fields(model)} - set(model.not_in_files())
     assert written <= set(quoted(prose(BENCH)))
     assert described <= written

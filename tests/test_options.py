@@ -10,9 +10,9 @@ import pytest
 
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import (
-    Confidence,
+    ConfidenceOptions,
     Debug,
-    Fuzzy,
+    FuzzyOptions,
     HeteroOptions,
     _log_once,
     parse,
@@ -204,14 +204,14 @@ def test_numbers_may_be_text(options: dict, key: str, text: str, value: float) -
 def test_numbers_of_tables_may_be_text() -> None:
     text = {"tree_nodes": 8, "controller": {"confidence": {"threshold": "0.5"}}}
     options, _ = parse(GOOD | fuzzy(threshold="1e-1") | debug(tree_width="2") | text)
-    assert options.verification == Fuzzy(0.1)
-    assert options.controller == Confidence(0.5)
+    assert options.verification == FuzzyOptions(0.1)
+    assert options.controller == ConfidenceOptions(0.5)
     assert options.debug == Debug(tree_width=2)
 
 
 def test_a_word_stands_for_its_table() -> None:
     options, _ = parse(GOOD | {"controller": "confidence"})
-    assert options.controller == Confidence(0.4)
+    assert options.controller == ConfidenceOptions(0.4)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ _Folder = AfterValidator(os.path.expanduser)  # JSON passes through no shell
 
 
 @dataclass(frozen=True)
-class Fuzzy(Table):
+class FuzzyOptions(Table):
     """Lossy verification: a sampled draft token passes if its rows diverge by less."""
 
     word: ClassVar[str] = "fuzzy"
@@ -82,7 +82,7 @@ class Fuzzy(Table):
 
 
 @dataclass(frozen=True)
-class Confidence(Table):
+class ConfidenceOptions(Table):
     """Draft until the drafter's largest probability falls below the threshold."""
 
     word: ClassVar[str] = "confidence"
@@ -131,11 +131,12 @@ class HeteroOptions(Table):
     draft_ahead: StrictBool = False
     drafter_device: Annotated[str, must(_DEVICE, _is_device, str)] | None = None
     verification: Annotated[
-        Literal["token", "block", "race"] | Fuzzy, one_of(VERIFICATIONS, fuzzy=Fuzzy)
+        Literal["token", "block", "race"] | FuzzyOptions, one_of(VERIFICATIONS, fuzzy=FuzzyOptions)
     ] = "token"
     merge_candidates: Annotated[int, whole(0, 16)] = 1
     controller: Annotated[
-        Literal["goodput", "fixed"] | Confidence, one_of(CONTROLLERS, confidence=Confidence)
+        Literal["goodput", "fixed"] | ConfidenceOptions,
+        one_of(CONTROLLERS, confidence=ConfidenceOptions),
     ] = "goodput"
     debug: Debug = Debug()
 
@@ -146,7 +147,7 @@ class HeteroOptions(Table):
                 'merge_candidates belongs to the methods "slrs" and "hetero", and the method is '
                 f"{self.method!r}; leave it out or ask for one of them."
             )
-        if isinstance(self.verification, Fuzzy) and self.method == methods.SLEM:
+        if isinstance(self.verification, FuzzyOptions) and self.method == methods.SLEM:
             raise ConfigError(
                 '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli '
                 "or slrs instead of slem."

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_hetero_spec.bench.engines import vllm_config
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.bench.suite import Drafter, Suite
+from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter
 from vllm_hetero_spec.options import parse
 
 # Of a small model, and the counters of a drafter.
@@ -73,7 +73,7 @@ class Fakes:
 
     def start(self, engine: EngineId, suite: Suite, at_once: int, *, verbose: bool) -> "FakeEngine":
         (target,) = suite.targets
-        drafters: dict[str | None, Drafter] = {each.name: each for each in target.drafters}
+        drafters: dict[str | None, SuiteDrafter] = {each.name: each for each in target.drafters}
         config = vllm_config(engine, drafters.get(engine.drafter))
         if config is not None:
             parse(config)

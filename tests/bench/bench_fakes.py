@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId, Measurement
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
 
 # A suite file with nothing wrong.
 GOOD = """\
@@ -25,7 +25,7 @@ SUITE = Suite(
         Target(
             name="big",
             model="org/big",
-            drafters=(Drafter("small", "org/small"),),
+            drafters=(SuiteDrafter("small", "org/small"),),
             datasets=("code",),
         ),
     ),

@@ -19,7 +19,7 @@ from vllm_hetero_spec.bench.huggingface_engine import HuggingFaceSpec
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.results import read_results
-from vllm_hetero_spec.bench.suite import Drafter, Target, read_suite
+from vllm_hetero_spec.bench.suite import SuiteDrafter, Target, read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
@@ -214,7 +214,7 @@ def test_wrong_arguments_are_one_sentence(
 
 
 def test_vllm_configurations() -> None:
-    drafter = Drafter("small", "org/small", {"debug": {"translation": "text"}})
+    drafter = SuiteDrafter("small", "org/small", {"debug": {"translation": "text"}})
 
     def config(method: str) -> dict[str, object] | None:
         return engines.vllm_config(EngineId("big", method, "small", 3), drafter)
@@ -308,7 +308,7 @@ def test_engines_that_share_too_little_memory_are_told_what_helps(
 
 def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
     def differ(drafter: str, **engine: str) -> str | None:
-        other = Drafter("d", str(demo_pair / drafter))
+        other = SuiteDrafter("d", str(demo_pair / drafter))
         target = Target("t", str(demo_pair / "target"), (other,), ("code",), engine)
         return vocabularies_differ(target, other)
 

@@ -7,17 +7,17 @@ import pytest
 from bench_fakes import SUITE, suite
 
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan, make_plan
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
 from vllm_hetero_spec.errors import ConfigError
 
 ALL = ("alone", "vllm_tli", "draft_model", "hf_alone", "hf_assisted")
 
 
-def differ(target: Target, drafter: Drafter) -> str | None:
+def differ(target: Target, drafter: SuiteDrafter) -> str | None:
     return "they differ"
 
 
-def agree(target: Target, drafter: Drafter) -> str | None:
+def agree(target: Target, drafter: SuiteDrafter) -> str | None:
     return None
 
 
@@ -50,7 +50,7 @@ def test_a_group_is_finished_before_the_next_begins() -> None:
 
 
 def test_every_lookahead_and_drafter_is_an_engine() -> None:
-    target = Target("big", "m", (Drafter("a", "x"), Drafter("b", "y")), ("code",))
+    target = Target("big", "m", (SuiteDrafter("a", "x"), SuiteDrafter("b", "y")), ("code",))
     plan = plan_of(suite(targets=(target,), num_speculative_tokens=(2, 4)))
     assert [str(cell.engine) for cell in plan.waves[0].groups[0]] == [
         "big/alone",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vllm_hetero_spec import machine
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
-from vllm_hetero_spec.bench.progress import Reporter, TimeLeft, _duration
+from vllm_hetero_spec.bench.progress import ProgressReporter, TimeLeft, _duration
 
 
 def cell(method: str, batch_size: int = 1) -> Cell:
@@ -51,7 +51,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_what_is_told() -> None:
     output = io.StringIO()
     first, second, third = runs(cell("alone"), cell("slem"), cell("alone", 8))
-    reporter = Reporter(Console(file=output, width=120))
+    reporter = ProgressReporter(Console(file=output, width=120))
     reporter.begin([first, second, third])
     reporter.starting(first.cell.engine)
     reporter.started(first.cell.engine, 1.0)

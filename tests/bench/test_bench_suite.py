@@ -14,8 +14,8 @@ from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.suite import (
     KINDS,
     PEERS,
-    Drafter,
     Suite,
+    SuiteDrafter,
     read_suite,
     speculative_config,
 )
@@ -41,7 +41,7 @@ def test_defaults(write: Write) -> None:
     suite = read_suite(write(GOOD))
     assert (suite.name, suite.methods, suite.peers) == ("suite", METHODS, tuple(PEERS))
     assert suite.targets[0].name == "big"
-    assert suite.targets[0].drafters == (Drafter("small", "org/small"),)
+    assert suite.targets[0].drafters == (SuiteDrafter("small", "org/small"),)
     assert (suite.batch_sizes, suite.temperatures, suite.num_speculative_tokens) == (
         (1,),
         (0.0,),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hetero_spec.draft.sampling import Draw, DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.sampling import BatchSampler, DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.race import race
@@ -20,15 +20,15 @@ def send(*arrays: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def batch(races: bool, steps: int = 3, likeliest: int | None = None) -> DrawBatch:
+def batch(races: bool, steps: int = 3, likeliest: int | None = None) -> BatchSampler:
     draws = [
-        Draw(0.5 + index / 4, index % 4, 0.95, seed=100 + index, place=index, races=races)
+        DraftSampling(0.5 + index / 4, index % 4, 0.95, seed=100 + index, place=index, races=races)
         for index in range(REQUESTS)
     ]
     lengths = torch.tensor([1, 2, 1, 3, 1])
     method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
     method = replace(method, likeliest=likeliest)
-    return DrawBatch(range(REQUESTS), draws, [steps] * REQUESTS, method, send)
+    return BatchSampler(range(REQUESTS), draws, [steps] * REQUESTS, method, send)
 
 
 def logits(step: int) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_hetero_spec.draft.sampling import DrawBatch
+from vllm_hetero_spec.draft.sampling import BatchSampler
 from vllm_hetero_spec.engine.seam import nodes
 
 nodes.in_the_same_node_as = lambda group: [rank == 0 for rank in range(group.size())]
-nodes.LIKELIEST = 2
+nodes.SPARSE_TOP_K = 2
 
 
 class FarApart(CPUWorker):
@@ -19,7 +19,7 @@ class FarApart(CPUWorker):
 
 def forget_to_renormalise(worker: Any) -> None:
     """From now on one token is all that is drawn from, with the probability that it has of all."""
-    rows_of = DrawBatch._rows
+    rows_of = BatchSampler._rows
 
     def _rows(self: Any, logits: torch.Tensor, index: Any) -> torch.Tensor:
         self._likeliest = 1
@@ -27,4 +27,4 @@ def forget_to_renormalise(worker: Any) -> None:
         self._likeliest = None
         return torch.where(few > 0, rows_of(self, logits, index), 0.0)
 
-    DrawBatch._rows = _rows
+    BatchSampler._rows = _rows

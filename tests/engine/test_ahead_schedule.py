@@ -21,7 +21,7 @@ from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 from vllm_hetero_spec.engine.ahead import client
 from vllm_hetero_spec.engine.ahead import lookup as lookup_module
 from vllm_hetero_spec.engine.ahead.answers import Ready, encode
-from vllm_hetero_spec.engine.ahead.messages import Commit, commit_of
+from vllm_hetero_spec.engine.ahead.messages import UpdateBatch, update_batch_of
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.ahead.table import DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -104,7 +104,7 @@ class Ticks:
 
 
 class Process:
-    """In the place of a `KeptProcess`: what is sent is taken in at once."""
+    """In the place of a `SupervisedProcess`: what is sent is taken in at once."""
 
     up, life, restarts = True, 1, 0
 
@@ -125,8 +125,8 @@ class Process:
     def start(self) -> Ready:
         return Ready(BLOCKS, SIZE)
 
-    def send(self, commit: Commit) -> bool:
-        self.server.take(commit_of(encode(commit)))
+    def send(self, commit: UpdateBatch) -> bool:
+        self.server.take(update_batch_of(encode(commit)))
         return True
 
 
@@ -154,7 +154,7 @@ def source_of(
     monkeypatch: pytest.MonkeyPatch, stats: DraftStats, sides: int = 0, slots: int = SLOTS
 ) -> tuple[client.ProcessSource, IdentityBridge]:
     """Of drafts, and what its texts are read with."""
-    monkeypatch.setattr(client, "KeptProcess", Process)
+    monkeypatch.setattr(client, "SupervisedProcess", Process)
     nothing = frozenset[int]()
     special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
     spelled = [bytes([65 + token]) for token in range(VOCAB)]
@@ -330,7 +330,7 @@ def test_texts_that_are_too_many_for_a_commit_take_turns(monkeypatch: pytest.Mon
     told: list[list[int]] = []
     send = source._process.send
 
-    def sent(commit: Commit) -> bool:
+    def sent(commit: UpdateBatch) -> bool:
         told.append([row.slot for row in commit.rows])
         return send(commit)
 

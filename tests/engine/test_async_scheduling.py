@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
-from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers, tiers_of
+from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, tiers, tiers_of
 from vllm_hetero_spec.errors import ConfigError
 
 NAME = "build_dynamic_sd_schedule_lookup"
@@ -55,7 +55,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_scheduler_hears_what_a_step_tells(scheduler: Any) -> None:
     result = SimpleNamespace()
-    Ahead(2, {"a": 1, "b": 3}).put_on(result)
+    AsyncStepInfo(2, {"a": 1, "b": 3}).put_on(result)
     # A grammar has cut b's draft, with the padding behind it, and c's.
     output = SimpleNamespace(num_invalid_spec_tokens={"b": 4, "c": 2})
     scheduler.update_from_output(output, result)

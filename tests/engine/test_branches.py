@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_hetero_spec.engine.trees.branches import SideSequences
+from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.trees.layout import lay_out
 from vllm_hetero_spec.trees.walk import ROOT
 
@@ -15,9 +15,9 @@ TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], sides=1, rows=4)
 
 
 @pytest.fixture
-def sides() -> SideSequences:
+def sides() -> BranchSequences:
     """Of a worker with room for eight sequences, blocks of 16 tokens, and 20 scratch blocks."""
-    made = SideSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
+    made = BranchSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
     made.__dict__["_bounds"] = (None, 3, range(100, 120), [16])
     return made
 
@@ -25,7 +25,7 @@ def sides() -> SideSequences:
 @pytest.mark.parametrize(("scheduled", "length"), [(1, 0), (7, 0), (7, len(TREE.tokens))])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_tree_that_is_not_scheduled_is_left_out(
-    sides: SideSequences, scheduled: int, length: int, place: int
+    sides: BranchSequences, scheduled: int, length: int, place: int
 ) -> None:
     """Its draft was dropped, or its request reads more than that; the other's is verified."""
     ids = ["whole", "dropped"]

@@ -4,7 +4,11 @@
 import random
 from functools import partial
 
-from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
+from vllm_hetero_spec.engine.ahead.continuations import (
+    MatchedContinuation,
+    find_drawn,
+    find_remainder,
+)
 
 # Single bytes, the parts of a character of two bytes and one of three, and tokens of several.
 TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", b" a", b"a b"]
@@ -13,7 +17,7 @@ TOKENS += ["é".encode(), "€".encode(), b"b\xc3", b"\x82\xac", b"\xa9 a", b"aa
 
 def searched(
     branches: list[list[int]], outcome: bytes, held: bytes, unfit: int
-) -> Remainder | None:
+) -> MatchedContinuation | None:
     """By strings: the first that has more than the outcome, else one that agrees so far."""
     agrees = None
     for rank, ids in enumerate(branches):
@@ -25,9 +29,9 @@ def searched(
                 if len(before) <= len(outcome):
                     if (ids[first] + len(outcome) - len(before)) % 5 == unfit:
                         break
-                    return Remainder(rank, ids[first:], len(outcome) - len(before))
+                    return MatchedContinuation(rank, ids[first:], len(outcome) - len(before))
         elif wanted.startswith(text) or text == outcome:
-            agrees = Remainder(rank, [])
+            agrees = MatchedContinuation(rank, [])
     return agrees
 
 
@@ -73,9 +77,11 @@ def test_continuations_are_found_as_by_a_naive_search() -> None:
 
 def test_the_first_that_reaches_further_is_used() -> None:
     branches = [[8], [0, 1, 2]]  # "ab", and the same text with a space behind it
-    assert find_remainder(branches, b"ab", b"", TOKENS.__getitem__) == Remainder(1, [2])
-    assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == Remainder(0, [])
-    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__) == Remainder(0, [8], 1)
+    assert find_remainder(branches, b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(1, [2])
+    assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(
+        0, []
+    )
+    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__) == MatchedContinuation(0, [8], 1)
     assert find_remainder(branches, b"b", b"", TOKENS.__getitem__) is None
 
 
@@ -87,7 +93,9 @@ def test_what_the_target_would_have_joined_is_passed_over() -> None:
         seen.append((token, known))
         return token != 1
 
-    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__, fits) == Remainder(1, [8])
+    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__, fits) == MatchedContinuation(
+        1, [8]
+    )
     assert find_remainder(branches[:1], b"a", b"", TOKENS.__getitem__, fits) is None
     find_remainder(branches[1:], b"aa", b"", TOKENS.__getitem__, fits)
     assert seen == [(1, 0), (8, 0), (1, 0), (8, 1)]
@@ -97,7 +105,7 @@ def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> Non
     euro = TOKENS.index("€".encode())
     branches = [[0, TOKENS.index("é".encode())], [0, euro, 1]]
     found = find_remainder(branches, b"a", b"\xe2\x82", TOKENS.__getitem__)
-    assert found == Remainder(1, [euro, 1])
+    assert found == MatchedContinuation(1, [euro, 1])
 
 
 def test_drawn_lines_are_found_at_the_ends_of_tokens_alone() -> None:
@@ -116,9 +124,9 @@ def test_drawn_lines_are_found_at_the_ends_of_tokens_alone() -> None:
         for rank, (base, ids) in enumerate(lines):
             ends = [b"".join(TOKENS[i] for i in ids[:end]) for end in range(len(ids) + 1)]
             if outcome in ends and base <= (end := ends.index(outcome)):
-                expected = Remainder(rank, ids[end:])
+                expected = MatchedContinuation(rank, ids[end:])
             elif outcome not in ends and outcome.startswith(ends[-1]):
-                expected = Remainder(rank, [])
+                expected = MatchedContinuation(rank, [])
             if expected is not None and expected.ids:
                 break
         found = find_drawn(lines, outcome, TOKENS.__getitem__)

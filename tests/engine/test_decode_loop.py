@@ -15,7 +15,7 @@ from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -346,7 +346,9 @@ def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
             return FirstToken(last[5], 2, [5]) if place in places else FirstToken(ids[2])
 
         rows = []
-        for place, draw in enumerate((None, Draw(1.3, seed=3), Draw(0.8, seed=4), None, Draw(2.0))):
+        for place, draw in enumerate(
+            (None, DraftSampling(1.3, seed=3), DraftSampling(0.8, seed=4), None, DraftSampling(2.0))
+        ):
             row = world.row(str(place), [3 + place, 4, 5], LOOKAHEAD, partial(choose, place))
             task = row.task._replace(draw=draw, penalty=Penalty(3.0) if place == 2 else None)
             rows.append(row._replace(task=task))
@@ -396,10 +398,10 @@ def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
         rows = [world.row(str(i), [3 + i, 4, 5 + i], LOOKAHEAD) for i in range(4)]
         changed = [
             rows[0],
-            rows[1]._replace(task=rows[1].task._replace(draw=Draw(1.3))),
+            rows[1]._replace(task=rows[1].task._replace(draw=DraftSampling(1.3))),
             rows[2]._replace(task=rows[2].task._replace(penalty=Penalty(5.0, 5.0, 2.0))),
             rows[3]._replace(
-                task=rows[3].task._replace(draw=Draw(0.8, top_k=5), penalty=Penalty(3.0))
+                task=rows[3].task._replace(draw=DraftSampling(0.8, top_k=5), penalty=Penalty(3.0))
             ),
         ]
         drafted.append(world.drafter.run(changed))
@@ -432,7 +434,7 @@ def test_what_was_drawn_in_front_of_broken_logits_stays(graphs: bool) -> None:
             record(world, in_graph=True, sizes=(1, 8))
         rows = [world.row(str(i), [3 + i, 4, 6], LOOKAHEAD) for i in range(8)]
         drawn = [
-            row._replace(task=row.task._replace(draw=Draw(1.3, seed=place)))
+            row._replace(task=row.task._replace(draw=DraftSampling(1.3, seed=place)))
             for place, row in enumerate(rows)
         ]
         drafted.append(world.drafter.run(drawn))

@@ -11,7 +11,7 @@ import torch
 from toy_drafter import ToyDrafterModel
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
@@ -48,7 +48,7 @@ def drafted(steps: list[int]) -> list[Draft]:
     rows = []
     for index, count in enumerate(steps):
         state = RequestState(str(index), IdentityContext())
-        task = DraftTask(state, lookahead=count, draw=Draw(1.0))
+        task = DraftTask(state, lookahead=count, draw=DraftSampling(1.0))
         table = BlockTable(blocks=[1, 2, 3])
         rows.append(DraftRow(task, DraftSequence(table), [0], count))
     drafter = Drafter(SameRows(), (), 3, max(steps), len(steps), method)  # type: ignore[arg-type]

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
-from vllm_hetero_spec.engine.ahead.table import Counts, Drafted, DraftTable, make_file
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
+from vllm_hetero_spec.engine.ahead.table import Counts, DraftRecord, DraftTable, make_file
 
 SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4
 
@@ -49,13 +49,13 @@ def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) 
     writer, reader = tables
     assert reader.read(1) is None
     for rank in range(1 + SIDES):
-        written = Drafted(7, rank, [3, 1, 4], [0.5, 0.25, 1.0])
+        written = DraftRecord(7, rank, [3, 1, 4], [0.5, 0.25, 1.0])
         writer.write(1, rank, written)
         assert reader.read(1, rank) == written
     assert reader.read(0) is None
-    writer.write(1, 0, Drafted(8, 2, [], []))
-    assert reader.read(1) == Drafted(8, 2, [], [])
-    writer.write(1, 0, Drafted(9, 0, list(range(9)), [1.0] * 9))
+    writer.write(1, 0, DraftRecord(8, 2, [], []))
+    assert reader.read(1) == DraftRecord(8, 2, [], [])
+    writer.write(1, 0, DraftRecord(9, 0, list(range(9)), [1.0] * 9))
     assert reader.read(1).ids == list(range(LONGEST))
     assert reader.counts == Counts()
     writer.count(Counts(forwards=3, tokens=5, blocks=2, read=7, seconds=0.25))
@@ -64,7 +64,7 @@ def test_what_one_writes_the_other_reads(tables: tuple[DraftTable, DraftTable]) 
 
 
 def rows_of(count: int, chance: random.Random) -> tuple[bytes, ...]:
-    return tuple(chance.randbytes(8 * LIKELIEST) for _ in range(count))
+    return tuple(chance.randbytes(8 * SPARSE_TOP_K) for _ in range(count))
 
 
 def test_drawn_tokens_come_with_what_they_were_drawn_from(
@@ -73,15 +73,15 @@ def test_drawn_tokens_come_with_what_they_were_drawn_from(
     """Those at the end of a line; a line that is too long loses its last ones."""
     writer, reader = tables
     rows = rows_of(9, random.Random(2))
-    written = Drafted(7, 0, [3, 1, 4], [0.5, 0.25, 1.0], rows[:2])
+    written = DraftRecord(7, 0, [3, 1, 4], [0.5, 0.25, 1.0], rows[:2])
     writer.write(2, 1, written)
     assert reader.read(2, 1) == written
-    writer.write(2, 1, Drafted(8, 0, [1, 5, 9], [1.0] * 3))
-    assert reader.read(2, 1) == Drafted(8, 0, [1, 5, 9], [1.0] * 3)
-    writer.write(2, 1, Drafted(9, 0, list(range(9)), [1.0] * 9, rows[:8]))
-    assert reader.read(2, 1) == Drafted(9, 0, list(range(5)), [1.0] * 5, rows[:4])
-    writer.write(2, 1, Drafted(9, 0, list(range(9)), [1.0] * 9, rows))
-    assert reader.read(2, 1) == Drafted(9, 0, list(range(4)), [1.0] * 4, rows[:4])
+    writer.write(2, 1, DraftRecord(8, 0, [1, 5, 9], [1.0] * 3))
+    assert reader.read(2, 1) == DraftRecord(8, 0, [1, 5, 9], [1.0] * 3)
+    writer.write(2, 1, DraftRecord(9, 0, list(range(9)), [1.0] * 9, rows[:8]))
+    assert reader.read(2, 1) == DraftRecord(9, 0, list(range(5)), [1.0] * 5, rows[:4])
+    writer.write(2, 1, DraftRecord(9, 0, list(range(9)), [1.0] * 9, rows))
+    assert reader.read(2, 1) == DraftRecord(9, 0, list(range(4)), [1.0] * 4, rows[:4])
 
 
 def test_a_writer_that_stops_half_way_is_not_believed(
@@ -100,7 +100,7 @@ def test_a_writer_that_stops_half_way_is_not_believed(
         records = []
         for serial, ids, drawn in (old, new):
             own = drawn[: len(ids) - number % 3] if len(ids) > number % 3 else ()
-            writer.write(0, 0, Drafted(serial, 0, ids, [0.5] * len(ids), own))
+            writer.write(0, 0, DraftRecord(serial, 0, ids, [0.5] * len(ids), own))
             records.append(writer._records[0, 0].copy())
         places = list(range(len(records[0])))
         chance.shuffle(places)

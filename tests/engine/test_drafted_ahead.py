@@ -13,8 +13,8 @@ from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.ahead import lookup
-from vllm_hetero_spec.engine.ahead.continuations import Remainder
-from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable
+from vllm_hetero_spec.engine.ahead.continuations import MatchedContinuation
+from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable
 from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.text.bridge import TextBridge
 
@@ -167,7 +167,7 @@ def test_wrong_guesses_are_never_hit(
     wrong = next(i for i, data in look._bytes.items() if data.isalnum() and data not in written)
     read, ends = DraftTable.read, look._bridge.drafter_eos
 
-    def misread(table: DraftTable, slot: int, rank: int = 0) -> Drafted | None:
+    def misread(table: DraftTable, slot: int, rank: int = 0) -> DraftRecord | None:
         found = read(table, slot, rank)
         if found is None:
             return None
@@ -186,9 +186,9 @@ def test_remainders_of_other_texts_are_not_accepted(
 ) -> None:
     """Lossless even where the match by bytes is left out, but that shows."""
 
-    def unmatched(lines: Any, *_: Any) -> Remainder | None:
+    def unmatched(lines: Any, *_: Any) -> MatchedContinuation | None:
         chain = next(iter(lines), None)
-        return None if chain is None else Remainder(0, list(chain))
+        return None if chain is None else MatchedContinuation(0, list(chain))
 
     monkeypatch.setattr(lookup, "find_remainder", unmatched)
     outputs, counts = pair.load.run()

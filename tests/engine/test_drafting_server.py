@@ -13,13 +13,13 @@ from goodness import MISSED, follows, missed
 from tape_graphs import TapeGraphs
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 
-from vllm_hetero_spec.draft.sampling import Draw
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST, unpack
+from vllm_hetero_spec.draft.sampling import DraftSampling
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.ahead.answers import encode
-from vllm_hetero_spec.engine.ahead.messages import Commit, Row, commit_of
+from vllm_hetero_spec.engine.ahead.messages import RequestUpdate, UpdateBatch, update_batch_of
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
-from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable, make_file
+from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
@@ -54,9 +54,11 @@ class World:
         self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, ROWS)
         self.serial = 0
 
-    def commit(self, *rows: Row, closed: tuple[int, ...] = ()) -> None:
+    def commit(self, *rows: RequestUpdate, closed: tuple[int, ...] = ()) -> None:
         self.serial += 1
-        self.server.take(commit_of(encode(Commit(self.serial, list(closed), list(rows)))))
+        self.server.take(
+            update_batch_of(encode(UpdateBatch(self.serial, list(closed), list(rows))))
+        )
 
     def work(self) -> int:
         """Forwards until there is nothing to do."""
@@ -67,7 +69,7 @@ class World:
             assert count < 200
         return count
 
-    def drafted(self, slot: int) -> Drafted:
+    def drafted(self, slot: int) -> DraftRecord:
         found = self.table.read(slot)
         assert found is not None
         return found
@@ -81,13 +83,13 @@ def world() -> World:
 def alone(text: list[int], count: int) -> list[int]:
     """What a drafter that has nothing else to do writes behind a text."""
     world = World()
-    world.commit(Row(0, -1, text, [], count))
+    world.commit(RequestUpdate(0, -1, text, [], count))
     world.work()
     return world.drafted(0).ids
 
 
 def test_each_forward_adds_a_token_to_every_text(world: World) -> None:
-    world.commit(Row(0, -1, [3, 4, 5], [], 4), Row(1, -1, [6, 7], [8], 6))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 4), RequestUpdate(1, -1, [6, 7], [8], 6))
     for count in range(1, 5):
         world.server.advance()
         assert len(world.drafted(0).ids) == len(world.drafted(1).ids) == count
@@ -99,25 +101,25 @@ def test_each_forward_adds_a_token_to_every_text(world: World) -> None:
 
 
 def test_a_text_that_goes_the_foreseen_way_costs_the_new_tokens_alone(world: World) -> None:
-    world.commit(Row(0, -1, [3, 4, 5], [], 4))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 4))
     world.work()
     ahead = world.drafted(0).ids
     fed = world.model.fed
     # Two of them were accepted; the rest is on its way to the target.
-    world.commit(Row(0, 3, ahead[:2], ahead[2:], 6))
+    world.commit(RequestUpdate(0, 3, ahead[:2], ahead[2:], 6))
     assert world.work() == 4
     assert world.model.fed - fed == 4
-    assert world.drafted(0) == Drafted(
+    assert world.drafted(0) == DraftRecord(
         2, len(ahead[2:]), alone([3, 4, 5, *ahead], 4), world.drafted(0).peaks
     )
 
 
 def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> None:
     """Its KV takes the place of the chain's, whose own tokens are given back with the others'."""
-    world.commit(Row(0, -1, [3, 4, 5], [], 4))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 4))
     world.work()
     ahead = world.drafted(0).ids
-    world.commit(Row(0, 3, [ahead[0]], ahead[1:], 9, at_stake=2, beside=4, guesses=SIDES))
+    world.commit(RequestUpdate(0, 3, [ahead[0]], ahead[1:], 9, at_stake=2, beside=4, guesses=SIDES))
     world.work()
     for rank in range(1, 1 + SIDES):
         side = world.table.read(0, rank)
@@ -128,7 +130,7 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
     assert likeliest is not None
     text = [3, 4, 5, *ahead[: 1 + likeliest.place], *likeliest.ids[:2]]
     fed = world.model.fed
-    world.commit(Row(0, 4, text[4:], likeliest.ids[2:], 4, at_stake=2))
+    world.commit(RequestUpdate(0, 4, text[4:], likeliest.ids[2:], 4, at_stake=2))
     assert world.work() == 2
     assert world.model.fed - fed == 2
     assert world.drafted(0).ids == alone([*text, *likeliest.ids[2:]], 2)
@@ -139,19 +141,19 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
 def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) -> None:
     """A commit tells of the tokens that the engine has seen, of which there may be one more."""
     told = alone([3, 4, 5], 9)
-    world.commit(Row(0, -1, [3, 4, 5], [], 8))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 8))
     for _ in range(4):
         world.server.advance()
-    world.commit(Row(0, 3, told[:1], told[1:3], 8, at_stake=2, beside=3, guesses=SIDES))
+    world.commit(RequestUpdate(0, 3, told[:1], told[1:3], 8, at_stake=2, beside=3, guesses=SIDES))
     assert world.drafted(0)[:3] == (2, 2, told[3:4])
     assert all(world.table.read(0, rank).serial == 2 for rank in range(1, 1 + SIDES))
     fed = world.model.fed
     assert world.work() == 5  # of the six ids that are wanted
     assert world.model.fed - fed < 5 + 2 * SIDES + 1
     assert world.drafted(0).ids == told[3:9]
-    world.commit(Row(0, 4, told[1:4], [], 2))
+    world.commit(RequestUpdate(0, 4, told[1:4], [], 2))
     assert world.drafted(0)[:3] == (3, 0, told[4:6])  # no more than are wanted
-    world.commit(Row(0, 7, [1 + told[4] % (VOCAB - 1)], [], 2))
+    world.commit(RequestUpdate(0, 7, [1 + told[4] % (VOCAB - 1)], [], 2))
     world.work()
     assert world.drafted(0).ids != told[5:7]
 
@@ -159,9 +161,9 @@ def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) ->
 def test_an_end_that_came_while_a_commit_was_on_its_way_is_one() -> None:
     told = alone([3, 4, 5], 3)
     world = World(ends=frozenset({told[2]}))
-    world.commit(Row(0, -1, [3, 4, 5], [], 8))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 8))
     world.work()
-    world.commit(Row(0, 3, told[:1], told[1:2], 8))
+    world.commit(RequestUpdate(0, 3, told[:1], told[1:2], 8))
     world.work()
     assert world.drafted(0).ids == told[2:3]
 
@@ -200,7 +202,9 @@ def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
             drafted_of[slot] = drafted
             at_stake, beside = chance.randint(0, len(drafted)), chance.choice((0, 3))
             rows.append(
-                Row(slot, keep, ids, drafted, chance.randint(0, 8), at_stake, beside, SIDES)
+                RequestUpdate(
+                    slot, keep, ids, drafted, chance.randint(0, 8), at_stake, beside, SIDES
+                )
             )
         world.commit(*rows, closed=tuple(closed))
         if chance.random() < 0.5:
@@ -236,14 +240,14 @@ def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
 def test_the_engine_is_told_what_was_read_reused_and_replayed() -> None:
     """Of texts each token once: what the drafter wrote itself is none of it until it is told so."""
     world, text = World(recorded=True), [3] * 60
-    world.commit(Row(0, -1, text, [], 4))
+    world.commit(RequestUpdate(0, -1, text, [], 4))
     world.work()
     counts = world.table.counts
     assert (counts.caught_up, counts.reused) == (60, 0)
     assert 0 < counts.replays <= counts.forwards
     ahead = world.drafted(0).ids
-    world.commit(Row(0, 60, [*ahead[:2], 1 + ahead[2] % (VOCAB - 1)], [], 4))
-    world.commit(Row(1, -1, text, [], 4))
+    world.commit(RequestUpdate(0, 60, [*ahead[:2], 1 + ahead[2] % (VOCAB - 1)], [], 4))
+    world.commit(RequestUpdate(1, -1, text, [], 4))
     world.work()
     counts = world.table.counts
     assert counts.reused == 28
@@ -255,7 +259,7 @@ def test_prefixes_are_shared_within_a_salt_alone(world: World) -> None:
 
     def reused(slot: int, salt: str | None) -> bool:
         before = world.pool.reused_tokens
-        world.commit(Row(slot, -1, text, [], 1, salt=salt))
+        world.commit(RequestUpdate(slot, -1, text, [], 1, salt=salt))
         world.work()
         return world.pool.reused_tokens > before
 
@@ -269,7 +273,7 @@ def test_nothing_is_drafted_behind_an_end() -> None:
     first, second, third = alone([3, 4, 5], 3)
     assert third not in (first, second)
     world = World(ends=frozenset({second}))
-    world.commit(Row(0, -1, [3, 4, 5], [], 6))
+    world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 6))
     world.work()
     assert world.drafted(0).ids == [first, second]
 
@@ -277,32 +281,34 @@ def test_nothing_is_drafted_behind_an_end() -> None:
 def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
     """Blocks go to those that work, from those that do not; a text that had none is read afresh."""
     world = World(blocks=8)  # seven of them, for 28 tokens
-    world.commit(Row(0, -1, [3] * 10, [], 2))
+    world.commit(RequestUpdate(0, -1, [3] * 10, [], 2))
     world.work()
-    world.commit(Row(1, -1, [4] * 18, [], 2))
+    world.commit(RequestUpdate(1, -1, [4] * 18, [], 2))
     world.work()
     assert world.drafted(1).ids == alone([4] * 18, 2)  # the first has given its blocks up
-    world.commit(Row(2, -1, [5] * 60, [], 2))
+    world.commit(RequestUpdate(2, -1, [5] * 60, [], 2))
     world.work()
     found = world.table.read(2)
     assert found is None or found.serial != world.serial  # no room at all
-    world.commit(Row(0, 10, [6], [], 2))
+    world.commit(RequestUpdate(0, 10, [6], [], 2))
     world.work()
     assert world.drafted(0).ids == alone([3] * 10 + [6], 2)
     world.commit(closed=(0, 1, 2))
     assert world.pool.held == 0
 
 
-def rows_of(drafted: Drafted) -> torch.Tensor:
+def rows_of(drafted: DraftRecord) -> torch.Tensor:
     """draft_probs of a line's drawn tokens."""
     ints = torch.frombuffer(bytearray(b"".join(drafted.rows)), dtype=torch.int32)
-    return unpack(ints.view(-1, 2, LIKELIEST), TARGETS)
+    return unpack(ints.view(-1, 2, SPARSE_TOP_K), TARGETS)
 
 
-def lines_of(world: World, text: Sequence[int], draw: Draw, wanted: int = 5) -> list[Drafted]:
+def lines_of(
+    world: World, text: Sequence[int], draw: DraftSampling, wanted: int = 5
+) -> list[DraftRecord]:
     """What is drawn behind a text that nothing is known of, the chain first."""
     told = [*text[:-1]], [text[-1]]
-    world.commit(Row(0, -1, *told, 1 + wanted, 1, 3, SIDES, draw=draw), closed=(0,))
+    world.commit(RequestUpdate(0, -1, *told, 1 + wanted, 1, 3, SIDES, draw=draw), closed=(0,))
     world.work()
     found = [world.table.read(0, rank) for rank in range(1 + SIDES)]
     return [of for of in found if of is not None and of.serial == world.serial]
@@ -312,7 +318,7 @@ def lines_of(world: World, text: Sequence[int], draw: Draw, wanted: int = 5) -> 
 def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) -> None:
     """Also where another line was drawn, in whose fork of the KV a guess goes on."""
     world = World(recorded=recorded)
-    draw = Draw(0.7, top_k=9, seed=3, place=2)
+    draw = DraftSampling(0.7, top_k=9, seed=3, place=2)
     lines = lines_of(world, [3, 4, 5], draw)
     assert len(lines) == 1 + SIDES
     assert [len(of.ids) - len(of.rows) for of in lines] == [0, *[1] * SIDES]
@@ -325,7 +331,9 @@ def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) ->
         assert ((rows.sum(1) - 1).abs() < 1e-6).all()
         for count, (row, drawn) in enumerate(zip(rows, of.ids[certain:], strict=True), certain):
             other = World()
-            again = lines_of(other, [*text, *of.ids[:count]], Draw(0.7, 9, seed=8), wanted=1)[0]
+            again = lines_of(
+                other, [*text, *of.ids[:count]], DraftSampling(0.7, 9, seed=8), wanted=1
+            )[0]
             assert (rows_of(again)[0] - row).abs().max() < 1e-6
             assert row[PROPOSES[drawn]] > 0
 
@@ -337,7 +345,7 @@ def test_the_law_of_what_is_drawn_is_its_row() -> None:
     drawn = Counter[int]()
     beside: dict[tuple[int, int], tuple[Counter[int], dict]] = {}
     for seed in range(samples):
-        chain, side = lines_of(world, [3, 4, 5], Draw(1.0, seed=seed), wanted=1)[:2]
+        chain, side = lines_of(world, [3, 4, 5], DraftSampling(1.0, seed=seed), wanted=1)[:2]
         drawn[int(PROPOSES[chain.ids[0]])] += 1
         if side.place == 1:  # behind the text and what is taken to come, where the chain is drawn
             law = dict(enumerate(rows_of(side)[0].tolist()))
@@ -353,16 +361,19 @@ def test_the_law_of_what_is_drawn_is_its_row() -> None:
 
 def test_what_is_drawn_follows_from_seed_place_and_line(world: World) -> None:
     """Whatever else is drafted, and when; and from another place on it is drawn anew."""
-    draw = Draw(1.0, seed=11, place=4)
+    draw = DraftSampling(1.0, seed=11, place=4)
     lines = lines_of(world, [3, 4, 5], draw)
-    for other in (Draw(1.0, seed=12, place=4), Draw(1.0, seed=11, place=5)):
+    for other in (DraftSampling(1.0, seed=12, place=4), DraftSampling(1.0, seed=11, place=5)):
         assert lines_of(world, [3, 4, 5], other)[0].ids != lines[0].ids
-    world.commit(Row(1, -1, [7] * 9, [], 8), Row(2, -1, [6] * 9, [], 8, draw=Draw(1.3)))
+    world.commit(
+        RequestUpdate(1, -1, [7] * 9, [], 8),
+        RequestUpdate(2, -1, [6] * 9, [], 8, draw=DraftSampling(1.3)),
+    )
     world.server.advance()
     again = lines_of(world, [3, 4, 5], draw)
     assert [of.ids for of in again] == [of.ids for of in lines]
     # What had come is taken to come: the rest is drawn as it was, behind the same text and place.
     ahead = lines[0].ids
-    world.commit(Row(0, 2, [], [5, *ahead[:2]], 6, draw=draw))
+    world.commit(RequestUpdate(0, 2, [], [5, *ahead[:2]], 6, draw=draw))
     world.work()
     assert world.drafted(0).ids == ahead[2:]

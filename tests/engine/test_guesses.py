@@ -5,10 +5,12 @@ import math
 import random
 from itertools import combinations
 
-from vllm_hetero_spec.engine.ahead.guesses import Guess, Rival, choose_guesses
+from vllm_hetero_spec.engine.ahead.guesses import Alternative, BranchPoint, choose_guesses
 
 
-def hit_rate(rivals: list[Rival], follows: list[float], chosen: set[tuple[int, int]]) -> float:
+def hit_rate(
+    rivals: list[Alternative], follows: list[float], chosen: set[tuple[int, int]]
+) -> float:
     """The probability that the target leaves the chain by one of the chosen tokens."""
     reached, rate = 1.0, 0.0
     for place, rival in enumerate(rivals):
@@ -26,7 +28,7 @@ def test_no_other_guesses_are_hit_more_often() -> None:
             tokens = chance.sample(range(9), chance.randint(1, 3))
             weights = [chance.random() for _ in tokens]
             shares = sorted((weight / sum(weights) for weight in weights), reverse=True)
-            rivals.append(Rival(tokens[chance.randrange(len(tokens))], tokens, shares))
+            rivals.append(Alternative(tokens[chance.randrange(len(tokens))], tokens, shares))
             follows.append(chance.random())
         budget = chance.randint(0, 4)
         guesses = choose_guesses(rivals, follows, budget)
@@ -43,8 +45,8 @@ def test_no_other_guesses_are_hit_more_often() -> None:
 
 
 def test_the_likeliest_comes_first_and_later_places_count_less() -> None:
-    rivals = [Rival(1, [1, 2, 3], [0.7, 0.2, 0.1]), Rival(4, [4, 2], [0.5, 0.5])]
+    rivals = [Alternative(1, [1, 2, 3], [0.7, 0.2, 0.1]), Alternative(4, [4, 2], [0.5, 0.5])]
     guesses = choose_guesses(rivals, [0.7, 0.5], 9)
     assert [guess[:2] for guess in guesses] == [(1, 2), (0, 2), (0, 3)]
     assert math.isclose(guesses[0].probability, 0.35)
-    assert choose_guesses(rivals, [0.0, 0.5], 1) == [Guess(0, 2, 0.2)]
+    assert choose_guesses(rivals, [0.0, 0.5], 1) == [BranchPoint(0, 2, 0.2)]

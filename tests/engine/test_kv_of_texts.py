@@ -21,7 +21,7 @@ from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 from toys import toy
 
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
@@ -239,7 +239,7 @@ class World:
             useful = chance.choice((0, together, together))
             draw = None
             if step.requests[index].params.random and useful and not state.context.held:
-                draw = Draw(1.0, seed=self.number, place=step.requests[index].num_tokens)
+                draw = DraftSampling(1.0, seed=self.number, place=step.requests[index].num_tokens)
             penalty = Penalty(0.5, 0.2, 1.3) if useful and chance.random() < 0.15 else None
             paths = 3 if self.beside and useful and draw is None and chance.random() < 0.6 else 0
             penalty = None if paths else penalty

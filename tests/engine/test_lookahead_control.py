@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.ahead.control import AheadControl
+from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams
@@ -31,7 +31,7 @@ from vllm_hetero_spec.lookahead.controllers import (
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.options import Confidence
+from vllm_hetero_spec.options import ConfidenceOptions
 
 
 class Scripted(Fixed):
@@ -165,7 +165,7 @@ NOTHING = DraftTiming(0.1, 0.01, 0, 0, 0)
 def test_drafts_that_were_not_there_are_learnt_from() -> None:
     """But for what a request asks for. Nothing has a price here: nothing is waited for."""
     controller = Scripted(4)
-    control = AheadControl(controller, can_stop_early=False)
+    control = PrecomputedDrafts(controller, can_stop_early=False)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
     control.observe(step)
     control.plan(step, [0, 0, 0])
@@ -178,7 +178,7 @@ def test_drafts_that_were_not_there_are_learnt_from() -> None:
 def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
     """Nothing is waited for but by one that the drafter is not done with in two steps."""
     controller = Scripted(3, 3, 0, probe=True)
-    control = AheadControl(controller, can_stop_early=False)
+    control = PrecomputedDrafts(controller, can_stop_early=False)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
 
     def planned() -> list[int]:
@@ -216,7 +216,7 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
     """Prices come from what was seen: what is not exposed costs nothing, and is still timed."""
     costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
-    control = AheadControl(Goodput(known), can_stop_early=False)
+    control = PrecomputedDrafts(Goodput(known), can_stop_early=False)
     for _ in range(100):
         step = step_of({"a": [1]})
         control.observe(step)
@@ -240,7 +240,7 @@ def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     late = known.acceptance.late
     late.observe(4, 4, False)
     before = late.rates(False)
-    control = AheadControl(Goodput(known), can_stop_early=False)
+    control = PrecomputedDrafts(Goodput(known), can_stop_early=False)
     step = step_of({"a": [1], "b": [1], "c": [1]})
     control.observe(step)
     control.plan(step, [0, 0, 0])
@@ -504,7 +504,7 @@ def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs
     stats = read_stats(llm)
     assert set(stats["skipped"]) <= {"not_worth_it", "catching_up"}
     # Whether so tiny a target is helped by drafts hangs on the machine: goodput may make none.
-    if isinstance(proposer_of(llm).options.controller, Confidence):
+    if isinstance(proposer_of(llm).options.controller, ConfidenceOptions):
         assert stats["drafts"] > 0
     else:
         assert stats["drafts"] + stats["skipped"].get("not_worth_it", 0) > 0
@@ -520,7 +520,7 @@ def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[st
     before = metrics_of(llm)["num_draft_tokens"]
     outputs = llm.generate([prompt] * 2000, params, use_tqdm=False)
     assert follows(counted(o.outputs[0].token_ids for o in outputs), law_of(model, start, setting))
-    if isinstance(proposer_of(llm).options.controller, Confidence):
+    if isinstance(proposer_of(llm).options.controller, ConfidenceOptions):
         assert metrics_of(llm)["num_draft_tokens"] > before
 
 

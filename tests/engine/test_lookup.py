@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
-from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
-from vllm_hetero_spec.engine.ahead.lookup import LookUp
-from vllm_hetero_spec.engine.ahead.remote_requests import SentText
-from vllm_hetero_spec.engine.ahead.table import Drafted, DraftTable, make_file
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
+from vllm_hetero_spec.engine.ahead.continuations import (
+    MatchedContinuation,
+    find_drawn,
+    find_remainder,
+)
+from vllm_hetero_spec.engine.ahead.lookup import Lookup
+from vllm_hetero_spec.engine.ahead.remote_requests import RemoteRequest
+from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 
@@ -26,7 +30,7 @@ class Lines(NamedTuple):
     """A table of one text."""
 
     table: DraftTable
-    text: SentText
+    text: RemoteRequest
 
     def all(self) -> list[tuple[int, list[int], list[float], list[bytes]]]:
         """Of each line that is of the text as told: its guess, ids, peaks and rows."""
@@ -51,7 +55,7 @@ def lines() -> Lines:
     file = make_file(*shape)
     table = DraftTable(file, *shape)
     os.close(file)
-    return Lines(table, SentText(slot=0, serial=SERIAL))
+    return Lines(table, RemoteRequest(slot=0, serial=SERIAL))
 
 
 def may_follow(context: object, token: int, known: int) -> bool:
@@ -59,16 +63,18 @@ def may_follow(context: object, token: int, known: int) -> bool:
     return (token + known) % 5 < 4
 
 
-def look_up(lines: Lines) -> LookUp:
+def look_up(lines: Lines) -> Lookup:
     bridge = SimpleNamespace(
         may_follow=may_follow, special=SimpleNamespace(drafter_control=frozenset())
     )
     pair: Any = SimpleNamespace(bridge=bridge, drafter=SimpleNamespace(token_bytes=TOKENS))
     process: Any = SimpleNamespace(table=lines.table)
-    return LookUp(process, pair, DraftStats())
+    return Lookup(process, pair, DraftStats())
 
 
-def task_of(text: SentText, written: list[int], held: bytes = b"", *, drawn: bool) -> DraftTask:
+def task_of(
+    text: RemoteRequest, written: list[int], held: bytes = b"", *, drawn: bool
+) -> DraftTask:
     """A request that is drafted for, whose target has written so many tokens."""
     context = SimpleNamespace(ids=written, held=held)
     sequence = SimpleNamespace(table=text)
@@ -85,7 +91,7 @@ def fill(lines: Lines, chance: random.Random) -> None:
         return chance.choices(range(len(TOKENS)), k=count)
 
     def rows(count: int) -> list[bytes]:
-        return [chance.randbytes(8 * LIKELIEST) for _ in range(count)]
+        return [chance.randbytes(8 * SPARSE_TOP_K) for _ in range(count)]
 
     text.drafted = ids(chance.randint(0, 3))
     text.peaks = [chance.random() for _ in text.drafted]
@@ -95,7 +101,7 @@ def fill(lines: Lines, chance: random.Random) -> None:
         place = chance.randint(0, 4 if rank else len(text.drafted))
         serial = SERIAL - (chance.random() < 0.1)
         peaks, drawn = [0.5 / (1 + i) for i in range(len(own))], rows(chance.randint(0, len(own)))
-        table.write(0, rank, Drafted(serial, place, own, peaks, drawn))
+        table.write(0, rank, DraftRecord(serial, place, own, peaks, drawn))
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -106,9 +112,9 @@ def test_what_cannot_agree_is_not_read(
     text, table, reads = lines.text, lines.table, []
     read = table.read
     monkeypatch.setattr(table, "read", lambda *of: reads.append(of) or read(*of))
-    table.write(0, 0, Drafted(SERIAL, 0, [0, 0, 0, 1], [0.5] * 4))
+    table.write(0, 0, DraftRecord(SERIAL, 0, [0, 0, 0, 1], [0.5] * 4))
     for rank, (place, guess) in enumerate(((3, 0), (1, 0), (1, 1), (0, 1)), 1):
-        table.write(0, rank, Drafted(SERIAL, place, [guess, 0, 0], [0.5] * 3))
+        table.write(0, rank, DraftRecord(SERIAL, place, [guess, 0, 0], [0.5] * 3))
     look = look_up(lines)
     assert look.behind(task_of(text, [0, 0], drawn=drawn)).ids == [0, 1]
     assert reads == [(0,)]
@@ -127,7 +133,7 @@ def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
         held = chance.choice([b"", b"", b"a"]) if not drawn else b""
         found = look.behind(task_of(lines.text, written, held, drawn=drawn))
         outcome = b"".join(TOKENS[i] for i in written)
-        expected: Remainder | None
+        expected: MatchedContinuation | None
         if drawn:
             expected = find_drawn([of[:2] for of in known], outcome, TOKENS.__getitem__)
         else:
@@ -155,8 +161,8 @@ def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
 
 def test_what_was_proposed_is_certain_where_it_is_found_again(lines: Lines) -> None:
     """Behind a correction that adds nothing to the text: it was rejected, so it has no law left."""
-    rows = [bytes([number]) * 8 * LIKELIEST for number in range(4)]
-    lines.table.write(0, 0, Drafted(SERIAL, 0, [0, 1, 0, 1], [0.5] * 4, rows))
+    rows = [bytes([number]) * 8 * SPARSE_TOP_K for number in range(4)]
+    lines.table.write(0, 0, DraftRecord(SERIAL, 0, [0, 1, 0, 1], [0.5] * 4, rows))
     look: Any = look_up(lines)
     look._bridge.to_target = lambda *_: [[]]
     look._bridge.ids_covering = lambda *_: []

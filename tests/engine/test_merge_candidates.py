@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 from vllm_hetero_spec.slrs import slrs
-from vllm_hetero_spec.slrs.path import Feed
+from vllm_hetero_spec.slrs.path import SlrsFeed
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
@@ -29,7 +29,7 @@ class Checked:
     What differs is noted: the proposer would take an assertion for a broken drafter.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: SlrsFeed) -> None:
         self._feed = feed
         self.side_branches = 0
         self.apart = 0.0
@@ -57,7 +57,7 @@ def test_rows_of_side_branches_are_those_in_line(
     """Contexts of less and more than a block, drafts that leave one and enter the next."""
     genuine, seen, sums = slrs.Slrs.draft, [], []
 
-    def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: Feed) -> torch.Tensor:
+    def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: SlrsFeed) -> torch.Tensor:
         seen.append(Checked(feed))
         draft_probs = genuine(self, rows, paths, seen[-1])
         sums.extend(draft_probs.sum(-1).tolist())

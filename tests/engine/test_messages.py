@@ -5,9 +5,15 @@ import socket
 
 import pytest
 
-from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.ahead.answers import LONGEST, encode
-from vllm_hetero_spec.engine.ahead.messages import MOST_IDS, MOST_ROWS, Commit, Row, commit_of
+from vllm_hetero_spec.engine.ahead.messages import (
+    MOST_IDS,
+    MOST_ROWS,
+    RequestUpdate,
+    UpdateBatch,
+    update_batch_of,
+)
 
 USUAL = 212992  # what Linux gives a socket at most, where nobody has changed it
 LARGE = 2**31 - 1
@@ -17,17 +23,17 @@ LARGE = 2**31 - 1
 def test_the_largest_commit_fits(times: int) -> None:
     """With the slots of 8192 requests given back; one of four times the texts does not."""
     each = MOST_IDS // MOST_ROWS
-    draw = Draw(1 / 3, LARGE, 1 / 3, 2**63 - 1, LARGE, True, LARGE)
+    draw = DraftSampling(1 / 3, LARGE, 1 / 3, 2**63 - 1, LARGE, True, LARGE)
     told = [LARGE] * (each // 2), LARGE, LARGE, LARGE, LARGE, "s" * 64, draw
-    rows = [Row(LARGE, LARGE, [LARGE] * (each // 2), *told)] * (times * MOST_ROWS)
-    commit = Commit(LARGE, [*range(2 * 8192)], rows)
+    rows = [RequestUpdate(LARGE, LARGE, [LARGE] * (each // 2), *told)] * (times * MOST_ROWS)
+    commit = UpdateBatch(LARGE, [*range(2 * 8192)], rows)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, USUAL)
         ours.setblocking(False)
         if times == 1:
             ours.send(encode(commit))
-            assert commit_of(theirs.recv(LONGEST)) == commit
+            assert update_batch_of(theirs.recv(LONGEST)) == commit
         else:
             with pytest.raises(OSError, match="Message too long"):
                 ours.send(encode(commit))

@@ -8,7 +8,7 @@ import torch
 from vllm_hetero_spec.draft import methods
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.method import sampling_of
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import METHODS, HeteroOptions
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -17,21 +17,23 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
+def pair() -> TokenizerPair:
     """A drafter of single bytes: target tokens take many of its tokens."""
     target = load_tokenizer(recipes.train_byte_level(400), "target")
     drafter = load_tokenizer(recipes.build_bytes(), "drafter")
-    return Pair(target, drafter, make_bridge(target, drafter))
+    return TokenizerPair(target, drafter, make_bridge(target, drafter))
 
 
-def sampled(pair: Pair, method: str, ranks: int = 1, **options: object) -> SampledMethod | None:
+def sampled(
+    pair: TokenizerPair, method: str, ranks: int = 1, **options: object
+) -> SampledMethod | None:
     width = pair.target.vocab_size + 8  # a padded vocabulary
     given = HeteroOptions(method, "drafter", 4, **options)
     return sampling_of(given, pair, width, CPU, ranks)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != methods.HETERO])
-def test_a_method_is_its_row_of_the_table(pair: Pair, method: str) -> None:
+def test_a_method_is_its_row_of_the_table(pair: TokenizerPair, method: str) -> None:
     row, found = methods.METHODS[method], sampled(pair, method)
     assert (found is not None) is row.needs_probs
     if found is not None:
@@ -43,7 +45,7 @@ def test_a_method_is_its_row_of_the_table(pair: Pair, method: str) -> None:
             assert first < 0 or len(found.spell(d)) == found.lengths[d]
 
 
-def test_between_nodes_rows_have_few_tokens(pair: Pair) -> None:
+def test_between_nodes_rows_have_few_tokens(pair: TokenizerPair) -> None:
     """Those of merges have more: none are looked for."""
     for method in ("slrs", "hetero", "push_forward", "tli"):
         options, width = HeteroOptions(method, "drafter", 4), pair.target.vocab_size
@@ -52,7 +54,7 @@ def test_between_nodes_rows_have_few_tokens(pair: Pair) -> None:
         assert (found.likeliest, found.merging) == (64, None)
 
 
-def test_spans_of_merges_are_those_of_the_drafter(pair: Pair) -> None:
+def test_spans_of_merges_are_those_of_the_drafter(pair: TokenizerPair) -> None:
     found = sampled(pair, "slrs", merge_candidates=3)
     assert found is not None
     assert found.merge_span == (methods.LONG_SPAN, 3)
@@ -61,7 +63,7 @@ def test_spans_of_merges_are_those_of_the_drafter(pair: Pair) -> None:
     assert plain.merging is None
 
 
-def test_the_alias_is_what_fits(pair: Pair) -> None:
+def test_the_alias_is_what_fits(pair: TokenizerPair) -> None:
     """Races take the row of one token at a time, ranks that draft together have to draw alike."""
     best, raced = sampled(pair, "hetero"), sampled(pair, "hetero", verification="race")
     assert best is not None
@@ -72,8 +74,8 @@ def test_the_alias_is_what_fits(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("method", ["hetero", "union", "slrs"])
-def test_with_one_tokenizer_ids_are_as_they_are(pair: Pair, method: str) -> None:
-    same = Pair(pair.target, pair.target, make_bridge(pair.target, pair.target))
+def test_with_one_tokenizer_ids_are_as_they_are(pair: TokenizerPair, method: str) -> None:
+    same = TokenizerPair(pair.target, pair.target, make_bridge(pair.target, pair.target))
     found = sampled(same, method)
     assert found is not None
     assert found.tokens.first.tolist() == list(range(pair.target.vocab_size))

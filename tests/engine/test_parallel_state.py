@@ -12,7 +12,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.engine.drafter.loading import _own_rotary_embeddings
-from vllm_hetero_spec.engine.seam.parallel_state import Alone, Groups
+from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
 
 FUSED = "kernel_of_a_test"
 
@@ -34,7 +34,7 @@ def config(*kernels: str) -> Any:
 
 def test_kernels_are_the_drafters_while_it_runs(norm: IrOp) -> None:
     groups = Groups("tensor", "pipeline")  # type: ignore[arg-type]
-    alone = Alone(groups, config("native"), config(FUSED, "native"))
+    alone = IsolatedParallelState(groups, config("native"), config(FUSED, "native"))
     with norm.set_priority(["native"]):
         held = parallel_state._TP, parallel_state._EP
         for _ in range(2):

@@ -9,8 +9,8 @@ import torch
 
 from vllm_hetero_spec.engine.seam.step_view import TreesView
 from vllm_hetero_spec.engine.verifier import race_sampler_v2, rejection_sampler_v1
-from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
-from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
 from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.trees.walk import ROOT
 from vllm_hetero_spec.verify import noise
@@ -43,7 +43,9 @@ def walked() -> list[torch.Tensor]:
     sampler: Any = SimpleNamespace(_racing="some", _send=on_host)
     view = TreesView(PARENTS, [True] * 3, torch.tensor([True] * 3))
     return [
-        *HeteroRejectionSampler._walk(sampler, view, drafts, metadata, LOGITS, sampling, HEAT == 0)
+        *HeteroRejectionSamplerV1._walk(
+            sampler, view, drafts, metadata, LOGITS, sampling, HEAT == 0
+        )
     ]
 
 
@@ -52,7 +54,7 @@ def won() -> list[torch.Tensor]:
     states: Any = SimpleNamespace(
         seeds=SimpleNamespace(gpu=torch.tensor(SEEDS)), temperature=SimpleNamespace(gpu=HEAT)
     )
-    races = Races(states, lambda requests, positions: positions)
+    races = RaceSamplerV2(states, lambda requests, positions: positions)
     positions = torch.arange(len(REQUEST_OF))
     return [races.winners(LOGITS.to(torch.bfloat16), REQUEST_OF, positions)]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
 from vllm_hetero_spec.verify.rules import race_rule
@@ -15,9 +15,9 @@ WRITTEN = [5, 0]
 LOGITS = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
 
 
-def racing() -> RacingSampler:
+def racing() -> RaceSamplerV1:
     batch = BatchView(["a", "b"], SEEDS, WRITTEN)
-    return RacingSampler(lambda: batch, "raw_logprobs")
+    return RaceSamplerV1(lambda: batch, "raw_logprobs")
 
 
 def drafts(lengths: list[int]) -> DraftBatch:
@@ -25,7 +25,7 @@ def drafts(lengths: list[int]) -> DraftBatch:
     return DraftBatch.of(tokens, lengths, SEEDS, WRITTEN)
 
 
-def drawn(sampler: RacingSampler) -> list[int]:
+def drawn(sampler: RaceSamplerV1) -> list[int]:
     tokens, _ = sampler(LOGITS.clone(), {}, None, None)
     return tokens.tolist()
 
@@ -59,6 +59,6 @@ def test_drafts_are_no_part_of_the_places_that_a_rule_starts_from() -> None:
 
 def test_requests_that_do_not_exist_all_race_alike() -> None:
     """vLLM profiles with an empty batch."""
-    sampler = RacingSampler(lambda: BatchView([]), "raw_logprobs")
+    sampler = RaceSamplerV1(lambda: BatchView([]), "raw_logprobs")
     tokens, _ = sampler(LOGITS[:1].repeat(3, 1), {}, None, None)
     assert len(set(tokens.tolist())) == 1

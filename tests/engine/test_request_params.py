@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
-from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties, Penalty, TokenCounts
+from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties, Penalty, TokenCounts
 from vllm_hetero_spec.engine.seam.request_params import (
     LOOKAHEAD_ARG,
     RequestParams,
@@ -162,7 +162,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
     outputs = [torch.randint(vocab, (n,)).tolist() for n in (0, 5, 12)]
     penalties = [Penalty(0.5, 0.3, 1.0), Penalty(0.0, 0.0, 1.4), Penalty(-0.2, 0.7, 0.8)]
     rows = [
-        PenalisedRow(2 * i, penalty, counts_of(prompts[i], outputs[i], vocab))
+        PenalizedRow(2 * i, penalty, counts_of(prompts[i], outputs[i], vocab))
         for i, penalty in enumerate(penalties)
     ]
     ours = Penalties(rows, Sender(torch.device("cpu"), turns=4).send)
@@ -188,7 +188,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
 
 
 def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
-    rows = [PenalisedRow(row, Penalty(1.0), counts_of([], [3], 5)) for row in (1, 3)]
+    rows = [PenalizedRow(row, Penalty(1.0), counts_of([], [3], 5)) for row in (1, 3)]
     ours = Penalties(rows, Sender(torch.device("cpu"), turns=4).send)
     logits = torch.zeros(2, 5)
     ours.apply(logits)

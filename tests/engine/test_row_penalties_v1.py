@@ -5,7 +5,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
 from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 
 WIDTH = 50
@@ -39,7 +39,7 @@ def test_verification_makes_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling.repetition_penalties = torch.full((5,), 1.2)
     monkeypatch.setattr(vllm, "apply_all_penalties", None)
     logits = torch.ones(3, WIDTH)
-    found = HeteroRejectionSampler.apply_penalties(
+    found = HeteroRejectionSamplerV1.apply_penalties(
         logits, sampling, metadata, torch.tensor([0, 0, 2]), [[4], [4, 5], []]
     )
     assert (found < 1).sum(-1).tolist() == [2, 3, 1]

@@ -16,6 +16,8 @@ def test_few_tokens_travel_between_nodes(
     size: int, same: list[bool], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "in_the_same_node_as", lambda group: same)
-    monkeypatch.setattr(nodes, "LIKELIEST", 64)  # `far_apart`, in this process, lets fewer travel
+    monkeypatch.setattr(
+        nodes, "SPARSE_TOP_K", 64
+    )  # `far_apart`, in this process, lets fewer travel
     group = SimpleNamespace(world_size=size, cpu_group=None)
     assert nodes.likeliest_between(group) == expected  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.engine.ahead.messages import Row
-from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
+from vllm_hetero_spec.engine.ahead.messages import RequestUpdate
+from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
 from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
@@ -73,9 +73,9 @@ def test_samples_follow_the_targets_law(
 
 def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what each token was drawn with."""
-    drafts = DrawnAhead.drafts
+    drafts = SampledRecordDecoder.drafts
 
-    def told(self: DrawnAhead, *args: Any) -> list[Draft]:
+    def told(self: SampledRecordDecoder, *args: Any) -> list[Draft]:
         made = []
         for draft in drafts(self, *args):
             probs = draft.draft_probs
@@ -83,16 +83,16 @@ def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(draft._replace(draft_probs=less))
         return made
 
-    monkeypatch.setattr(DrawnAhead, "drafts", told)
+    monkeypatch.setattr(SampledRecordDecoder, "drafts", told)
 
 
 def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the drafter drew by what its tokens will be accepted by."""
 
-    def drawn(*told: Any) -> Row:
+    def drawn(*told: Any) -> RequestUpdate:
         *others, draw = told
         seed = None if draw is None else draw.seed ^ DRAFT ^ ACCEPT
-        return Row(*others, draw and replace(draw, seed=seed))
+        return RequestUpdate(*others, draw and replace(draw, seed=seed))
 
     monkeypatch.setattr("vllm_hetero_spec.engine.ahead.client.Row", drawn)
 

@@ -17,8 +17,12 @@ from chance import Chance
 from reference import Drafter, Pair, Proposal, Row, Stream
 from toy_worlds import World, total_variation, worlds
 
-from vllm_hetero_spec.engine.ahead.continuations import Remainder, find_drawn, find_remainder
-from vllm_hetero_spec.engine.ahead.guesses import Rival, choose_guesses
+from vllm_hetero_spec.engine.ahead.continuations import (
+    MatchedContinuation,
+    find_drawn,
+    find_remainder,
+)
+from vllm_hetero_spec.engine.ahead.guesses import Alternative, choose_guesses
 
 EXACT, WRONG = 1e-10, 1e-3
 BRANCHES, BEHIND = 2, 2  # lines beside the chain, and tokens that are drawn for each
@@ -82,7 +86,7 @@ class Ahead:
         for place in range(at_stake + 1):
             row = self.drafter(tuple(chain[:place]))
             best = [int(d) for d in np.argsort(-row, kind="stable")]
-            rivals.append(Rival(chain[place], best, [float(row[d]) for d in best]))
+            rivals.append(Alternative(chain[place], best, [float(row[d]) for d in best]))
         follows = [max(rival.shares) for rival in rivals]
         for place, token, _ in choose_guesses(rivals, follows, BRANCHES):
             yield Line(self, [*chain[:place], token], BEHIND, place + 1)
@@ -119,7 +123,9 @@ def as_it_is(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Fou
     return _found(lines, found, seen)
 
 
-def _found(lines: Sequence[Line], found: Remainder | None, seen: int, earlier: int = 0) -> Found:
+def _found(
+    lines: Sequence[Line], found: MatchedContinuation | None, seen: int, earlier: int = 0
+) -> Found:
     if found is None:
         return Found((), ())
     line = lines[found.rank]

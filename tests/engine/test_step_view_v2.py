@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_hetero_spec.engine.seam import speculator_v2
-from vllm_hetero_spec.engine.seam.async_scheduling import Ahead
+from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
 
@@ -218,7 +218,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     assert (step.tiers, step.decodes_only) == ([0, 2, 4], False)
     output = SimpleNamespace()
     seam.tell(output, 2)
-    assert output.hetero_spec_ahead == Ahead(2, {"a": 2, "b": 4})
+    assert output.hetero_spec_ahead == AsyncStepInfo(2, {"a": 2, "b": 4})
     seam.begins(output_of(a=[-1]))  # the scheduler had room for one
     assert seam.batch(batch).lengths == [1, 0]
 
@@ -274,7 +274,7 @@ class _Proposer:
         self.drafts = [[] for _ in range(num_requests)]
         return self.drafts
 
-    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+    def skip_step(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
         self.calls += [f"{num_requests} pass by"] * bool(without_drafts)
         return bool(without_drafts)
 
@@ -423,7 +423,7 @@ def test_pipeline_stages_are_given_drafts_at_once(
     speculator.seam.hand_out(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
     output = SimpleNamespace()
     speculator.seam.tell(output, 4)
-    assert output.hetero_spec_ahead == Ahead(4, {"a": DRAFTED - 1})
+    assert output.hetero_spec_ahead == AsyncStepInfo(4, {"a": DRAFTED - 1})
     assert speculator.seam.hand_out(others, [[]]).req_ids == ["a", "c"]
 
 
@@ -455,7 +455,7 @@ def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     proposer: Any = _Proposer()
     proposer.warm = True
     asked: list[tuple[int, bool | None, bool]] = []
-    proposer.passes_by = lambda *step: bool(asked.append(step) or len(asked) == 2)
+    proposer.skip_step = lambda *step: bool(asked.append(step) or len(asked) == 2)
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)
     for output in (output_of(new("a"), new("b")), output_of(), output_of()):

@@ -20,8 +20,8 @@ import pytest
 from vllm_hetero_spec.engine.ahead import drafter_main, drafter_process, supervisor
 from vllm_hetero_spec.engine.ahead.answers import Ready
 from vllm_hetero_spec.engine.ahead.drafter_process import LONGEST_START
-from vllm_hetero_spec.engine.ahead.messages import Commit
-from vllm_hetero_spec.engine.ahead.supervisor import SILENCE, KeptProcess
+from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
+from vllm_hetero_spec.engine.ahead.supervisor import SILENCE, SupervisedProcess
 from vllm_hetero_spec.engine.ahead.table import Counts, make_file
 from vllm_hetero_spec.errors import ConfigError
 
@@ -62,13 +62,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def started(world: World, loads_in: float) -> KeptProcess:
+def started(world: World, loads_in: float) -> SupervisedProcess:
     """The first has ended while it drafted; each of the next is loaded after so many seconds."""
     deployment: Any = None
-    kept = KeptProcess(deployment)
+    kept = SupervisedProcess(deployment)
     kept.start()
     world.loads_in = loads_in
-    kept.send(Commit(1, [], []))
+    kept.send(UpdateBatch(1, [], []))
     world.now += SILENCE + 1.0
     assert not kept.up
     return kept
@@ -103,7 +103,7 @@ def test_a_process_that_loads_for_long_is_waited_for(world: World) -> None:
 def test_what_was_done_is_not_forgotten_with_the_process_that_did_it(world: World) -> None:
     """Counters only grow; blocks are those that are held now."""
     deployment: Any = None
-    kept = KeptProcess(deployment)
+    kept = SupervisedProcess(deployment)
     kept.start()
     kept.table.counts = Counts(9, 7, 5, 3, 4, 3, 2, 1, 0.5)
     kept.rest()
@@ -200,13 +200,13 @@ def test_what_ends_with_messages_unread_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(drafter_process, "_PROGRAM", "ending")
     deployment: Any = SimpleNamespace(table_shape=(1, 1, 1, 0), cores=())
-    kept = KeptProcess(deployment)
+    kept = SupervisedProcess(deployment)
     kept.start()
     assert kept.up
-    assert kept.send(Commit(1, [], []))
+    assert kept.send(UpdateBatch(1, [], []))
     assert kept._process is not None
     kept._process._child.wait()
-    kept.send(Commit(2, [], []))
+    kept.send(UpdateBatch(2, [], []))
     assert not kept.up
     said = says or "the drafter's process has ended"
     assert f"{said}: started again in 1 s" in caplog.text

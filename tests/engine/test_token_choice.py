@@ -7,13 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def rows_of(*, races: bool) -> list[DraftRow]:
     asked = [
         (None, None),
         (None, Penalty(repetition=1.2)),
-        (Draw(1.0, seed=7, races=races), None),
-        (Draw(0.8, top_k=5, seed=8, races=races), Penalty(presence=0.5)),
-        (Draw(0.9, top_p=0.9, races=races), None),
+        (DraftSampling(1.0, seed=7, races=races), None),
+        (DraftSampling(0.8, top_k=5, seed=8, races=races), Penalty(presence=0.5)),
+        (DraftSampling(0.9, top_p=0.9, races=races), None),
     ]
     rows = []
     for index, (draw, penalty) in enumerate(asked):
@@ -49,7 +49,7 @@ def test_confidences_are_as_fine_as_the_logits(dtype: torch.dtype, top: float) -
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0))
     logits[:, 7] = torch.linspace(2, 14, 40)
     logits = (logits + top).to(dtype)
-    picked = Picked(1, 40, CPU, confidences=True, beside=3)
+    picked = PickBuffers(1, 40, CPU, confidences=True, beside=3)
     picked.wide = True
     picked.best(logits, 0)
     wanted = logits.float().softmax(-1).topk(3, -1)
@@ -66,7 +66,7 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
         first = torch.empty(SIZE, dtype=torch.int64)
         lengths = torch.empty(SIZE, dtype=torch.int64)
         method = SampledMethod(TokenMap(first, WIDTH, renormalise), lengths, lambda d: (d,))
-        rules = PickRules(
+        rules = PickConfig(
             vocab_size=SIZE,
             banned=torch.empty(2, dtype=torch.int64),
             ends=frozenset(),
@@ -74,8 +74,8 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
             confidences=True,
         )
         rows = rows_of(races=races)
-        picked = Picked(STEPS, len(rows), CPU, confidences=True)
-        own = OwnPicks(rows, rules, sent)
+        picked = PickBuffers(STEPS, len(rows), CPU, confidences=True)
+        own = RowPickers(rows, rules, sent)
         for step in range(STEPS):
             count = sum(row.steps > step for row in rows)
             logits = rules.only_real(torch.rand(count, SIZE + 10))

@@ -19,7 +19,7 @@ from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.seam import tokenizers
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -127,5 +127,5 @@ def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
         for name in ("target", "drafter")
     )
     pairs = (large, small), (small, large), (large, large)
-    looks = [Pair(*pair, make_bridge(*pair)).looks_back for pair in pairs]
+    looks = [TokenizerPair(*pair, make_bridge(*pair)).looks_back for pair in pairs]
     assert looks == [False, True, False]

@@ -18,7 +18,7 @@ from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.text.drafts import FirstToken
-from vllm_hetero_spec.trees.growth import ValuedTree
+from vllm_hetero_spec.trees.growth import ScoredTree
 from vllm_hetero_spec.verify.race import first_arrivals
 
 
@@ -27,7 +27,7 @@ def _translates_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts_module, "_LEAVES", 999)  # else what is unlikely is not told apart
 
 
-def tree_of(draft: Draft) -> ValuedTree:
+def tree_of(draft: Draft) -> ScoredTree:
     assert draft.explored is not None
     return draft.explored.tree
 

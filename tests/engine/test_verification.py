@@ -23,8 +23,8 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier import race_sampler_v1, rejection_sampler_v1
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.fuzzy_report import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
-from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
 from vllm_hetero_spec.staging import Fetched, Receiver, Sender, on_host
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
@@ -71,7 +71,7 @@ class Sampler(torch.nn.Module):
 
     logprobs_mode = "raw_logprobs"
 
-    def __init__(self, racing: RacingSampler | None) -> None:
+    def __init__(self, racing: RaceSamplerV1 | None) -> None:
         super().__init__()
         self.racing = racing
 
@@ -109,12 +109,12 @@ class Engine:
         rows = torch.rand(6, WIDTH).softmax(-1)
         pending.put("drew", DraftProbs(rows, [0, 2, 4]))
         pending.put("drew at first", DraftProbs(rows, [1, -1, -1, 3]))
-        racing = RacingSampler(lambda: VIEW, "raw_logprobs", self.counted)
+        racing = RaceSamplerV1(lambda: VIEW, "raw_logprobs", self.counted)
         racing = racing if name == "race" else None
         self.stats = DraftStats()
         self.fuzzy = FuzzyRule("js", 0.3, partial(Receiver, CPU, 1 << 10), self.stats)
         rules = {"token": token_rule, "block": block_rule, "race": race_rule, "fuzzy": self.fuzzy}
-        self.sampler = HeteroRejectionSampler(
+        self.sampler = HeteroRejectionSamplerV1(
             rules[name], pending, racing, lambda: VIEW, on_host, self.stats, Sampler(racing)
         )
 

@@ -35,8 +35,8 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier import rejection_sampler_v2
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
-from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
 from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.staging import on_host
@@ -159,7 +159,7 @@ def made(
     return HeteroRejectionSamplerV2(
         rule,
         pending,
-        Races(sampler.sampling_states, places) if races else None,  # type: ignore[arg-type]
+        RaceSamplerV2(sampler.sampling_states, places) if races else None,  # type: ignore[arg-type]
         lambda batch: view,
         places,
         on_host,
@@ -374,10 +374,10 @@ def test_races_without_drafts_are_those_of_v1() -> None:
     logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
     top_k = torch.tensor([WIDTH, 4, 9, 3, WIDTH])
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.7, 0.8])
-    racing = RacingSampler(lambda: VIEW, "processed_logits")
+    racing = RaceSamplerV1(lambda: VIEW, "processed_logits")
     expected, kept = racing(logits.clone(), {}, top_k, top_p)
     states = States([1.0] * 5, VIEW.noise_seeds, top_k, top_p)
-    races = Races(states, lambda requests, positions: positions + 1 - torch.tensor(PROMPTS))  # type: ignore[arg-type]
+    races = RaceSamplerV2(states, lambda requests, positions: positions + 1 - torch.tensor(PROMPTS))  # type: ignore[arg-type]
     positions = torch.tensor(PROMPTS) + torch.tensor(VIEW.num_output_tokens) - 1
     index = torch.arange(5)
     tokens, processed = races(logits.clone(), index, index.numpy(), positions, top_k, top_p, False)

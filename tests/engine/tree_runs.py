@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 
 from vllm_hetero_spec.engine.trees import branches as branches_module
 from vllm_hetero_spec.engine.trees import scratch, support
-from vllm_hetero_spec.engine.trees.branches import SideSequences
-from vllm_hetero_spec.trees.layout import SidePlan
+from vllm_hetero_spec.engine.trees.branches import BranchSequences
+from vllm_hetero_spec.trees.layout import BranchPlan
 
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
@@ -150,55 +150,55 @@ def test_a_tree_that_is_void_on_the_device_emits_one_token(
 ) -> None:
     """As where the device counts other tokens than the host has planned with."""
 
-    def laid_out(self: SideSequences, is_tree: torch.Tensor) -> None:
+    def laid_out(self: BranchSequences, is_tree: torch.Tensor) -> None:
         original(self, is_tree & (torch.arange(len(is_tree), device=is_tree.device) % 2 == 0))
 
-    original = SideSequences.laid_out
+    original = BranchSequences.laid_out
     with overheard(compared.llm) as known:
         compared.trees.known = {}
         alone = generate(compared.llm, few, greedy())
     compared.trees.known = known
-    monkeypatch.setattr(SideSequences, "laid_out", laid_out)
+    monkeypatch.setattr(BranchSequences, "laid_out", laid_out)
     taken = compared.trees.taken
     assert generate(compared.llm, few, greedy()) == alone
     assert compared.trees.taken > taken
 
 
 def no_tails(patch: pytest.MonkeyPatch) -> None:
-    def plan(*args: Any) -> SidePlan:
+    def plan(*args: Any) -> BranchPlan:
         made = original(*args)
         return replace(made, tails=made.tails[:0])
 
-    original = branches_module.plan_sides
-    patch.setattr(branches_module, "plan_sides", plan)
+    original = branches_module.plan_branches
+    patch.setattr(branches_module, "plan_branches", plan)
 
 
 def chain_positions(patch: pytest.MonkeyPatch) -> None:
-    def plan(starts: Any, scheduled: Any, *args: Any) -> SidePlan:
+    def plan(starts: Any, scheduled: Any, *args: Any) -> BranchPlan:
         made = original(starts, scheduled, *args)
         ends = np.cumsum(scheduled)
         of = np.searchsorted(ends, made.rows, "right")
         return replace(made, depths=made.rows - (ends - scheduled)[of])
 
-    original = branches_module.plan_sides
-    patch.setattr(branches_module, "plan_sides", plan)
+    original = branches_module.plan_branches
+    patch.setattr(branches_module, "plan_branches", plan)
 
 
 def no_copies_home(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SidePlan, "home", lambda *_: np.zeros((0, 2), np.int64))
+    patch.setattr(BranchPlan, "home", lambda *_: np.zeros((0, 2), np.int64))
 
 
 def no_clones(patch: pytest.MonkeyPatch) -> None:
-    from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
+    from vllm_hetero_spec.engine.trees.attention_v2 import BranchSequencesV2
 
-    def expand(self: SideSequences, batch: Any, *args: Any) -> Any:
+    def expand(self: BranchSequences, batch: Any, *args: Any) -> Any:
         own = batch.query_start_loc, batch.seq_lens
         shown = original(self, batch, *args)
         batch.query_start_loc, batch.seq_lens = own
         return shown
 
-    original = SideSequencesV2.expand
-    patch.setattr(SideSequencesV2, "expand", expand)
+    original = BranchSequencesV2.expand
+    patch.setattr(BranchSequencesV2, "expand", expand)
 
 
 def anothers_tree(patch: pytest.MonkeyPatch) -> None:

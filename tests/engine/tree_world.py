@@ -11,7 +11,7 @@ from tape_graphs import TapeGraphs
 from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.sampling import Draw, SampledMethod
+from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
@@ -93,7 +93,9 @@ class World:
             if old is not None:
                 state.sequence, state.num_kv_valid = old.sequence, old.num_kv_valid
             state.align(self.pool, 0)
-            draw = Draw(1.0, seed=number, place=len(text), races=True) if self.raced else None
+            draw = (
+                DraftSampling(1.0, seed=number, place=len(text), races=True) if self.raced else None
+            )
             tasks.append(DraftTask(state, LOOKAHEAD, draw=draw, paths=paths))
         return tasks
 

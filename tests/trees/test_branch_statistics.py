@@ -10,14 +10,14 @@ from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 GREEDY, RANDOM = [False], [True]
 
 
-def one_tree() -> BesideChain:
+def one_tree() -> BranchStatistics:
     """Beside the chain a child of the text itself, one behind it, and a deep one."""
-    sides = BesideChain()
+    sides = BranchStatistics()
     sides.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], 100, random=False)
     return sides
 
@@ -43,7 +43,7 @@ def test_kinds_and_trees_are_averaged() -> None:
     assert found == pytest.approx([(0.15 + 0.1) / 2, (1.0 + 2.0) / 2, (50 + 300) / 2])
 
 
-def foreseen(sides: BesideChain | None, target: list[tuple[float, float]]) -> Forecast:
+def foreseen(sides: BranchStatistics | None, target: list[tuple[float, float]]) -> Forecast:
     known = Estimates.of(CostModel(target, [(1, 0.001)]), 4)
     return forecast(known, 1, [4], GREEDY, 30.0, False, sides)
 
@@ -53,7 +53,7 @@ def test_what_trees_bring_is_foreseen() -> None:
     chains, trees = foreseen(None, free), foreseen(one_tree(), free)
     assert all(np.array(trees.rates) > chains.rates)
     assert trees.gain > 1.1 * chains.gain
-    assert foreseen(BesideChain(), free)._replace(beside=[]) == chains
+    assert foreseen(BranchStatistics(), free)._replace(beside=[]) == chains
 
 
 def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
@@ -91,7 +91,7 @@ def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
     """Drafter steps that the chain alone would not be worth."""
-    sides = BesideChain()
+    sides = BranchStatistics()
     sides.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
     costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006), (8, 0.012)])
     known = Estimates.of(costs, 4)

@@ -14,8 +14,8 @@ from goodness import follows
 from toy_worlds import World, worlds
 
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.trees.growth import Growth, ValuedTree
-from vllm_hetero_spec.trees.race_tree import Arrivals, RaceGrowth
+from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
+from vllm_hetero_spec.trees.race_tree import Arrivals, RaceTreeBuilder
 from vllm_hetero_spec.trees.values import RankRates
 from vllm_hetero_spec.trees.walk import ROOT, TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import first_arrivals, race
@@ -66,7 +66,7 @@ def random_values(generator: np.random.Generator, *, ordered: bool) -> Callable[
 
 
 def grow(
-    growth: Growth, rows: int, children: Callable[[int], tuple[Sequence[int], Sequence[float]]]
+    growth: TreeBuilder, rows: int, children: Callable[[int], tuple[Sequence[int], Sequence[float]]]
 ) -> None:
     """Feed the likeliest node, so many times."""
     waiting = [ROOT]
@@ -76,14 +76,14 @@ def grow(
         waiting += growth.offer(node, *children(node))
 
 
-def grown(value: Callable[[Path], float], count: int) -> ValuedTree:
+def grown(value: Callable[[Path], float], count: int) -> ScoredTree:
     """The best tree of so many nodes, from as many rows of the drafter."""
 
     def children(node: int) -> tuple[Sequence[int], Sequence[float]]:
         path = tuple(growth.path(node))
         return range(RANKS), [value((*path, rank)) / value(path) for rank in range(RANKS)]
 
-    growth = Growth()
+    growth = TreeBuilder()
     grow(growth, count, children)
     return growth.tree.best(count)
 
@@ -113,7 +113,7 @@ def test_trees_by_rank(rates: Sequence[float]) -> None:
     by_rank._taken = np.array(rates) * by_rank._nodes
     ranks, nought = np.arange(RANKS), np.zeros(RANKS, np.int64)
     shares = by_rank.shares(nought, ranks, nought, np.zeros((RANKS, 2)))
-    growth = Growth()
+    growth = TreeBuilder()
     grow(growth, 5, lambda node: (ranks.tolist(), shares.tolist()))
     tree = growth.tree.best(5)
 
@@ -124,7 +124,7 @@ def test_trees_by_rank(rates: Sequence[float]) -> None:
 
 
 def test_nothing_follows_an_end() -> None:
-    growth = Growth(ends={2})
+    growth = TreeBuilder(ends={2})
     first, _ = growth.offer(ROOT, [1, 2], [0.3, 0.6])
     assert (growth.to_feed([1]), growth.to_feed([2])) == (first, None)
     assert growth.to_feed([]) is None  # it was fed
@@ -133,9 +133,9 @@ def test_nothing_follows_an_end() -> None:
 # ------------------------------------------------------------------------------- text
 
 
-def explored(world: World, length: int) -> Growth:
+def explored(world: World, length: int) -> TreeBuilder:
     """All that a drafter may write in so many tokens, but for one first token."""
-    growth, q, nodes = Growth(), world.q_after(()), [ROOT]
+    growth, q, nodes = TreeBuilder(), world.q_after(()), [ROOT]
     for _ in range(length):
         rows = [q(tuple(growth.path(node))) for node in nodes]
         offered = [
@@ -154,7 +154,7 @@ def test_values_of_translated_text() -> None:
         first = float(world.q_after(())(())[0])
         assert sum(masses) == pytest.approx(1 - first)
         texts = [world.pair.tau(world.pair.spell(path)) for path in paths]
-        tree = ValuedTree.spelt(texts, masses)
+        tree = ScoredTree.spelt(texts, masses)
         spelt = paths_of(tree)
         assert len(set(spelt)) == len(spelt)
         for path, value in zip(spelt, tree.values, strict=True):
@@ -167,14 +167,14 @@ def test_values_of_translated_text() -> None:
         assert sum(len(path) == 3 for path, _ in few) == 5
 
 
-def paths_of(tree: ValuedTree) -> list[Path]:
+def paths_of(tree: ScoredTree) -> list[Path]:
     paths: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
 
 
-def check_shares(tree: ValuedTree) -> None:
+def check_shares(tree: ScoredTree) -> None:
     """Siblings have at most their parent's value together, first tokens at most 1."""
     sums = [0.0] * (len(tree.tokens) + 1)
     for parent, value in zip(tree.parents, tree.values, strict=True):
@@ -183,10 +183,10 @@ def check_shares(tree: ValuedTree) -> None:
 
 
 def test_only_some_of_a_tree() -> None:
-    tree = ValuedTree.spelt([[1, 2, 3], [1, 4], [5]], [0.5, 0.2, 0.1])
-    assert tree == ValuedTree([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0.7, 0.5, 0.5, 0.2, 0.1])
-    assert tree.best(2) == ValuedTree([1, 2], [-1, 0], [0.7, 0.5])
-    assert tree.only([4, 0, 3]) == ValuedTree([5, 1, 4], [-1, -1, 1], [0.1, 0.7, 0.2])
+    tree = ScoredTree.spelt([[1, 2, 3], [1, 4], [5]], [0.5, 0.2, 0.1])
+    assert tree == ScoredTree([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0.7, 0.5, 0.5, 0.2, 0.1])
+    assert tree.best(2) == ScoredTree([1, 2], [-1, 0], [0.7, 0.5])
+    assert tree.only([4, 0, 3]) == ScoredTree([5, 1, 4], [-1, -1, 1], [0.1, 0.7, 0.2])
 
 
 # ------------------------------------------------------------------------------- races
@@ -229,7 +229,7 @@ def test_a_race_tree_of_the_target_itself() -> None:
         return rows.setdefault(path, torch.tensor(generator.dirichlet([0.5] * size)).float())
 
     identity = TokenMap(torch.arange(size), size)
-    growth, node = RaceGrowth(lambda d: [d], by_lead), ROOT
+    growth, node = RaceTreeBuilder(lambda d: [d], by_lead), ROOT
     for _ in range(depth):
         path, first = tuple(growth.path(node)), len(growth.tree.tokens)
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
@@ -259,7 +259,7 @@ def test_what_a_drafter_token_spells_further_is_certain() -> None:
     spellings = {0: [7], 1: [8, 9, 7]}
     columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0])]
     columns.append(np.array([0.5, 0.4, 0.1]))
-    growth = RaceGrowth(spellings.__getitem__, by_lead)
+    growth = RaceTreeBuilder(spellings.__getitem__, by_lead)
     growth.arrived(ROOT, columns)
     assert [tuple(growth.path(node)) for node in growth.feeds] == [(8, 9, 7), (7,)]
     assert list(growth.feeds.values()) == [(1, ROOT), (0, ROOT)]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hetero_spec.trees.layout import (
-    SidePlan,
+    BranchPlan,
     TreeRows,
     lay_out,
-    plan_sides,
+    plan_branches,
     scratch_blocks,
 )
 from vllm_hetero_spec.trees.walk import NO_NODE, ROOT, TreeBatch, greedy_walk
@@ -67,7 +67,7 @@ class Target:
                 cells[goal * self.size + place] = cells.get(source * self.size + place, -1)
 
     def forward(
-        self, tokens: list[int], starts: list[int], plan: SidePlan, tables: list[list[int]]
+        self, tokens: list[int], starts: list[int], plan: BranchPlan, tables: list[list[int]]
     ) -> list[int]:
         """The states behind each row; fed as a model runner would."""
         query, own = plan.query_starts, plan.request_of
@@ -137,7 +137,7 @@ class Service:
     def run(self) -> bool:
         """Whether each request writes what the target alone does."""
         fed = list(map(len, self.texts))
-        plan = plan_sides([0] * len(fed), fed, [[n] for n in fed], self.size, [])
+        plan = plan_branches([0] * len(fed), fed, [[n] for n in fed], self.size, [])
         states = self.target.forward(list(chain(*self.texts)), [0] * len(fed), plan, self.tables)
         for text, end in zip(self.texts, np.cumsum(fed), strict=True):
             text.append(chosen(states[end - 1]))
@@ -161,7 +161,7 @@ class Service:
         drafts, lengths = zip(*self.drafts(), strict=True)
         starts = [len(text) - 1 for text in self.texts]
         counts = [draft.counts for draft in drafts]
-        plan = plan_sides(starts, [n + 1 for n in lengths], counts, self.size, self.scratch)
+        plan = plan_branches(starts, [n + 1 for n in lengths], counts, self.size, self.scratch)
         tokens: list[int] = []
         for text, draft, length in zip(self.texts, drafts, lengths, strict=True):
             tokens += [text[-1], *draft.tokens, *[0] * (length - len(draft.tokens))]
@@ -195,7 +195,7 @@ class Service:
         for row, text in texts.items():
             assert states[row] == states_of(text)[-1]
 
-    def check_writes(self, plan: SidePlan, starts: list[int], counts: list[list[int]]) -> None:
+    def check_writes(self, plan: BranchPlan, starts: list[int], counts: list[list[int]]) -> None:
         """Side rows write scratch alone, others their request's blocks; nothing is lent twice."""
         lent = plan.lines[:, 2].tolist()
         each = zip(starts, counts, strict=True)
@@ -309,7 +309,7 @@ def test_chains_are_left_as_they_are(starts: list[int], seed: int, size: int) ->
         assert laid[-1] == TreeRows(ids, list(range(-1, length - 1)), [length + 1])
         assert laid[-1].fitted(length, 3) == laid[-1]
     rows = [len(draft.tokens) + 1 for draft in laid]
-    plan = plan_sides(starts, rows, [draft.counts for draft in laid], size, [])
+    plan = plan_branches(starts, rows, [draft.counts for draft in laid], size, [])
     assert plan.request_of.tolist() == list(range(len(starts)))
     assert plan.counts.tolist() == rows
     assert not any(map(len, (plan.rows, plan.depths, plan.slots, plan.lines, plan.tails)))

@@ -9,7 +9,7 @@ from toys import toy
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.context import Context
-from vllm_hetero_spec.trees.growth import Growth, ValuedTree
+from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
 from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
 from vllm_hetero_spec.trees.walk import ROOT
 
@@ -30,7 +30,7 @@ def opened(bridge: Bridge, text: Sequence[int]) -> Context:
 
 def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
     """The drafter's "a" is half of "ab" or of "abc", as the letters behind say."""
-    growth = Growth()
+    growth = TreeBuilder()
     (a, de) = growth.offer(ROOT, [0, 9], [0.6, 0.3])
     b, _ = growth.offer(a, [1, 3], [0.5, 0.5])
     growth.offer(b, [2, 4], [0.9, 0.1])
@@ -44,7 +44,7 @@ def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
     assert tree.values == sorted(tree.values, reverse=True)
 
 
-def paths_of(tree: ValuedTree) -> list[tuple[int, ...]]:
+def paths_of(tree: ScoredTree) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -59,7 +59,7 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
         calls.append(len(arguments[0]))
         return bridge.to_target(*arguments)
 
-    first, nothing, last = Growth(), Growth(), Growth()
+    first, nothing, last = TreeBuilder(), TreeBuilder(), TreeBuilder()
     first.offer(ROOT, [0, 1], [0.5, 0.4])
     (node,) = last.offer(ROOT, [9], [0.5])
     last.offer(node, [6], [0.5])
@@ -86,7 +86,7 @@ def test_siblings_of_a_chain(bridge: Bridge) -> None:
 
 
 def test_what_the_target_says_of_a_tree() -> None:
-    tree = ValuedTree.spelt([[1, 2], [1, 3], [4]], [0.3, 0.2, 0.25]).best(9)
+    tree = ScoredTree.spelt([[1, 2], [1, 3], [4]], [0.3, 0.2, 0.25]).best(9)
     assert paths_of(tree) == [(1,), (1, 2), (4,), (1, 3)]
     children = tree.children()
     assert children.parent.tolist() == [0, 1, 0, 1]
@@ -99,6 +99,6 @@ def test_what_the_target_says_of_a_tree() -> None:
     again = tree.revalued(children.shares.tolist())
     assert again.values == pytest.approx(tree.values)
     assert tree.revalued([0.9, 0.5, 0.1, 0.2]).values == pytest.approx([0.9, 0.45, 0.1, 0.18])
-    nothing = ValuedTree([], [], [])
+    nothing = ScoredTree([], [], [])
     assert nothing.tested([1]) == ([], [])
     assert nothing.children().shares.dtype == np.float64

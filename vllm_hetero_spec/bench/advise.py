@@ -11,7 +11,7 @@ from vllm_hetero_spec.bench.figures import Row, Spread, rows_of
 from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.report import notes
 from vllm_hetero_spec.bench.results import Contents
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
 from vllm_hetero_spec.draft.methods import Choice, order
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
@@ -44,7 +44,7 @@ class Memory:
 class DrafterFacts:
     """Facts about a drafter from its files and the target's."""
 
-    drafter: Drafter
+    drafter: SuiteDrafter
     statistics: PairStatistics | None = None  # None if the tokenizers cannot be bridged
     shared_tokens: int = 0  # byte strings that are a text token of both
     memory: Memory | None = None

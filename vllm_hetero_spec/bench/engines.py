@@ -8,7 +8,7 @@ from typing import Any
 from vllm_hetero_spec.bench.child_process import EngineProcess
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
-from vllm_hetero_spec.bench.suite import KINDS, Drafter, Suite, Target, speculative_config
+from vllm_hetero_spec.bench.suite import KINDS, Suite, SuiteDrafter, Target, speculative_config
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
 from vllm_hetero_spec.inputs.weights import weight_bytes
@@ -72,7 +72,7 @@ def _of_shared_memory(error: Exception, at_once: int) -> str:
     )
 
 
-def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | None:
+def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None for the target alone."""
     if drafter is None or engine.lookahead is None:
         return None
@@ -86,7 +86,7 @@ def vllm_config(engine: EngineId, drafter: Drafter | None) -> dict[str, Any] | N
     }
 
 
-def vocabularies_differ(target: Target, drafter: Drafter) -> str | None:
+def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
     """The reason if vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
 
     Raises:

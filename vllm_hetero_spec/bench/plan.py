@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from vllm_hetero_spec.bench.suite import ALONE, KINDS, Drafter, Suite, Target
+from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite, SuiteDrafter, Target
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
 
@@ -105,7 +105,7 @@ def _left(whole: list[Measurement], missing: list[Measurement]) -> list[Measurem
 def make_plan(
     suite: Suite,
     engines_at_once: int,
-    differ: Callable[[Target, Drafter], str | None],
+    differ: Callable[[Target, SuiteDrafter], str | None],
     only: str | None = None,
 ) -> Plan:
     """Lay out a suite.
@@ -171,11 +171,11 @@ def _engines(suite: Suite, target: Target) -> list[EngineId]:
     ]
 
 
-def _drafters(target: Target, method: str) -> Iterable[Drafter]:
+def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
     """Peers have no settings: they run each model once, under the first of its names."""
     if method in METHODS:
         return target.drafters
-    first: dict[str, Drafter] = {}
+    first: dict[str, SuiteDrafter] = {}
     for drafter in target.drafters:
         first.setdefault(drafter.model, drafter)
     return first.values()
@@ -194,7 +194,7 @@ def _unsupported(
     cell: Cell,
     target: Target,
     engine: EngineId,
-    differ: Callable[[Target, Drafter], str | None],
+    differ: Callable[[Target, SuiteDrafter], str | None],
 ) -> str | None:
     kind = KINDS[engine.method]
     if kind.huggingface and cell.batch_size > 1:

@@ -40,7 +40,7 @@ class TimeLeft:
         return statistics.mean(self._runs.values())
 
 
-class Reporter:
+class ProgressReporter:
     """Writes the progress to a console."""
 
     def __init__(self, console: Console) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from vllm_hetero_spec.bench.child_process import EngineProcess
 from vllm_hetero_spec.bench.load import Load, MeasurementError
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
-from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.errors import ConfigError
@@ -33,7 +33,9 @@ def load_of(run: Measurement, suite: Suite) -> Load:
     )
 
 
-def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, reporter: Reporter) -> None:
+def run_plan(
+    plan: Plan, suite: Suite, results: Results, start: Start, reporter: ProgressReporter
+) -> None:
     """Measure what is not recorded yet.
 
     A failed run fails its cell: its other rounds are skipped, and its engine restarts for other
@@ -58,7 +60,11 @@ def run_plan(plan: Plan, suite: Suite, results: Results, start: Start, reporter:
 
 
 def _measure(
-    run: Measurement, suite: Suite, results: Results, engines: "_Engines", reporter: Reporter
+    run: Measurement,
+    suite: Suite,
+    results: Results,
+    engines: "_Engines",
+    reporter: ProgressReporter,
 ) -> bool:
     """Measure a run; return True if it succeeded."""
     engine = run.cell.engine
@@ -80,7 +86,7 @@ def _measure(
 class _Engines:
     """The engines that are up, and those that cannot be."""
 
-    def __init__(self, start: Start, reporter: Reporter) -> None:
+    def __init__(self, start: Start, reporter: ProgressReporter) -> None:
         self._start = start
         self._reporter = reporter
         self._up: dict[EngineId, EngineProcess] = {}

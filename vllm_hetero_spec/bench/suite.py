@@ -130,7 +130,7 @@ class Named(Table):
 
 
 @dataclass(frozen=True)
-class Drafter(Named):
+class SuiteDrafter(Named):
     """A drafter.
 
     Attributes:
@@ -146,7 +146,7 @@ class Drafter(Named):
     speculative: SpeculativeKeys = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
 
-    def in_each_setting(self) -> Iterator["Drafter"]:
+    def in_each_setting(self) -> Iterator["SuiteDrafter"]:
         """The drafters that are measured: one for each setting, or this one alone."""
         if not self.settings:
             yield self
@@ -155,7 +155,7 @@ class Drafter(Named):
 
 
 @dataclass(frozen=True)
-class InSetting(Drafter):
+class InSetting(SuiteDrafter):
     """A drafter in one of its settings, which may give it a draft length."""
 
     name: Text
@@ -176,7 +176,7 @@ class Target(Named):
 
     name: Text
     model: Annotated[Text, model_name("target")]
-    drafters: Several[Annotated[Drafter, BeforeValidator(_by_name)]]
+    drafters: Several[Annotated[SuiteDrafter, BeforeValidator(_by_name)]]
     datasets: Several[Text] = ()
     engine: EngineArguments = field(default_factory=dict)
 
@@ -269,7 +269,9 @@ def read_suite(file: Path) -> Suite:
     return Suite(**given | {"prompts": _prompts(source, asked, targets)})
 
 
-def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], lookahead: int) -> None:
+def check_drafter(
+    target: Target, drafter: SuiteDrafter, methods: Iterable[str], lookahead: int
+) -> None:
     """Refuse what an engine would refuse, which takes a while to start.
 
     Raises:
@@ -281,7 +283,7 @@ def check_drafter(target: Target, drafter: Drafter, methods: Iterable[str], look
             parse(speculative_config(method, each, lookahead), target_tensor_parallel=ranks)
 
 
-def speculative_config(method: str, drafter: Drafter, lookahead: int) -> dict[str, Any]:
+def speculative_config(method: str, drafter: SuiteDrafter, lookahead: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for one of our methods."""
     given = {"method": method, "model": drafter.model, _LOOKAHEAD: lookahead}
     return {**given, **drafter.speculative}

@@ -24,7 +24,7 @@ from vllm_hetero_spec.bench.advise import (
 from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
-from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import acceptance_length, widened_targets
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import run_plan
@@ -150,7 +150,7 @@ def _measure(suite: Suite, verbose: bool) -> Measured:
     header = {"widened": widened_targets(suite.targets), "gpu": engines.on_gpu()}
     results = Results(header=header | {"engines_at_once": at_once})
     plan = make_plan(suite, at_once, lambda target, drafter: None)
-    run_plan(plan, suite, results, start, Reporter(Console(stderr=True)))
+    run_plan(plan, suite, results, start, ProgressReporter(Console(stderr=True)))
     for cell, reason in results.contents.errors.items():
         if cell.engine.method == ALONE:
             raise MeasurementError(f"the target alone: {reason}")

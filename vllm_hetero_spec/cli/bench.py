@@ -16,7 +16,7 @@ from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
-from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
@@ -93,7 +93,7 @@ def _measure(
     # A SIGTERM to this process also ends its engines.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_plan(plan, suite, results, start, Reporter(progress))
+        run_plan(plan, suite, results, start, ProgressReporter(progress))
     except KeyboardInterrupt:
         progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
         raise

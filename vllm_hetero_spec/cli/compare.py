@@ -14,7 +14,7 @@ from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
-from vllm_hetero_spec.bench.progress import Reporter
+from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import COUNTS, TIMES, acceptance_length, runner_notes
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import run_plan
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     _show(target, alone, drafted, completions[:_SAMPLES], notes)
 
 
-class _Reporter(Reporter):
+class _Reporter(ProgressReporter):
     """Gives up at the first failure: there is nothing to compare then."""
 
     def failed(self, run: Measurement, sentence: str) -> None:

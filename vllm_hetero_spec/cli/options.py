@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_hetero_spec.bench.suite import Drafter, Suite, Target, check_drafter, short_name
+from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target, check_drafter, short_name
 from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
@@ -104,12 +104,12 @@ def _trust(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"trust_remote_code": True} if given else {}
 
 
-def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[Drafter]:
+def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[SuiteDrafter]:
     """Each under the last part of its name, or under all of it if others have the same."""
     shared = Counter(map(short_name, models))
     for model in models:
         short = short_name(model)
-        yield Drafter(
+        yield SuiteDrafter(
             name=short if shared[short] == 1 else model,
             model=model,
             speculative=arguments.speculative_config,

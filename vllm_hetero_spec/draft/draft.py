@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hetero_spec.trees.growth import Explored
+from vllm_hetero_spec.trees.growth import TreeCandidates
 from vllm_hetero_spec.trees.layout import TreeRows
 
 
@@ -59,7 +59,7 @@ class Draft(NamedTuple):
     confidences: Sequence[float] = ()
     draft_probs: DraftProbs | None = None
     rows: TreeRows | None = None
-    explored: Explored | None = None
+    explored: TreeCandidates | None = None
 
     @property
     def fed(self) -> list[int]:

@@ -71,7 +71,7 @@ class TokenCounts:
         self.output.index_add_(0, ids, behind)
 
 
-class PenalisedRow(NamedTuple):
+class PenalizedRow(NamedTuple):
     """One row of a batch that is penalised.
 
     Attributes:
@@ -93,7 +93,7 @@ class Penalties:
         send: Brings arrays to the device.
     """
 
-    def __init__(self, rows: Sequence[PenalisedRow], send: Send) -> None:
+    def __init__(self, rows: Sequence[PenalizedRow], send: Send) -> None:
         self._rows = [row.row for row in rows]
         every = [
             (row.penalty.presence, row.penalty.frequency, row.penalty.repetition) for row in rows

@@ -21,7 +21,7 @@ from vllm_hetero_spec.verify.race import race
 
 
 @dataclass(frozen=True)
-class Draw:
+class DraftSampling:
     """How one request's drafts are drawn.
 
     Attributes:
@@ -64,7 +64,7 @@ class SampledMethod:
     likeliest: int | None = None
 
 
-class DrawBatch:
+class BatchSampler:
     """The sampled requests of one round of drafting.
 
     Args:
@@ -83,7 +83,7 @@ class DrawBatch:
     def __init__(
         self,
         rows: Sequence[int],
-        draws: Sequence[Draw],
+        draws: Sequence[DraftSampling],
         steps: Sequence[int],
         method: SampledMethod,
         send: Send,

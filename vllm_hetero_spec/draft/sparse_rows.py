@@ -8,7 +8,7 @@ far, what is drawn from is cut down to the likeliest tokens first, and these are
 import torch
 
 # Tokens that are drawn from there.
-LIKELIEST = 64
+SPARSE_TOP_K = 64
 
 
 def pack(rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ class DraftSource(Protocol):
         """Bring the counters that are kept elsewhere up to date."""
 
 
-class AheadControl(Control, Protocol):
+class WaitPolicy(Control, Protocol):
     """Who is asked, and told, where drafts are made ahead."""
 
     def wait(

@@ -17,9 +17,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.ahead.client import ProcessSource
-from vllm_hetero_spec.engine.ahead.control import AheadControl
+from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
-from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
+from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
 from vllm_hetero_spec.engine.draft_source import DraftSource
 from vllm_hetero_spec.engine.drafter.inline_source import InlineSource
 from vllm_hetero_spec.engine.drafter.requests import Requests
@@ -34,7 +34,7 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.options import Confidence, HeteroOptions
+from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
 from vllm_hetero_spec.trees.values import RankValues
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: b
     width = options.debug.tree_width if options.tree_nodes else 0
     if options.controller == "fixed":
         return Fixed(longest, width)
-    if isinstance(options.controller, Confidence):
+    if isinstance(options.controller, ConfidenceOptions):
         return ConfidenceStop(options.controller.threshold, longest, width)
     return Goodput(known, can_stop_early=can_stop_early, width=width)
 
@@ -107,7 +107,7 @@ class DraftingRank:
         self.source: DraftSource
         if options.draft_ahead:
             width = vllm_config.model_config.get_vocab_size()
-            drawn = DrawnAhead.of(options, pair, width, device)
+            drawn = SampledRecordDecoder.of(options, pair, width, device)
             tokens = None if drawn is None else drawn.tokens
             deployment = Deployment.of(vllm_config, drafter_config, options, pair, tokens, device)
             longest = drafter_config.max_model_len
@@ -246,11 +246,13 @@ class DraftingRank:
         asked, cpu = self._options.controller, self._device.type == "cpu"
         ahead = self._options.draft_ahead  # nobody is there to be stopped
         can_stop = self._planning is None and not ahead
-        can_stop = can_stop and (isinstance(asked, Confidence) or (asked == "goodput" and cpu))
+        can_stop = can_stop and (
+            isinstance(asked, ConfidenceOptions) or (asked == "goodput" and cpu)
+        )
         controller = controller_of(self._options, known, can_stop_early=can_stop)
         by_rank = self._options.debug.tree_values == "rank"
         values = RankValues.unknown() if by_rank else known.trees
-        kind = AheadControl if ahead else LookaheadControl
+        kind = PrecomputedDrafts if ahead else LookaheadControl
         return kind(controller, can_stop_early=can_stop, values=values)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:

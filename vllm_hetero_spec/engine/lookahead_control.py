@@ -23,7 +23,7 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.trees.control import TreeControl
-from vllm_hetero_spec.engine.verifying import Verifying
+from vllm_hetero_spec.engine.verifying import PendingDraft
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 from vllm_hetero_spec.trees.policy import Trees
 from vllm_hetero_spec.trees.race_tree import Chances
@@ -82,7 +82,7 @@ class LookaheadControl:
         self._waited = 0  # steps
         self._usual: int | None = None  # the longest of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
-        self._verifying: dict[str, Verifying] = {}
+        self._verifying: dict[str, PendingDraft] = {}
         self._notes: list[Callable[[], None]] = []  # what is still to be learnt
         self._plan = LookaheadPlan(())
         self._own: dict[str, int] = {}  # what requests of this step ask for themselves
@@ -311,10 +311,10 @@ class LookaheadControl:
             for draft in drafts
         ]
 
-    def _noted(self, draft: Draft) -> Verifying:
+    def _noted(self, draft: Draft) -> PendingDraft:
         index = self._index_of[draft.req_id]
         wanted = 0 if self._stopped else self._plan.lookahead[index]
-        return Verifying(draft.confidences, wanted, self._random[index])
+        return PendingDraft(draft.confidences, wanted, self._random[index])
 
     def _in_order(self, confidences: Mapping[str, Sequence[float]]) -> list[Sequence[float]]:
         """One list for each request of the batch, as controllers have them."""

@@ -162,7 +162,7 @@ class HeteroProposer(Proposer):
         self._beginning = time.perf_counter() - began
         return self._drafts
 
-    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+    def skip_step(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
         """See `Proposer`: where looks do not wait, steps go by as long as the drafter rests."""
         if without_drafts:
             passes = True

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm_hetero_spec.engine.seam.step_view import RequestView
 
 
-class Verifying(NamedTuple):
+class PendingDraft(NamedTuple):
     """A draft on its way through the target: of all tokens proposed, those trimmed included.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.policy import Trees
 
 
@@ -77,7 +77,7 @@ class Controller(ABC):
 
     regime = "drafting"
     off = False
-    sides: BesideChain | None = None
+    sides: BranchStatistics | None = None
     policy: StepPolicy | None = None
 
     @property

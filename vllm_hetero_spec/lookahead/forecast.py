@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
@@ -85,7 +85,7 @@ def forecast(
     random: Sequence[bool],
     tokens_per_second: float,
     can_stop_early: bool,
-    sides: BesideChain | None = None,
+    sides: BranchStatistics | None = None,
     paths: int = 1,
     tiers: Sequence[int] = (),
 ) -> Forecast:

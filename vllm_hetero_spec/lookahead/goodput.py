@@ -19,7 +19,7 @@ from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.warm_up import WarmUp
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.policy import TreeChoice
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
@@ -61,7 +61,7 @@ class Goodput(Controller):
         sides: See `Controller`.
     """
 
-    sides: BesideChain
+    sides: BranchStatistics
 
     def __init__(
         self,

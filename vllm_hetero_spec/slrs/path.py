@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 
-class Feed(Protocol):
+class SlrsFeed(Protocol):
     """The drafter, as a path sees it."""
 
     def __call__(

@@ -29,8 +29,8 @@ import torch
 
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.path import Feed, SlrsPath
-from vllm_hetero_spec.slrs.tree import Candidate, Node, SlrsTree
+from vllm_hetero_spec.slrs.path import SlrsFeed, SlrsPath
+from vllm_hetero_spec.slrs.tree import Node, SlrsCandidate, SlrsTree
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 
 # Tokens behind a path that are asked whether they merge; all others count as not merging.
@@ -74,7 +74,7 @@ class Slrs:
         self._tokens, self._merges, self._ends = tokens, merges, ends
         self._span = span
 
-    def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: Feed) -> torch.Tensor:
+    def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: SlrsFeed) -> torch.Tensor:
         """Fill the paths.
 
         Args:
@@ -101,7 +101,7 @@ class Slrs:
         return table[:used, :-1]
 
     def _trees(
-        self, heads: dict[int, torch.Tensor], paths: Sequence[SlrsPath], feed: Feed
+        self, heads: dict[int, torch.Tensor], paths: Sequence[SlrsPath], feed: SlrsFeed
     ) -> dict[int, SlrsTree]:
         """The tree of each path, known before anything is drawn."""
         trees = {i: SlrsTree(row) for i, row in heads.items()}
@@ -126,7 +126,7 @@ class Slrs:
                 trees[i].add(candidate, first, rows[line], e_ids[line], t_ids, shares[line])
             for line, (i, (path, _)) in enumerate(chains):
                 paths[i].ahead = depth
-                longer = Candidate((*path, int(e_ids[line, 0])), float(shares[line, 0]))
+                longer = SlrsCandidate((*path, int(e_ids[line, 0])), float(shares[line, 0]))
                 going = depth + 1 < self._span and self._merges.goes_on(longer.path)
                 trees[i].candidates = [longer] if going else []
         return trees
@@ -139,7 +139,7 @@ class Slrs:
             lines = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for tree, count, (ids, shares) in zip(trees[part], counts[part], lines, strict=True):
                 likely = zip(ids[:count], shares[:count], strict=True)
-                tree.candidates = [Candidate((d,), share) for d, share in likely if share]
+                tree.candidates = [SlrsCandidate((d,), share) for d, share in likely if share]
 
     def _add_draft_probs(self, trees: Sequence[SlrsTree], table: torch.Tensor) -> None:
         """What the next proposals are drawn from into rows of a `TokenMap.table`.
@@ -201,7 +201,7 @@ class Slrs:
         return tree.nodes.get(drawn[:used])
 
     def _next_heads(
-        self, ends: dict[int, Node | None], paths: Sequence[SlrsPath], feed: Feed
+        self, ends: dict[int, Node | None], paths: Sequence[SlrsPath], feed: SlrsFeed
     ) -> dict[int, torch.Tensor]:
         """The next row of each path that goes on: the one known, or behind what is fed now."""
         rows = {i: node.row for i, node in ends.items() if node and not paths[i].unfed}

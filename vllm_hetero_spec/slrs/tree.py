@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class Candidate(NamedTuple):
+class SlrsCandidate(NamedTuple):
     """A path that may be added to a tree.
 
     Attributes:
@@ -75,7 +75,7 @@ class SlrsTree:
 
     row: torch.Tensor
     nodes: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[SlrsCandidate] = field(default_factory=list)
 
     @property
     def rows(self) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ class SlrsTree:
 
     def add(
         self,
-        candidate: Candidate,
+        candidate: SlrsCandidate,
         first: int,
         row: torch.Tensor,
         e_ids: np.ndarray,

@@ -11,7 +11,7 @@ _REPRICED = 4  # prices of a row that are tried, until its tokens pay for the la
 _KEPT = 32  # trees of each kind: each has several nodes beside its chain
 
 
-class BesideChain:
+class BranchStatistics:
     """What recent trees had beside the drafter's chain, of greedy and of random requests.
 
     Attributes:

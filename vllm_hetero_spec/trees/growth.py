@@ -35,7 +35,7 @@ class Children(NamedTuple):
     shares: np.ndarray
 
 
-class ValuedTree(NamedTuple):
+class ScoredTree(NamedTuple):
     """A tree of tokens, each behind its parent.
 
     Attributes:
@@ -49,7 +49,7 @@ class ValuedTree(NamedTuple):
     values: list[float]
 
     @classmethod
-    def spelt(cls, texts: Sequence[Sequence[int]], masses: Sequence[float]) -> "ValuedTree":
+    def spelt(cls, texts: Sequence[Sequence[int]], masses: Sequence[float]) -> "ScoredTree":
         """The beginnings of some texts, each worth all the texts that begin with it.
 
         Args:
@@ -82,7 +82,7 @@ class ValuedTree(NamedTuple):
             numbers, np.array(ranks, np.int64), np.array(depths, np.int64), np.array(shares)
         )
 
-    def revalued(self, shares: Sequence[float]) -> "ValuedTree":
+    def revalued(self, shares: Sequence[float]) -> "ScoredTree":
         """The same tokens, each with another share of its parent's value."""
         values: list[float] = []
         for parent, share in zip(self.parents, shares, strict=True):
@@ -115,22 +115,22 @@ class ValuedTree(NamedTuple):
         self.parents.append(parent)
         self.values.append(value)
 
-    def best(self, count: int) -> "ValuedTree":
+    def best(self, count: int) -> "ScoredTree":
         """The best tree of so many tokens, or all of them, the most valuable first."""
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.values[node], node))
         return self.only(order[:count])
 
-    def only(self, nodes: Sequence[int]) -> "ValuedTree":
+    def only(self, nodes: Sequence[int]) -> "ScoredTree":
         """Some of the tokens, in this order: each behind its parent, which is one of them."""
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
-        return ValuedTree(
+        return ScoredTree(
             [self.tokens[node] for node in nodes],
             [place[self.parents[node]] for node in nodes],
             [self.values[node] for node in nodes],
         )
 
 
-class Explored(NamedTuple):
+class TreeCandidates(NamedTuple):
     """What was found of a request's continuation; its draft is a part of it.
 
     Attributes:
@@ -140,12 +140,12 @@ class Explored(NamedTuple):
         shares: Where they are raced for, the probability of each in its row.
     """
 
-    tree: ValuedTree
+    tree: ScoredTree
     leads: Sequence[float] | None = None
     shares: Sequence[float] = ()
 
 
-class Growth:
+class TreeBuilder:
     """A tree under way: what is known of a request's continuation.
 
     Behind a node that was fed its children are known, and what they leave is that of all others.
@@ -158,7 +158,7 @@ class Growth:
     """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
-        self.tree = ValuedTree([], [], [])
+        self.tree = ScoredTree([], [], [])
         self._ends = ends
         self._unfed = {ROOT}
         self._rest: dict[int, float] = {}  # of each fed node, what its children leave

@@ -129,7 +129,7 @@ def lay_out(
 
 
 @dataclass(frozen=True)
-class SidePlan:
+class BranchPlan:
     """A step's sequences where some drafts are trees: each request's own, its sides behind it.
 
     Tokens keep the order in which they are scheduled. Sequences are numbered through the step.
@@ -176,13 +176,13 @@ class SidePlan:
         return own[(columns >= (start + 1) // size) & (columns <= (start + depth) // size)]
 
 
-def plan_sides(
+def plan_branches(
     starts: Sequence[int],
     lengths: Sequence[int],
     counts: Sequence[Sequence[int]],
     size: int,
     scratch: Sequence[int],
-) -> SidePlan:
+) -> BranchPlan:
     """The sequences of a step.
 
     Args:
@@ -214,7 +214,7 @@ def plan_sides(
     slots[written] = lent[first[at] + position // size - column[at]] * size + position % size
     line_of, ahead = _counted(blocks)
     begun = start % size > 0
-    return SidePlan(
+    return BranchPlan(
         request_of,
         fed,
         depths,
@@ -226,7 +226,7 @@ def plan_sides(
 
 
 def scratch_blocks(start: int, counts: Sequence[int], size: int) -> int:
-    """Blocks that the side sequences of a request are lent; arguments as of `plan_sides`."""
+    """Blocks that the side sequences of a request are lent; arguments as of `plan_branches`."""
     return sum((start + count - 1) // size - start // size + 1 for count in counts[1:])
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 # Tokens for a row, from which on nothing is looked for: of two siblings one is worth half a token
 # at most and takes two rows, so that the best trees are chains, or hardly better.
@@ -49,7 +49,7 @@ class TreeChoice:
 
     def __init__(self, known: Estimates, width: int) -> None:
         self._known, self._width = known, width
-        self.sides, self._paths = BesideChain(), 1
+        self.sides, self._paths = BranchStatistics(), 1
         self._pay = self._dear = False
         self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.trees.growth import Growth
+from vllm_hetero_spec.trees.growth import TreeBuilder
 from vllm_hetero_spec.verify.race import first_arrivals
 
 # P[each is next] of children of some nodes: their parents' numbers, their ranks and depths, by how
@@ -61,7 +61,7 @@ class Arrivals(NamedTuple):
         return cls(ids, fed, speeds, psi.gather(1, ids))
 
 
-class Feed(NamedTuple):
+class RaceFeed(NamedTuple):
     """What gives the row behind a node.
 
     Attributes:
@@ -73,7 +73,7 @@ class Feed(NamedTuple):
     behind: int
 
 
-class RaceGrowth(Growth):
+class RaceTreeBuilder(TreeBuilder):
     """A tree of target tokens under way.
 
     Args:
@@ -95,7 +95,7 @@ class RaceGrowth(Growth):
     ) -> None:
         super().__init__(ends)
         self._spell, self._chances = spell, chances
-        self.feeds: dict[int, Feed] = {}
+        self.feeds: dict[int, RaceFeed] = {}
         self.leads: list[float] = []
         self.shares: list[float] = []
 
@@ -124,7 +124,7 @@ class RaceGrowth(Growth):
                 (last,) = self.offer(last, [token], [value])
                 self.leads.append(0.0)
                 self.shares.append(1.0)
-            self.feeds[last] = Feed(drafter_token, node)
+            self.feeds[last] = RaceFeed(drafter_token, node)
 
     def _child(self, node: int, token: int) -> int | None:
         """What a drafter token spells behind a node."""

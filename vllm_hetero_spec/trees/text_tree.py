@@ -4,7 +4,7 @@
 from collections.abc import Callable, Collection, Sequence
 
 from vllm_hetero_spec.text.context import Context
-from vllm_hetero_spec.trees.growth import Growth, ValuedTree
+from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
 from vllm_hetero_spec.trees.walk import ROOT
 
 # See `Bridge.to_target`.
@@ -16,7 +16,7 @@ def beside_a_chain(
     tokens: Sequence[Sequence[int]],
     shares: Sequence[Sequence[float]],
     ends: Collection[int] = (),
-) -> Growth:
+) -> TreeBuilder:
     """What is known once a chain was drafted: its tokens, and the others of the rows before them.
 
     Args:
@@ -25,7 +25,7 @@ def beside_a_chain(
         shares: Their probabilities.
         ends: Drafter ids that nothing follows.
     """
-    growth, node = Growth(ends), ROOT
+    growth, node = TreeBuilder(ends), ROOT
     for token, beside, probabilities in zip(chain, tokens, shares, strict=True):
         children = growth.offer(node, beside, probabilities)
         node = children[list(beside).index(token)]
@@ -33,12 +33,12 @@ def beside_a_chain(
 
 
 def text_trees(
-    growths: Sequence[Growth],
+    growths: Sequence[TreeBuilder],
     contexts: Sequence[Context],
     limits: Sequence[int],
     to_target: Translate,
     leaves: int,
-) -> list[ValuedTree]:
+) -> list[ScoredTree]:
     """The target tokens that spell what may be written, each with all that begins with it.
 
     Args:
@@ -67,6 +67,6 @@ def text_trees(
     trees = []
     for own in found:
         spelt = [next(texts) for _ in own]
-        tree = ValuedTree.spelt(spelt, [mass for _, mass in own])
+        tree = ScoredTree.spelt(spelt, [mass for _, mass in own])
         trees.append(tree.best(len(tree.tokens)))
     return trees

@@ -19,21 +19,21 @@ from typing import cast
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
 from vllm_hetero_spec.engine.ahead.lookup import (
-    Found,
-    LookUp,
+    Lookup,
+    LookupResult,
     bytes_of_tokens,
     ids_for_each,
     text_of,
 )
-from vllm_hetero_spec.engine.ahead.messages import MOST_IDS, MOST_ROWS, Commit, Row
-from vllm_hetero_spec.engine.ahead.remote_requests import SentTexts
-from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
-from vllm_hetero_spec.engine.ahead.supervisor import KeptProcess
-from vllm_hetero_spec.engine.draft_source import AheadControl
+from vllm_hetero_spec.engine.ahead.messages import MOST_IDS, MOST_ROWS, RequestUpdate, UpdateBatch
+from vllm_hetero_spec.engine.ahead.remote_requests import RemoteRequests
+from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
+from vllm_hetero_spec.engine.ahead.supervisor import SupervisedProcess
+from vllm_hetero_spec.engine.draft_source import WaitPolicy
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTiming
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 
 _A_MOMENT = 1e-4  # seconds between two looks into the table
 _LONGEST_FORWARD = 10.0  # seconds that one is waited for at start-up
@@ -61,24 +61,24 @@ class ProcessSource:
     def __init__(
         self,
         deployment: Deployment,
-        pair: Pair,
+        pair: TokenizerPair,
         stats: DraftStats,
         max_length: int,
-        drawn: DrawnAhead | None,
+        drawn: SampledRecordDecoder | None,
     ) -> None:
         self.draws = drawn is not None
         self._bridge, self._stats = pair.bridge, stats
         self._some_id = next(iter(bytes_of_tokens(pair)))
-        self._process = KeptProcess(deployment)
-        self._look = LookUp(self._process, pair, stats, drawn)
+        self._process = SupervisedProcess(deployment)
+        self._look = Lookup(self._process, pair, stats, drawn)
         ready = self._process.start()
-        self.pool = SentTexts(deployment.slots, ready.num_blocks - 1, ready.block_size)
+        self.pool = RemoteRequests(deployment.slots, ready.num_blocks - 1, ready.block_size)
         self.max_length, self.most_steps = max_length, deployment.longest
         self._most_rows = deployment.most_rows
         self._serial = 0
         # Of the step that was begun.
-        self._control: AheadControl
-        self._found: list[Found] = []
+        self._control: WaitPolicy
+        self._found: list[LookupResult] = []
         self._took = 0.0
         self._before = self._process.counts  # in the step before
         self._unheard = -1  # signs of life when it was waited for in vain
@@ -88,7 +88,7 @@ class ProcessSource:
     ) -> None:
         """See `DraftSource`: look drafts up, and tell the process what the texts are now."""
         began = time.perf_counter()
-        self._control, self._found = cast(AheadControl, control), []
+        self._control, self._found = cast(WaitPolicy, control), []
         if self._process.up:
             tasks = [task for task in tasks if self._admit(task, outside)]
             self._found = [self._look_up(task) for task in tasks]
@@ -137,7 +137,7 @@ class ProcessSource:
         """See `DraftSource`: at level 2 the process ends, and its memory is free."""
         if level >= 2:
             self._process.rest()
-        elif self._process.up and self._process.send(Commit(0, [*self.pool.closed], [])):
+        elif self._process.up and self._process.send(UpdateBatch(0, [*self.pool.closed], [])):
             self.pool.closed.clear()
 
     def wake(self) -> None:
@@ -167,12 +167,12 @@ class ProcessSource:
             other.close(self.pool)
         return True
 
-    def _look_up(self, task: DraftTask) -> Found:
+    def _look_up(self, task: DraftTask) -> LookupResult:
         """What was drafted ahead behind a request's text as it is now; counted."""
         text = text_of(task)
         if not text.serial or text.life != self._process.life:
             self._begin_anew(task)
-            return Found(task, missing="not_ready" if task.lookahead else "")
+            return LookupResult(task, missing="not_ready" if task.lookahead else "")
         found = self._look.behind(task)
         if task.lookahead:
             hit = bool(found.ids)
@@ -183,7 +183,7 @@ class ProcessSource:
                 self._control.looked_up(found.rank if hit else None, self._stats.guesses)
         return found
 
-    def _waited(self, missing: Sequence[Found]) -> list[Found]:
+    def _waited(self, missing: Sequence[LookupResult]) -> list[LookupResult]:
         """What came of drafts that were not there, if they are worth waiting for."""
         told = [of for of in missing if of.text.serial == self._serial]
         beats = self._process.counts.beats
@@ -196,7 +196,11 @@ class ProcessSource:
         tokens, seconds = self._control.wait(lookaheads, max(ratios), unread, wrong)
         if not tokens:
             return []
-        began, came, left = time.perf_counter(), list[Found](), list(zip(told, ratios, strict=True))
+        began, came, left = (
+            time.perf_counter(),
+            list[LookupResult](),
+            list(zip(told, ratios, strict=True)),
+        )
         while left:
             time.sleep(_A_MOMENT)
             late = time.perf_counter() - began > seconds
@@ -217,7 +221,7 @@ class ProcessSource:
         state.sequence.kv_ids.clear()
         state.num_kv_valid = text.serial = 0
 
-    def _commit(self, found: Sequence[Found]) -> None:
+    def _commit(self, found: Sequence[LookupResult]) -> None:
         """Tell the process what the texts are, and what the target is about to verify."""
         self._serial = self._serial % _LAST_SERIAL + 1
         rows, room, guesses = [], MOST_IDS, self._guesses(found)
@@ -237,8 +241,8 @@ class ProcessSource:
             at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
             told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, sides, text.salt)
-            rows.append(Row(*told, of.task.draw))
-        if not self._process.send(Commit(self._serial, [*self.pool.closed], rows)):
+            rows.append(RequestUpdate(*told, of.task.draw))
+        if not self._process.send(UpdateBatch(self._serial, [*self.pool.closed], rows)):
             return  # it has not read the last ones: told next time
         self.pool.closed.clear()
         for of, row in zip(found, rows, strict=False):
@@ -252,7 +256,7 @@ class ProcessSource:
             text.drafted, text.peaks = row.drafted, [*of.peaks[: len(row.drafted)]]
             text.rows, text.seen = [*of.rows[: len(row.drafted)]], min(text.seen, row.at_stake)
 
-    def _guesses(self, found: Sequence[Found]) -> int:
+    def _guesses(self, found: Sequence[LookupResult]) -> int:
         """Lines beside the chain of each request that is drafted for."""
         tasks = [of.task for of in found if of.task.lookahead]
         if not tasks:
@@ -280,8 +284,8 @@ class ProcessSource:
         """Read texts of nobody's, and draft a token behind each."""
         self._serial = self._serial % _LAST_SERIAL + 1
         salt = f"timing {self._serial}"
-        rows = [Row(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
-        if not self._process.send(Commit(self._serial, [], rows)):
+        rows = [RequestUpdate(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
+        if not self._process.send(UpdateBatch(self._serial, [], rows)):
             raise RuntimeError("the drafter's process reads nothing")
         deadline = time.perf_counter() + _LONGEST_FORWARD
         for row in rows:

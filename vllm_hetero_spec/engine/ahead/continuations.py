@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 
-class Remainder(NamedTuple):
+class MatchedContinuation(NamedTuple):
     """What a continuation has behind an outcome.
 
     Attributes:
@@ -31,7 +31,7 @@ def find_remainder(
     held: bytes,
     bytes_of: Callable[[int], bytes],
     fits: Callable[[int, int], bool] = lambda token, known: True,
-) -> Remainder | None:
+) -> MatchedContinuation | None:
     """The first continuation that begins with the outcome and reaches further, as a target may.
 
     Args:
@@ -51,7 +51,7 @@ def find_remainder(
         remainder = _behind(ids, outcome + held, len(outcome), bytes_of)
         if remainder is None or (remainder[0] and not fits(remainder[0][0], remainder[1])):
             continue
-        found = Remainder(rank, *remainder)
+        found = MatchedContinuation(rank, *remainder)
         if found.ids:
             break
     return found
@@ -59,7 +59,7 @@ def find_remainder(
 
 def find_drawn(
     lines: Iterable[tuple[int, Sequence[int]]], outcome: bytes, bytes_of: Callable[[int], bytes]
-) -> Remainder | None:
+) -> MatchedContinuation | None:
     """As `find_remainder`, where tokens were drawn: what is used has to have the law of its rows.
 
     So nothing of what is used may have had a part in its being used: an outcome ends where a token
@@ -81,7 +81,7 @@ def find_drawn(
             position, count = position + len(data), count + 1
         if count < base or (position < len(outcome) and count < len(ids)):
             continue
-        found = Remainder(rank, list(ids[count:]))
+        found = MatchedContinuation(rank, list(ids[count:]))
         if found.ids:
             break
     return found

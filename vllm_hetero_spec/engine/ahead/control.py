@@ -22,7 +22,7 @@ _HELD = 2  # steps that a probe's drafts are made beside, before they are waited
 _PROBE = 0.1  # so many seconds at most, as a probe shows nothing without any
 
 
-class AheadControl(LookaheadControl):
+class PrecomputedDrafts(LookaheadControl):
     """A `LookaheadControl` where drafts are made ahead."""
 
     _held = 0  # steps that the present probe has been kept for
@@ -58,7 +58,7 @@ class AheadControl(LookaheadControl):
     def wait(
         self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
     ) -> tuple[int, float]:
-        """See `engine.draft_source.AheadControl`."""
+        """See `engine.draft_source.PrecomputedDrafts`."""
         longest, policy, planned = max(missing.values()), self.controller.policy, self._plan
         self._wrong = wrong
         if planned.probe:
@@ -78,11 +78,11 @@ class AheadControl(LookaheadControl):
         return tokens, seconds
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """See `engine.draft_source.AheadControl`."""
+        """See `engine.draft_source.PrecomputedDrafts`."""
         if self.controller.policy is not None:
             self.controller.policy.looked_up(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """See `engine.draft_source.AheadControl`."""
+        """See `engine.draft_source.PrecomputedDrafts`."""
         policy = self.controller.policy
         return most if policy is None else policy.guesses(drafting, longest, each, most)

@@ -14,7 +14,7 @@ from vllm.transformers_utils.config import maybe_register_config_serialize_by_va
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.ahead.cores import checked_cores, free_cores
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 
@@ -85,7 +85,7 @@ class Deployment:
         vllm_config: VllmConfig,
         drafter_config: ModelConfig,
         options: HeteroOptions,
-        pair: Pair,
+        pair: TokenizerPair,
         tokens: TokenMap | None,
         beside: torch.device,
     ) -> "Deployment":

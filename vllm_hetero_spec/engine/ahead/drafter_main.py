@@ -155,7 +155,7 @@ def serve(server: "DraftingServer", messages: socket.socket) -> None:
     from vllm.utils.system_utils import set_process_title
 
     from vllm_hetero_spec.engine.ahead.answers import LONGEST
-    from vllm_hetero_spec.engine.ahead.messages import commit_of
+    from vllm_hetero_spec.engine.ahead.messages import update_batch_of
 
     set_process_title(_TITLE)
 
@@ -164,7 +164,7 @@ def serve(server: "DraftingServer", messages: socket.socket) -> None:
             message = messages.recv(LONGEST)
             if not message:
                 return
-            server.take(commit_of(message))
+            server.take(update_batch_of(message))
         server.advance()
 
 

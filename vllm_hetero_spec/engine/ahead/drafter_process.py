@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from vllm_hetero_spec.engine.ahead.answers import LONGEST, Failed, Ready, answer_of, encode
 from vllm_hetero_spec.engine.ahead.deployment import Deployment, packed
-from vllm_hetero_spec.engine.ahead.messages import Commit
+from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
 from vllm_hetero_spec.engine.ahead.table import DraftTable, make_file
 from vllm_hetero_spec.errors import ConfigError
 
@@ -113,7 +113,7 @@ class DrafterProcess:
             raise ConnectionError("the drafter's process has ended")
         return answer_of(message)
 
-    def send(self, commit: Commit) -> bool:
+    def send(self, commit: UpdateBatch) -> bool:
         """Send a commit; False where it does not read what was sent before, or is gone.
 
         `answer` says then why.

@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 
-class Guess(NamedTuple):
+class BranchPoint(NamedTuple):
     """A token that may come in the place of the chain's.
 
     Attributes:
@@ -22,7 +22,7 @@ class Guess(NamedTuple):
     probability: float
 
 
-class Rival(NamedTuple):
+class Alternative(NamedTuple):
     """What the drafter thinks of one place of its chain.
 
     Attributes:
@@ -41,7 +41,9 @@ class Rival(NamedTuple):
         return dict(zip(self.tokens, self.shares, strict=True)).get(self.chosen, 0.0)
 
 
-def choose_guesses(rivals: Sequence[Rival], follows: Sequence[float], budget: int) -> list[Guess]:
+def choose_guesses(
+    rivals: Sequence[Alternative], follows: Sequence[float], budget: int
+) -> list[BranchPoint]:
     """The guesses that are hit most often together: no two of them are of the same outcome.
 
     Args:
@@ -55,7 +57,7 @@ def choose_guesses(rivals: Sequence[Rival], follows: Sequence[float], budget: in
     """
     survival = accumulate(follows, mul, initial=1.0)
     guesses = (
-        Guess(place, token, reached * share)
+        BranchPoint(place, token, reached * share)
         for place, (reached, (chosen, tokens, shares)) in enumerate(
             zip(survival, rivals, strict=False)
         )

@@ -8,22 +8,22 @@ from functools import partial
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs, confidences_of
 from vllm_hetero_spec.engine.ahead.continuations import find_drawn, find_remainder
-from vllm_hetero_spec.engine.ahead.remote_requests import SentText
-from vllm_hetero_spec.engine.ahead.sampled_records import DrawnAhead
-from vllm_hetero_spec.engine.ahead.supervisor import KeptProcess
-from vllm_hetero_spec.engine.ahead.table import Drafted
+from vllm_hetero_spec.engine.ahead.remote_requests import RemoteRequest
+from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
+from vllm_hetero_spec.engine.ahead.supervisor import SupervisedProcess
+from vllm_hetero_spec.engine.ahead.table import DraftRecord
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 
 
 @dataclass(slots=True)
-class Found:
+class LookupResult:
     """What was drafted ahead for a request.
 
     Attributes:
         task: The request.
-        ids: Drafter tokens, see `Remainder`.
+        ids: Drafter tokens, see `MatchedContinuation`.
         known: Leading bytes of them that its text has.
         peaks: The drafter's largest probability in the place of each.
         rank: Of the line that they are of; the chain's is 0.
@@ -31,7 +31,7 @@ class Found:
         proposal: The draft in target tokens.
         ends: Leading ones of `ids` that each of them needs.
         first: Tokens of its line that are before them.
-        rows: What each was drawn from, see `Drafted`; nothing where it is certain.
+        rows: What each was drawn from, see `DraftRecord`; nothing where it is certain.
         draft_probs: What the proposal was drawn from.
     """
 
@@ -48,7 +48,7 @@ class Found:
     draft_probs: DraftProbs | None = None
 
     @property
-    def text(self) -> SentText:
+    def text(self) -> RemoteRequest:
         """What the process was told of it."""
         return text_of(self.task)
 
@@ -59,7 +59,7 @@ class Found:
         return Draft.chain(self.task.req_id, list(self.proposal), confidences, self.draft_probs)
 
 
-class LookUp:
+class Lookup:
     """Looks drafts up.
 
     Args:
@@ -71,23 +71,23 @@ class LookUp:
 
     def __init__(
         self,
-        process: KeptProcess,
-        pair: Pair,
+        process: SupervisedProcess,
+        pair: TokenizerPair,
         stats: DraftStats,
-        drawn: DrawnAhead | None = None,
+        drawn: SampledRecordDecoder | None = None,
     ) -> None:
         self._process, self._bridge, self._stats = process, pair.bridge, stats
         self._drawn = drawn
         self._bytes = bytes_of_tokens(pair)
 
-    def behind(self, task: DraftTask) -> Found:
+    def behind(self, task: DraftTask) -> LookupResult:
         """What stands behind a request's text in the table."""
         text, context = text_of(task), task.state.context
         told = self._spelled(text.gone)
         now = self._spelled(context.ids[task.state.num_kv_valid :])
         if not now.startswith(told):
-            return Found(task, missing="not_guessed" if task.lookahead else "")
-        seen: list[tuple[int, Drafted]] = []
+            return LookupResult(task, missing="not_guessed" if task.lookahead else "")
+        seen: list[tuple[int, DraftRecord]] = []
         outcome, spelled = now[len(told) :], self._bytes.__getitem__
         lines = self._lines(text, outcome + context.held, seen)
         if task.draw is not None:
@@ -99,7 +99,7 @@ class LookUp:
             )
         if remainder is None or not remainder.ids:
             missing = "not_guessed" if remainder is None else "not_ready"
-            return Found(task, missing=missing if task.lookahead else "")
+            return LookupResult(task, missing=missing if task.lookahead else "")
         ids, (rank, line) = remainder.ids, seen[remainder.rank]
         through = (seen[0][1], line) if rank else (line,)
         peaks = text.peaks
@@ -113,9 +113,9 @@ class LookUp:
             # What was chosen by what it is, is certain from then on.
             certain = max(0, text.seen - first)
             rows = rows[:certain] + drawn[first + certain :]
-        return Found(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
+        return LookupResult(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
 
-    def done(self, found: Found, enough: int) -> bool:
+    def done(self, found: LookupResult, enough: int) -> bool:
         """Whether so many tokens are there, or no more will be, or no first token fits."""
         ids = found.ids
         if found.missing == "not_guessed":  # guesses come with the chain's first token
@@ -124,7 +124,7 @@ class LookUp:
             ids, enough = () if chain is None or stale else chain.ids, 2
         return len(ids) >= enough or bool(ids and ids[-1] in self._bridge.drafter_eos)
 
-    def translate(self, found: Sequence[Found]) -> None:
+    def translate(self, found: Sequence[LookupResult]) -> None:
         """Add the target's tokens."""
         began = time.perf_counter()
         proposals = self._bridge.to_target(
@@ -139,7 +139,7 @@ class LookUp:
         if self._drawn is not None:
             self._spell(found, self._drawn)
 
-    def _spell(self, found: Sequence[Found], drawn: DrawnAhead) -> None:
+    def _spell(self, found: Sequence[LookupResult], drawn: SampledRecordDecoder) -> None:
         """With the target's tokens, where they were drawn."""
         own = [of for of in found if of.task.draw is not None and of.ids]
         if not own:
@@ -153,7 +153,7 @@ class LookUp:
             of.text.seen = of.first + len(of.ids)
 
     def _lines(
-        self, text: SentText, written: bytes, seen: list[tuple[int, Drafted]]
+        self, text: RemoteRequest, written: bytes, seen: list[tuple[int, DraftRecord]]
     ) -> Iterator[tuple[int, list[int]]]:
         """What was drafted behind a text as it was told: the chain, and what may agree beside it.
 
@@ -168,7 +168,7 @@ class LookUp:
         table, serial = self._process.table, text.serial
         chain, of = text.drafted, table.read(text.slot)
         if of is None or of.serial != serial or of.place > len(chain):
-            of = Drafted(serial, len(chain), [], [])
+            of = DraftRecord(serial, len(chain), [], [])
         chain = chain[: of.place] + of.ids
         seen.append((0, of))
         yield 0, chain
@@ -198,7 +198,7 @@ class LookUp:
         return b"".join(map(self._bytes.__getitem__, ids))
 
 
-def _rows_of(rows: list[bytes], line: Drafted) -> list[bytes]:
+def _rows_of(rows: list[bytes], line: DraftRecord) -> list[bytes]:
     """Of all tokens of a line, what each was drawn from; nothing where it is certain.
 
     Args:
@@ -221,16 +221,16 @@ class _TokenBytes(dict[int, bytes]):
         return b"\xff" + token.to_bytes(5, "little", signed=True)
 
 
-def bytes_of_tokens(pair: Pair) -> dict[int, bytes]:
+def bytes_of_tokens(pair: TokenizerPair) -> dict[int, bytes]:
     """By drafter id: what it spells; something of its own for a control token, or any other id."""
     control = pair.bridge.special.drafter_control
     table = pair.drafter.token_bytes
     return _TokenBytes({i: data for i, data in enumerate(table) if data and i not in control})
 
 
-def text_of(task: DraftTask) -> SentText:
+def text_of(task: DraftTask) -> RemoteRequest:
     """What the process was told of a request."""
     assert task.state.sequence is not None
     table = task.state.sequence.table
-    assert isinstance(table, SentText)
+    assert isinstance(table, RemoteRequest)
     return table

@@ -6,14 +6,14 @@ The process speaks of drafter ids alone: text, requests and target tokens stay i
 
 import msgspec
 
-from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.draft.sampling import DraftSampling
 
 # Ids, and texts, of one message at most, so that it fits into the buffer of a socket: twice 208 KiB
 # where the kernel gives no more than it usually does.
 MOST_IDS, MOST_ROWS = 8192, 1024
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True):
+class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
     """One text, as it stands now.
 
     Attributes:
@@ -38,10 +38,10 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     beside: int = 0
     guesses: int = 0
     salt: str | None = None
-    draw: Draw | None = None
+    draw: DraftSampling | None = None
 
 
-class Commit(msgspec.Struct, array_like=True, frozen=True):
+class UpdateBatch(msgspec.Struct, array_like=True, frozen=True):
     """What a step of the target has changed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Commit(msgspec.Struct, array_like=True, frozen=True):
 
     serial: int
     closed: list[int]
-    rows: list[Row]
+    rows: list[RequestUpdate]
 
 
-commit_of = msgspec.msgpack.Decoder(Commit).decode
+update_batch_of = msgspec.msgpack.Decoder(UpdateBatch).decode

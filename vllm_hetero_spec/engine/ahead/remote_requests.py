@@ -8,7 +8,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 
 
 @dataclass
-class SentText(BlockTable):
+class RemoteRequest(BlockTable):
     """One text; in the place of its KV blocks.
 
     Attributes:
@@ -20,7 +20,7 @@ class SentText(BlockTable):
         unread: How many ids were new to the process then.
         drafted: What was told to come behind the text then.
         peaks: The drafter's largest probability in the place of each.
-        rows: What each of `drafted` was drawn from, see `Drafted`; nothing where it is certain.
+        rows: What each of `drafted` was drawn from, see `DraftRecord`; nothing where it is certain.
         seen: Leading tokens of a line behind the text that a verification was given: certain,
             whatever they were drawn from.
     """
@@ -37,7 +37,7 @@ class SentText(BlockTable):
     seen: int = 0
 
 
-class SentTexts:
+class RemoteRequests:
     """Slots of the drafter process, in the place of a `KVPool`.
 
     Args:
@@ -52,13 +52,13 @@ class SentTexts:
         self._free = list(range(slots))
         self.closed: set[int] = set()  # slots given back, which the process was not told of
 
-    def open(self, ids: Sequence[int], salt: str | None) -> tuple[SentText, int]:
+    def open(self, ids: Sequence[int], salt: str | None) -> tuple[RemoteRequest, int]:
         """A text of which nothing was told."""
-        text = SentText(salt)
+        text = RemoteRequest(salt)
         self.admit(text)
         return text, 0
 
-    def admit(self, text: SentText) -> bool:
+    def admit(self, text: RemoteRequest) -> bool:
         """Give it a slot, if it has none and one is left; whether it has one."""
         if text.slot < 0 and self._free:
             text.slot = self._free.pop()
@@ -66,13 +66,13 @@ class SentTexts:
 
     def rollback(self, table: BlockTable, num_tokens: int) -> int:
         """Only the first `num_tokens` of what was told still stand."""
-        assert isinstance(table, SentText)
+        assert isinstance(table, RemoteRequest)
         table.gone[:0] = table.sent[num_tokens:]
         return num_tokens
 
     def close(self, table: BlockTable) -> None:
         """The text is gone."""
-        assert isinstance(table, SentText)
+        assert isinstance(table, RemoteRequest)
         if table.slot >= 0:
             self._free.append(table.slot)
             self.closed.add(table.slot)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST, pack
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack
 from vllm_hetero_spec.engine.ahead.guesses import choose_guesses
-from vllm_hetero_spec.engine.ahead.messages import Commit
-from vllm_hetero_spec.engine.ahead.server_requests import Line, Text
-from vllm_hetero_spec.engine.ahead.table import Counts, Drafted, DraftTable
+from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
+from vllm_hetero_spec.engine.ahead.server_requests import Continuation, ServerRequest
+from vllm_hetero_spec.engine.ahead.table import Counts, DraftRecord, DraftTable
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
@@ -28,15 +28,15 @@ from vllm_hetero_spec.staging import Receiver
 # Of each row of the drafter's, so many tokens may be guesses.
 RIVALS = 8
 
-_Ranked = tuple[Text, int, Line]
+_Ranked = tuple[ServerRequest, int, Continuation]
 
 
 class _Work(NamedTuple):
     """One line in a forward."""
 
-    text: Text
+    text: ServerRequest
     rank: int
-    line: Line
+    line: Continuation
     row: DraftRow
 
 
@@ -63,8 +63,8 @@ class DraftingServer:
     ) -> None:
         self._drafter, self._pool, self._table = drafter, pool, table
         self._ends, self._budget, self._most_rows = ends, budget, most_rows
-        self._texts: dict[int, Text] = {}
-        row_bytes = np.dtype(np.int32).itemsize * 2 * LIKELIEST
+        self._texts: dict[int, ServerRequest] = {}
+        row_bytes = np.dtype(np.int32).itemsize * 2 * SPARSE_TOP_K
         self._receiver = Receiver(drafter.model.device, row_bytes * most_rows)
         self._tokens = self._read = self._caught_up = 0
 
@@ -73,7 +73,7 @@ class DraftingServer:
         """Whether there is anything to do."""
         return any(line.has_work for _, _, line in self._lines())
 
-    def take(self, commit: Commit) -> None:
+    def take(self, commit: UpdateBatch) -> None:
         """Take in what has changed; what is drafted behind a text begins anew from there."""
         for slot in commit.closed:
             self._close(slot)
@@ -82,7 +82,7 @@ class DraftingServer:
                 self._close(row.slot)
             text = self._texts.get(row.slot)
             if text is None:
-                text = self._texts[row.slot] = Text(row.slot, row.salt)
+                text = self._texts[row.slot] = ServerRequest(row.slot, row.salt)
             text.renew(row, commit.serial, self._pool)
             if text.chain.ids:  # drafted while the commit was on its way
                 if text.chain.ids[-1] in self._ends:
@@ -156,11 +156,11 @@ class DraftingServer:
             tokens -= len(row.pending)
         return work
 
-    def _put(self, text: Text, rank: int, line: Line) -> None:
-        drafted = Drafted(text.serial, line.place, line.ids, line.peaks, line.rows)
+    def _put(self, text: ServerRequest, rank: int, line: Continuation) -> None:
+        drafted = DraftRecord(text.serial, line.place, line.ids, line.peaks, line.rows)
         self._table.write(text.slot, rank, drafted)
 
-    def _guess(self, text: Text) -> None:
+    def _guess(self, text: ServerRequest) -> None:
         """Begin lines beside the chain, once it is known what the drafter thinks of all of it."""
         rivals = text.rivals()
         if rivals is None:
@@ -187,18 +187,18 @@ class DraftingServer:
             self._drafter.model.copy_blocks(copies)
 
     def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[bytes | None]:
-        """What the token of each row of a forward was drawn from, see `Drafted`."""
+        """What the token of each row of a forward was drawn from, see `DraftRecord`."""
         proposals = [of.proposal and of.proposal.draft_probs for of in drafted]
         tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
         if not tables:
             return [None] * len(drafted)
-        packed = self._receiver.fetch(pack(tables[0], LIKELIEST)).wait()  # one table for all
+        packed = self._receiver.fetch(pack(tables[0], SPARSE_TOP_K)).wait()  # one table for all
         return [
             packed[probs.row_of[0]].tobytes() if probs is not None and probs.row_of else None
             for probs in proposals
         ]
 
-    def _row(self, text: Text, rank: int, budget: int) -> DraftRow | None:
+    def _row(self, text: ServerRequest, rank: int, budget: int) -> DraftRow | None:
         """What of a line goes into the next forward; None where there is no room for it."""
         line = text.lines[rank]
         state = line.state

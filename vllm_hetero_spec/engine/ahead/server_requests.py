@@ -4,9 +4,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_hetero_spec.draft.sampling import Draw
-from vllm_hetero_spec.engine.ahead.guesses import Guess, Rival
-from vllm_hetero_spec.engine.ahead.messages import Row
+from vllm_hetero_spec.draft.sampling import DraftSampling
+from vllm_hetero_spec.engine.ahead.guesses import Alternative, BranchPoint
+from vllm_hetero_spec.engine.ahead.messages import RequestUpdate
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
@@ -14,7 +14,7 @@ from vllm_hetero_spec.text.context import IdentityContext
 
 
 @dataclass
-class Line:
+class Continuation:
     """The chain, or a guess with what is behind it.
 
     Attributes:
@@ -23,7 +23,7 @@ class Line:
         wanted: Ids of its own to have.
         ids: Its own, the guess included.
         peaks: The drafter's largest probability in the place of each.
-        rows: What the last ids were drawn from, see `Drafted`.
+        rows: What the last ids were drawn from, see `DraftRecord`.
         rivals: By place in the state's ids, what the drafter thought of it.
     """
 
@@ -33,7 +33,7 @@ class Line:
     ids: list[int] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     rows: list[bytes] = field(default_factory=list)
-    rivals: dict[int, Rival] = field(default_factory=dict)
+    rivals: dict[int, Alternative] = field(default_factory=dict)
 
     @property
     def drafts(self) -> bool:
@@ -67,7 +67,7 @@ class Line:
             row: What went into the forward.
             tokens: What came of it.
             ends: Ids after which nothing is drafted.
-            drawn_from: See `Drafted`; None for a token that was not drawn.
+            drawn_from: See `DraftRecord`; None for a token that was not drawn.
         """
         state = self.state
         state.num_kv_valid += len(row.pending)
@@ -78,7 +78,7 @@ class Line:
             for token, best, shares in zip(
                 tokens.tokens, of.tokens.tolist(), of.shares.tolist(), strict=False
             ):
-                self.rivals[len(state.context.ids)] = Rival(token, best, shares)
+                self.rivals[len(state.context.ids)] = Alternative(token, best, shares)
         state.context.ids += tokens.tokens
         self.ids += tokens.tokens
         self.peaks += tokens.confidences
@@ -87,7 +87,7 @@ class Line:
             self.wanted = 0
 
 
-class Text:
+class ServerRequest:
     """One text.
 
     Args:
@@ -106,18 +106,18 @@ class Text:
 
     def __init__(self, slot: int, salt: str | None) -> None:
         self.slot = slot
-        self.lines = [Line(RequestState(str(slot), IdentityContext(), salt))]
+        self.lines = [Continuation(RequestState(str(slot), IdentityContext(), salt))]
         self.serial = self.num_text = self.at_stake = self.guesses = 0
         self.guessed = True
-        self.draw: Draw | None = None
+        self.draw: DraftSampling | None = None
         self._beside = 0
 
     @property
-    def chain(self) -> Line:
+    def chain(self) -> Continuation:
         """The drafter's likeliest tokens, or those that it drew."""
         return self.lines[0]
 
-    def renew(self, row: Row, serial: int, pool: KVPool) -> None:
+    def renew(self, row: RequestUpdate, serial: int, pool: KVPool) -> None:
         """Take in what the text is now; the line that agrees with it furthest is kept."""
         keep = max(0, min(row.keep, self.num_text, len(self.chain.state.context.ids)))
         ids = [*self.chain.state.context.ids[:keep], *row.ids, *row.drafted]
@@ -150,7 +150,7 @@ class Text:
         self.draw = row.draw
         chain.state.align(pool, keep)
 
-    def rivals(self) -> Sequence[Rival] | None:
+    def rivals(self) -> Sequence[Alternative] | None:
         """What the drafter thinks of the places that are verified, and of the one behind them.
 
         None before the last of them is known, or where guesses were made.
@@ -160,11 +160,13 @@ class Text:
         if self.guessed or last not in known or last >= len(ids):
             return None
         return [
-            known[at]._replace(chosen=ids[at]) if at in known else Rival(ids[at], [ids[at]], [1.0])
+            known[at]._replace(chosen=ids[at])
+            if at in known
+            else Alternative(ids[at], [ids[at]], [1.0])
             for at in range(self.num_text, last + 1)
         ]
 
-    def draw_of(self, rank: int, longest: int) -> Draw | None:
+    def draw_of(self, rank: int, longest: int) -> DraftSampling | None:
         """How the next token of a line is drawn: each has a number of its own behind a text.
 
         Args:
@@ -176,7 +178,7 @@ class Text:
         place = len(self.lines[rank].state.context.ids) - self.num_text
         return replace(self.draw, first=rank * longest + place)
 
-    def begin_beside(self, guess: Guess, table: BlockTable) -> Line:
+    def begin_beside(self, guess: BranchPoint, table: BlockTable) -> Continuation:
         """A line that leaves the chain by a guess.
 
         Args:
@@ -188,7 +190,7 @@ class Text:
         context.ids = [*chain.context.ids[:at], guess.token]
         sequence = DraftSequence(table, context.ids[:at])
         state = RequestState(chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=at)
-        line = Line(state, guess.place, self._beside, [guess.token], [guess.probability])
+        line = Continuation(state, guess.place, self._beside, [guess.token], [guess.probability])
         self.lines.append(line)
         return line
 

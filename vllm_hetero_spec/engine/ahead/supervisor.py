@@ -8,7 +8,7 @@ import time
 from vllm_hetero_spec.engine.ahead.answers import Failed, Ready
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
 from vllm_hetero_spec.engine.ahead.drafter_process import LONGEST_START, DrafterProcess
-from vllm_hetero_spec.engine.ahead.messages import Commit
+from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
 from vllm_hetero_spec.engine.ahead.table import Counts, DraftTable
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -22,7 +22,7 @@ _LONGEST_REST = 60.0
 _HEALTHY = 60.0
 
 
-class KeptProcess:
+class SupervisedProcess:
     """Keeps a drafter process alive; nothing but `start` waits for it.
 
     Args:
@@ -90,7 +90,7 @@ class KeptProcess:
             self._lose(error)
         return self._loaded
 
-    def send(self, commit: Commit) -> bool:
+    def send(self, commit: UpdateBatch) -> bool:
         """Send a commit; False where it has to be sent again, or all that it says."""
         assert self._process is not None
         self._sent = True  # or it still has others to read

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 
 # In front of a record's tokens: checksum, serial, place, how many there are, how many were drawn.
 _HEAD = 5
 _head_of = Struct(f"=I{_HEAD - 1}i").unpack_from
 # Of a row that was drawn from.
-_ROW = 2 * LIKELIEST
+_ROW = 2 * SPARSE_TOP_K
 
 
-class Drafted(NamedTuple):
+class DraftRecord(NamedTuple):
     """A line that was drafted behind a text.
 
     Attributes:
@@ -108,7 +108,7 @@ class DraftTable:
         """Let the reader see what was done, and a sign of life more than last time."""
         self._counts[:] = done._replace(beats=self._counts[0] + 1)
 
-    def write(self, slot: int, rank: int, drafted: Drafted) -> None:
+    def write(self, slot: int, rank: int, drafted: DraftRecord) -> None:
         """Put a record in the place of the one before; that of the chain is number 0."""
         serial, place, ids, peaks, rows = drafted
         certain = len(ids) - len(rows)
@@ -126,7 +126,7 @@ class DraftTable:
         found: list[list[int]] = self._beginnings[slot].tolist()
         return found
 
-    def read(self, slot: int, rank: int = 0) -> Drafted | None:
+    def read(self, slot: int, rank: int = 0) -> DraftRecord | None:
         """A record as it stands; None where it is being written."""
         # As bytes: of so few numbers numpy's calls would take longer than their work.
         start = self._at(slot, rank)
@@ -140,10 +140,10 @@ class DraftTable:
         values = tokens.unpack_from(record, 4 * _HEAD)
         ids, peaks = [*values[:count]], [*values[count:]]
         if not num_drawn:
-            return Drafted(serial, place, ids, peaks)
+            return DraftRecord(serial, place, ids, peaks)
         starts = range(drawn, len(record), 4 * _ROW)
         rows = tuple([record[start : start + 4 * _ROW] for start in starts])
-        return Drafted(serial, place, ids, peaks, rows)
+        return DraftRecord(serial, place, ids, peaks, rows)
 
     def _at(self, slot: int, rank: int) -> int:
         """Where the bytes of a record begin."""

@@ -23,13 +23,13 @@ from vllm_hetero_spec.engine.drafter.reading import read_in_parts, read_texts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
 from vllm_hetero_spec.engine.drafter.replaced_tokens import replace_first
 from vllm_hetero_spec.engine.drafter.round import Round
-from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, Feed, Planner
-from vllm_hetero_spec.engine.drafter.slrs_spans import SpanDrafting
+from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
+from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks, PickRules, wide
-from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, Beginning, FirstTokens
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers, wide
+from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, HealedStart, TokenHealing
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
@@ -91,14 +91,14 @@ class Drafter:
         self._send = Sender(device).send
         self._send_own = Sender(device, _OWN_PACKETS).send
         with torch.inference_mode(mode=False):
-            picked = Picked(
+            picked = PickBuffers(
                 self.most_steps, max_requests, device, confidences=confidences, beside=beside
             )
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         own = max(CANDIDATE_BYTES, 8 * self.most_steps)
         self._receiver_own = Receiver(device, max_requests * own)
-        self._first = FirstTokens(self._receiver_own)
-        self._rules = PickRules(
+        self._first = TokenHealing(self._receiver_own)
+        self._rules = PickConfig(
             vocab_size=vocab_size,
             banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
             ends=ends,
@@ -252,7 +252,7 @@ class Drafter:
         shape = self._steps.shape(len(rows) + num_forks, longest, context)
         forks = forks if num_forks else []
         plan = self._planner.plan(sequences, pending, steps, *shape, forks, back=back)
-        own = OwnPicks(rows[:singles], self._rules, self._send_own, plan)
+        own = RowPickers(rows[:singles], self._rules, self._send_own, plan)
         return Round(rows, order, plan, own)
 
     def _queue_steps(self, current: Round, behind: CaughtUp, control: Control | None) -> None:
@@ -262,7 +262,7 @@ class Drafter:
         elif any(row.choose for row in current.rows):
             with self._stopwatch:
                 current.candidates = self._first.fetch(behind, current.plan.active[0])
-            often = self._first.often_others(current.plan.active[0])
+            often = self._first.heals_often(current.plan.active[0])
             if not self.waits or current.own or (often and self.may_wait):
                 self._judge(current)
             elif often:
@@ -303,7 +303,7 @@ class Drafter:
         """Replace first tokens that do not continue their text."""
         self._begin_with(current, self._others(current))
 
-    def _others(self, current: Round) -> dict[int, Beginning]:
+    def _others(self, current: Round) -> dict[int, HealedStart]:
         """Return the replaced first tokens by row. Waits for the copy of the candidates."""
         assert current.candidates is not None
         candidates, current.candidates = current.candidates, None
@@ -318,9 +318,9 @@ class Drafter:
         if any(rows[index].task.draw is not None for index in given):
             for index in given:
                 rows[index] = rows[index].greedy()
-            current.own = OwnPicks(rows[:count], self._rules, self._send_own, current.plan)
+            current.own = RowPickers(rows[:count], self._rules, self._send_own, current.plan)
 
-    def _begin_with(self, current: Round, others: dict[int, Beginning]) -> None:
+    def _begin_with(self, current: Round, others: dict[int, HealedStart]) -> None:
         if others:
             replace_first(current, others, self._steps, self._planner, self._send_own)
 
@@ -338,10 +338,10 @@ class Drafter:
         return current.drafted(self._rules.confidences, self._rules.ends, self.sampling)
 
     def _along_spans(self, rows: Sequence[DraftRow], logits: torch.Tensor) -> list[DrafterTokens]:
-        spans = SpanDrafting(rows, self._rules, self._planner, self._feed, self._send_own)
+        spans = SlrsSpans(rows, self._rules, self._planner, self._feed, self._send_own)
         return spans.run(logits)
 
-    def _feed(self, feed: Feed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    def _feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         self.forwards += 1
         with self._stopwatch:
             return self._forwards.feed(feed, table, lengths)

@@ -17,16 +17,16 @@ from vllm_hetero_spec.engine.drafter.draft_length import DraftLength
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
-    Beside,
     Control,
+    DrafterBranch,
     DrafterTokens,
     DraftRow,
     DraftTask,
     DraftTiming,
-    Fork,
+    TopCandidates,
 )
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.trees.drafts import Followed, TreeDrafts
+from vllm_hetero_spec.engine.trees.drafts import BranchTokens, TreeDrafts
 from vllm_hetero_spec.engine.trees.forks import Forks
 from vllm_hetero_spec.text.bridge import Bridge
 
@@ -47,8 +47,8 @@ class _Greedy:
     drafted: Sequence[int]
     known: int
     peaks: Sequence[float]
-    beside: Sequence[Beside]
-    forks: Sequence[Fork]
+    beside: Sequence[TopCandidates]
+    forks: Sequence[DrafterBranch]
     proposal: list[int] = field(init=False)
 
     def go_on(self, tokens: DrafterTokens) -> None:
@@ -264,7 +264,7 @@ class DraftBatchRunner:
         ]
         if not any(made.beside for made in every):
             return drafts
-        followed = [Followed(m.row.task, m.drafted, m.beside, m.forks) for m in every]
+        followed = [BranchTokens(m.row.task, m.drafted, m.beside, m.forks) for m in every]
         return self._trees.greedy(followed, drafts)
 
     def _translate(self, drafts: Sequence[_Greedy]) -> None:

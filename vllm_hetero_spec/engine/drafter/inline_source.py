@@ -23,8 +23,8 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     drafting_mode,
     kv_budget,
 )
-from vllm_hetero_spec.engine.seam.parallel_state import Alone, Groups
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class InlineSource:
         vllm_config: VllmConfig,
         drafter_config: ModelConfig,
         options: HeteroOptions,
-        pair: Pair,
+        pair: TokenizerPair,
         device: torch.device,
         stats: DraftStats,
         group: "GroupCoordinator",
@@ -65,7 +65,7 @@ class InlineSource:
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
         config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
-        self._alone = Alone(Groups.of_drafter(solo=solo), vllm_config, config)
+        self._alone = IsolatedParallelState(Groups.of_drafter(solo=solo), vllm_config, config)
         # As the target, it lies in memory that sleeps, where there is any.
         config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config

@@ -53,7 +53,7 @@ class BlockTable:
         self.blocks.append(block)
 
 
-class Fork(NamedTuple):
+class ForkedTable(NamedTuple):
     """A second sequence with the beginning of another.
 
     Attributes:
@@ -181,7 +181,7 @@ class KVPool:
                 self._next_uid += 1
             table.names.append(self._uid_of[block])
 
-    def fork(self, table: BlockTable, num_tokens: int) -> Fork | None:
+    def fork(self, table: BlockTable, num_tokens: int) -> ForkedTable | None:
         """A second sequence behind the first `num_tokens` tokens of a table, whose KV is written.
 
         Args:
@@ -199,9 +199,9 @@ class KVPool:
             self._refs[block] += 1
             forked.push(block)
         if not rest:
-            return Fork(forked)
+            return ForkedTable(forked)
         self.grow(forked, num_tokens)
-        return Fork(forked, (table.blocks[whole], forked.blocks[whole]))
+        return ForkedTable(forked, (table.blocks[whole], forked.blocks[whole]))
 
     def adopt(self, table: BlockTable, branch: BlockTable) -> None:
         """Let a table go on as one of its forks: it takes those blocks, and gives back its own.

@@ -13,9 +13,9 @@ import torch
 
 from vllm_hetero_spec.draft.methods import HETERO, METHODS, SLEM, Choice, order, span, spell_same
 from vllm_hetero_spec.draft.sampling import SampledMethod
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.seam.tokenizers import Pair
+from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.slrs.pair_merges import PairMerges
 from vllm_hetero_spec.slrs.slrs import MergeSpan
@@ -31,7 +31,7 @@ _TEMPERATURE = 1.0
 
 def sampling_of(
     options: HeteroOptions,
-    pair: Pair,
+    pair: TokenizerPair,
     width: int,
     device: torch.device,
     ranks: int,
@@ -86,10 +86,12 @@ def first_token_sampling(tokens: TokenMap, device: torch.device) -> SampledMetho
     first = tokens.first.to(device)
     map_there = TokenMap(first, tokens.width, tokens.renormalise)
     spell = lambda drawn: tokens.first[drawn : drawn + 1].tolist()  # noqa: E731
-    return SampledMethod(map_there, torch.ones_like(first), spell, likeliest=LIKELIEST)
+    return SampledMethod(map_there, torch.ones_like(first), spell, likeliest=SPARSE_TOP_K)
 
 
-def _choose(pair: Pair, maps: VocabularyMaps | None, *, merges: bool, ranks: int) -> Choice:
+def _choose(
+    pair: TokenizerPair, maps: VocabularyMaps | None, *, merges: bool, ranks: int
+) -> Choice:
     """The first method in the order for a pair that a deployment can run.
 
     Args:

@@ -23,8 +23,8 @@ from vllm_hetero_spec.engine.drafter.steps import (
     ragged_batch,
     real_tokens,
 )
-from vllm_hetero_spec.engine.drafter.token_choice import PickRules
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.staging import Send
 
 
@@ -59,9 +59,9 @@ class RecordedSteps:
     def __init__(
         self,
         model: DrafterModel,
-        rules: PickRules,
+        rules: PickConfig,
         send: Send,
-        picked: Picked,
+        picked: PickBuffers,
         graphs: Graphs,
         shapes: Iterable[tuple[int, int]],
         support: GraphSupport,

@@ -8,12 +8,12 @@ import numpy as np
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps
-from vllm_hetero_spec.engine.drafter.token_healing import Beginning
+from vllm_hetero_spec.engine.drafter.token_healing import HealedStart
 from vllm_hetero_spec.staging import Send
 
 
 def replace_first(
-    current: Round, others: Mapping[int, Beginning], steps: Steps, planner: Planner, send: Send
+    current: Round, others: Mapping[int, HealedStart], steps: Steps, planner: Planner, send: Send
 ) -> None:
     """Write the replaced tokens to the device, in place of the picked ones.
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from vllm_hetero_spec.draft.penalties import TokenCounts
-from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
@@ -148,7 +148,7 @@ class RequestState:
             self.counts.update(self.context.ids, 0)
         return self.counts
 
-    def draw_of(self, request: RequestView, *, races: bool) -> Draw | None:
+    def draw_of(self, request: RequestView, *, races: bool) -> DraftSampling | None:
         """How the next draft is drawn; None where it has to be greedy.
 
         Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what
@@ -161,7 +161,7 @@ class RequestState:
         params = request.params
         if not params.random or params.structured or self.context.held:
             return None
-        return Draw(
+        return DraftSampling(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
-from vllm_hetero_spec.engine.drafter.sampled_drafts import Drawn
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Fork
-from vllm_hetero_spec.engine.drafter.token_choice import OwnPicks
-from vllm_hetero_spec.engine.drafter.token_healing import Beginning, Candidates
+from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
+from vllm_hetero_spec.engine.drafter.tasks import DrafterBranch, DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.drafter.token_choice import RowPickers
+from vllm_hetero_spec.engine.drafter.token_healing import Candidates, HealedStart
 from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
 from vllm_hetero_spec.staging import Fetched
 
@@ -25,26 +25,26 @@ class Round:
         own: What is not the drafter's best.
         taken: Steps that were queued, catching up included; 0 where nothing is drafted.
         confidences: By request, of the tokens so far, where a controller looks at them.
-        candidates: For the first tokens, on their way: see `FirstTokens`.
+        candidates: For the first tokens, on their way: see `TokenHealing`.
         others: What drafts begin with, where that had to be known before tokens were drawn.
         cut: By row, the replaced first token of a draft that has no other: the steps followed the
             drafter's own.
         known: Of the requests whose draft begins in the place of the text's last token, the bytes
             of that.
         fetched: What was picked, on its way.
-        stand_ins: See `DrawBatch`, on their way.
+        stand_ins: See `BatchSampler`, on their way.
         spans: What SLRS-n drafted, already there.
     """
 
     rows: list[DraftRow]
     order: list[int]
     plan: RoundPlan
-    own: OwnPicks
+    own: RowPickers
     taken: int = 0
     confidences: dict[str, list[float]] = field(default_factory=dict)
     candidates: Candidates | None = None
-    others: dict[int, Beginning] | None = None
-    cut: dict[int, Beginning] = field(default_factory=dict)
+    others: dict[int, HealedStart] | None = None
+    cut: dict[int, HealedStart] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
@@ -92,7 +92,7 @@ class Round:
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
                 forks = [
-                    Fork(picked.ids[at][:sound], picked.beside(at, sound), leaves)
+                    DrafterBranch(picked.ids[at][:sound], picked.beside(at, sound), leaves)
                     for at, leaves in self.plan.forks_of(index)
                     if wanted > leaves + 1  # it was fed what it leaves with
                     and (sound := min(wanted, picked.sound[at])) > leaves + 1
@@ -107,7 +107,7 @@ class Round:
             for index, lines in self.own.row_of(self.taken).items():
                 tokens, task = drafted[index], self.rows[index].task
                 # Up to a row that was not finite: what was drawn in front of it has to be verified.
-                drawn = Drawn(tokens.tokens, lines, tokens.confidences)
+                drawn = SampledDraft(tokens.tokens, lines, tokens.confidences)
                 draft = drawn.draft(task, sampling, ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted
@@ -115,7 +115,7 @@ class Round:
     def _first_alone(
         self,
         row: DraftRow,
-        other: Beginning,
+        other: HealedStart,
         peaks: Sequence[float],
         picked: PickedTokens,
         index: int,

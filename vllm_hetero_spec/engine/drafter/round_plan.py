@@ -27,7 +27,7 @@ _SECOND = 1
 STEPS_PER_TOKEN = 8
 
 
-class Feed(NamedTuple):
+class BatchFeed(NamedTuple):
     """The tokens of one forward, one request's after the other's.
 
     Attributes:
@@ -72,7 +72,7 @@ class RoundPlan:
     """
 
     count: int
-    feed: Feed
+    feed: BatchFeed
     table: np.ndarray
     lengths: np.ndarray
     places: np.ndarray
@@ -132,7 +132,7 @@ class Planner:
                 written nowhere. 0 feeds what is pending.
             forks: Of each request; they are drafted for as far as it is. Each leaves it a step
                 later than the one before.
-            back: See `Feed`; where one token of a request is pending, the one before is read again.
+            back: As in `BatchFeed`. If one token is pending, the one before is read again.
         """
         count, rounds = len(sequences), max(1, steps[0])
         pairs = [(line, step) for line, own in enumerate(forks) for step in range(len(own))]
@@ -201,7 +201,7 @@ class Planner:
 
     def ragged(
         self, table: np.ndarray, cached: Sequence[int], pending: Sequence[Sequence[int]]
-    ) -> Feed:
+    ) -> BatchFeed:
         """Every line's pending ids, behind the tokens that it has cached.
 
         Args:
@@ -216,7 +216,7 @@ class Planner:
         tokens[0] = list(chain.from_iterable(pending))
         tokens[1] = list(chain.from_iterable(ranges))
         tokens[2] = self._slots(table, np.arange(len(counts)).repeat(counts), tokens[1])
-        return Feed(tokens, starts, max(counts))
+        return BatchFeed(tokens, starts, max(counts))
 
     def _slots(self, table: np.ndarray, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where tokens at some positions of some lines of a table go."""
@@ -224,7 +224,7 @@ class Planner:
         return table[lines, blocks] * self.block_size + offsets
 
     @staticmethod
-    def _one_before(ragged: Feed, sequences: Sequence[DraftSequence]) -> Feed:
+    def _one_before(ragged: BatchFeed, sequences: Sequence[DraftSequence]) -> BatchFeed:
         """With the token before that of each request that has one alone."""
         starts, queries = ragged.starts, np.diff(ragged.starts)
         alone = (queries == 1) & np.array([bool(sequence.kv_ids) for sequence in sequences])
@@ -233,7 +233,7 @@ class Planner:
         before = np.array([ids, ragged.tokens[1, at] - 1, [NOWHERE] * len(ids)], np.int64)
         tokens = np.insert(ragged.tokens, at, before, axis=1)
         starts = starts + np.array([0, *np.cumsum(alone)], np.int32)
-        return Feed(tokens, starts, max(ragged.most, 2))
+        return BatchFeed(tokens, starts, max(ragged.most, 2))
 
     def _uniform(
         self,
@@ -242,7 +242,7 @@ class Planner:
         pending: Sequence[Sequence[int]],
         after: Sequence[int],
         width: int,
-    ) -> Feed:
+    ) -> BatchFeed:
         """As many tokens for every line of the table, padded to the left with what is known."""
         size, count = len(table), len(sequences)
         tokens = np.zeros((3, size, width), np.int64)
@@ -256,4 +256,4 @@ class Planner:
         slots[:count][np.arange(width) < known[:, None]] = NOWHERE
         slots[count:] = NOWHERE
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
-        return Feed(tokens.reshape(3, -1), starts, width)
+        return BatchFeed(tokens.reshape(3, -1), starts, width)

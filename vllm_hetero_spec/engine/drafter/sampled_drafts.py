@@ -12,7 +12,7 @@ from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 
 
-class Drawn(NamedTuple):
+class SampledDraft(NamedTuple):
     """The draws of one request.
 
     Attributes:
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
             sampling: How it was drawn.
             ends: Ids after which a draft ends.
             probs: float32 [R, V_T], the draft_probs of the round.
-            stand_ins: int64 [R], see `DrawBatch`.
+            stand_ins: int64 [R], see `BatchSampler`.
         """
         proposal: list[int] = []
         row_of: list[int] = []

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.engine.drafter.round_plan import Feed, Planner
+from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import PickRules
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
 from vllm_hetero_spec.slrs.path import SlrsPath
 from vllm_hetero_spec.slrs.slrs import Slrs
 from vllm_hetero_spec.staging import Send
 
 # One forward of tokens, int32 [n, W] KV blocks and int32 [n] lengths after it: logits [n, V_D].
-Forward = Callable[[Feed, np.ndarray, np.ndarray], torch.Tensor]
+Forward = Callable[[BatchFeed, np.ndarray, np.ndarray], torch.Tensor]
 
 
-class SpanDrafting:
+class SlrsSpans:
     """One round's requests that are drafted by SLRS-n.
 
     Args:
@@ -36,7 +36,7 @@ class SpanDrafting:
     def __init__(
         self,
         rows: Sequence[DraftRow],
-        rules: PickRules,
+        rules: PickConfig,
         planner: Planner,
         forward: Forward,
         send: Send,
@@ -79,7 +79,7 @@ class SpanDrafting:
     def _feed(
         self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        """See `draft.path.Feed`."""
+        """See `draft.path.BatchFeed`."""
         paths = self._paths
         cached = self._cached[indices] + [paths[index].written for index in indices]
         pending, lines = list(ids), self._table[indices]

@@ -8,8 +8,8 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.token_choice import PickRules
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.staging import Mirror
 
 
@@ -37,8 +37,8 @@ class StaticTensors:
     def __init__(
         self,
         model: DrafterModel,
-        rules: PickRules,
-        picked: Picked,
+        rules: PickConfig,
+        picked: PickBuffers,
         size: int,
         tokens: int,
         widths: Collection[int],
@@ -69,7 +69,9 @@ class StaticTensors:
             there = self._mirror.there
             self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
             self.step = filled(1, torch.int64, 1)
-            self.now = Picked(1, size, device, confidences=picked.confidences, beside=picked.beside)
+            self.now = PickBuffers(
+                1, size, device, confidences=picked.confidences, beside=picked.beside
+            )
             self._picked = picked
             self._starts_cpu = {
                 width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
@@ -83,7 +85,7 @@ class StaticTensors:
             self.last = torch.zeros_like(self.logits) if rules.looks_back else self.logits[:0]
 
     def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
-        """A forward of the first `size` requests, `width` tokens each; `back` as in `Feed`."""
+        """A forward of the first `size` requests, `width` tokens each; `back` as in `BatchFeed`."""
         tokens = size * width
         return ForwardBatch(
             ids=self.ids[:tokens],
@@ -144,7 +146,7 @@ class StaticTensors:
         Args:
             logits: [2n, V_D] where `back`, see `DrafterModel.logits`.
             first: Behind catching up.
-            back: See `Feed`.
+            back: As in `BatchFeed`.
         """
         count = len(logits) >> back
         kept = self.logits[:count]

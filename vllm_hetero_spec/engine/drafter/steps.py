@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.drafter.round_plan import Feed, RoundPlan
-from vllm_hetero_spec.engine.drafter.token_choice import PickRules
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.staging import Send
 
 
@@ -42,7 +42,7 @@ class Steps(Protocol):
         forks: `RoundPlan.forks` of the round, on the device.
     """
 
-    picked: Picked
+    picked: PickBuffers
     replays: int
     forks: torch.Tensor
 
@@ -80,10 +80,10 @@ class Forwards:
         send: Brings arrays to the device.
     """
 
-    def __init__(self, model: DrafterModel, rules: PickRules, send: Send) -> None:
+    def __init__(self, model: DrafterModel, rules: PickConfig, send: Send) -> None:
         self._model, self._rules, self._send = model, rules, send
 
-    def feed(self, feed: Feed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    def feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """One forward; logits [n, V_D] of the tokens that may be picked.
 
         Args:
@@ -97,13 +97,15 @@ class Forwards:
         return self._rules.only_real(self._model.forward(batch))
 
 
-def real_tokens(tokens: np.ndarray, rules: PickRules) -> np.ndarray:
-    """`Feed.tokens` with id 0, changed in place, where the drafter has no such id."""
+def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
+    """`BatchFeed.tokens` with id 0, changed in place, where the drafter has no such id."""
     tokens[0][tokens[0] >= rules.vocab_size] = 0
     return tokens
 
 
-def ragged_batch(sent: Sequence[torch.Tensor], feed: Feed, lengths: np.ndarray) -> ForwardBatch:
+def ragged_batch(
+    sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
+) -> ForwardBatch:
     """A forward over what was sent: tokens, starts, lengths, table, rows."""
     tokens, starts, device_lengths, table, rows = sent
     ids, positions, slots = tokens
@@ -153,7 +155,9 @@ class EagerSteps:
         picked: Where each row's best goes.
     """
 
-    def __init__(self, model: DrafterModel, rules: PickRules, send: Send, picked: Picked) -> None:
+    def __init__(
+        self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers
+    ) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self.replays = 0
         self.forks = torch.zeros((3, 0), dtype=torch.int64, device=model.device)

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.penalties import Penalty
-from vllm_hetero_spec.draft.sampling import Draw
+from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.text.drafts import FirstToken
 from vllm_hetero_spec.trees.race_tree import Chances
@@ -28,7 +28,7 @@ class DraftTask(NamedTuple):
     state: RequestState
     lookahead: int
     penalty: Penalty | None = None
-    draw: Draw | None = None
+    draw: DraftSampling | None = None
     paths: int = 0
 
     @property
@@ -70,7 +70,7 @@ class DraftRow(NamedTuple):
         return self._replace(task=self.task._replace(draw=None))
 
 
-class Beside(NamedTuple):
+class TopCandidates(NamedTuple):
     """What is known of the rows that a request's tokens were picked from: m tokens of each.
 
     Attributes:
@@ -87,12 +87,12 @@ class Beside(NamedTuple):
     speeds: np.ndarray
 
     @classmethod
-    def joined(cls, parts: Sequence["Beside"]) -> "Beside":
+    def joined(cls, parts: Sequence["TopCandidates"]) -> "TopCandidates":
         """One behind the other, at least one."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-class Fork(NamedTuple):
+class DrafterBranch(NamedTuple):
     """A path beside the chain.
 
     Attributes:
@@ -102,7 +102,7 @@ class Fork(NamedTuple):
     """
 
     tokens: list[int]
-    beside: Beside
+    beside: TopCandidates
     leaves: int
 
 
@@ -126,8 +126,8 @@ class DrafterTokens(NamedTuple):
     finite: bool = True
     confidences: Sequence[float] = ()
     proposal: Draft | None = None
-    beside: Beside | None = None
-    forks: Sequence[Fork] = ()
+    beside: TopCandidates | None = None
+    forks: Sequence[DrafterBranch] = ()
     known: int = 0
 
 

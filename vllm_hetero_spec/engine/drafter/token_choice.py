@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.penalties import PenalisedRow, Penalties
-from vllm_hetero_spec.draft.sampling import DrawBatch, SampledMethod
+from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties
+from vllm_hetero_spec.draft.sampling import BatchSampler, SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_picking import Picked
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
-_FED = 2  # the place of `Beside.fed` among its columns
+_FED = 2  # the place of `TopCandidates.fed` among its columns
 
 
 @dataclass(frozen=True)
-class PickRules:
+class PickConfig:
     """What holds for all requests.
 
     Attributes:
@@ -60,7 +60,7 @@ class PickRules:
         forked: Sequence[tuple[int, DraftRow]] = (),
         *,
         keep: bool = True,
-    ) -> DrawBatch:
+    ) -> BatchSampler:
         """The draws of some rows of a round; `keep` makes room for as many as they have steps.
 
         Args:
@@ -73,7 +73,7 @@ class PickRules:
         assert self.sampling is not None
         each = [rows[index] for index in drawn] + [row for _, row in forked]
         looks = self.sampling.tokens.renormalise and wide(rows)
-        return DrawBatch(
+        return BatchSampler(
             [*drawn, *(place for place, _ in forked)],
             [draw for row in each if (draw := row.task.draw) is not None],
             [row.steps if keep else 0 for row in each],
@@ -88,7 +88,7 @@ class PickRules:
         return logits.index_fill_(1, self.banned, float("-inf"))
 
 
-class OwnPicks:
+class RowPickers:
     """The requests of a round whose tokens are not simply the drafter's best.
 
     Args:
@@ -101,13 +101,13 @@ class OwnPicks:
     def __init__(
         self,
         rows: Sequence[DraftRow],
-        rules: PickRules,
+        rules: PickConfig,
         send: Send,
         plan: RoundPlan | None = None,
     ) -> None:
         device = rules.banned.device
         penalised = [
-            PenalisedRow(index, penalty, row.task.state.count_tokens(rules.vocab_size, device))
+            PenalizedRow(index, penalty, row.task.state.count_tokens(rules.vocab_size, device))
             for index, row in enumerate(rows)
             if row.steps and (penalty := row.task.penalty) is not None
         ]
@@ -124,14 +124,14 @@ class OwnPicks:
         self._penalties: Penalties | None = None
         if penalised:
             self._penalties = Penalties(penalised, send)
-            self._own = Picked(
+            self._own = PickBuffers(
                 1, len(penalised), device, confidences=rules.confidences, beside=rules.beside
             )
 
     def __bool__(self) -> bool:
         return self.draws is not None or self._penalties is not None
 
-    def pick(self, logits: torch.Tensor, picked: Picked, step: int) -> None:
+    def pick(self, logits: torch.Tensor, picked: PickBuffers, step: int) -> None:
         """Overrule what was picked from logits [n, V_D] for the requests concerned.
 
         Args:
@@ -150,11 +150,11 @@ class OwnPicks:
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
-    def leave(self, picked: Picked, step: int, forks: torch.Tensor) -> None:
+    def leave(self, picked: PickBuffers, step: int, forks: torch.Tensor) -> None:
         """Behind a step some forks leave, raced ones with a token that arrived.
 
         Args:
-            picked: Of the round; see `Picked.leave`.
+            picked: Of the round; see `PickBuffers.leave`.
             step: Has been picked.
             forks: See `RoundPlan`.
         """

@@ -39,7 +39,7 @@ class Candidates(NamedTuple):
     num_next: int
 
 
-class Beginning(NamedTuple):
+class HealedStart(NamedTuple):
     """What a draft begins with in place of the drafter's best.
 
     Attributes:
@@ -54,7 +54,7 @@ class Beginning(NamedTuple):
     confidence: float
 
 
-class FirstTokens:
+class TokenHealing:
     """Judges first tokens.
 
     Args:
@@ -72,7 +72,7 @@ class FirstTokens:
         self._skipped = self._skipped + 1 if seldom else 0
         return not seldom
 
-    def often_others(self, requests: int) -> bool:
+    def heals_often(self, requests: int) -> bool:
         """Return True if a round of so many requests often has a replaced first token."""
         return 1 - (1 - self._share) ** requests > _OFTEN
 
@@ -88,7 +88,7 @@ class FirstTokens:
 
     def judge(
         self, rows: Sequence[DraftRow], candidates: Candidates, *, drawn: bool = False
-    ) -> dict[int, Beginning]:
+    ) -> dict[int, HealedStart]:
         """Of the rows whose draft does not begin with the drafter's best, what it begins with.
 
         Args:
@@ -111,9 +111,9 @@ class FirstTokens:
             if first.known:
                 among = fetched[index, values:].view(np.float32)[first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
-                found[index] = Beginning(first.id, first.known, share)
+                found[index] = HealedStart(first.id, first.known, share)
             elif first.id != own[0] and not draws:
-                found[index] = Beginning(first.id, 0, 0.0)
+                found[index] = HealedStart(first.id, 0, 0.0)
         if judged:
             self._seen = min(self._seen + judged, _SEEN_MOST)
             self._share += (len(found) / judged - self._share) * min(1, judged / self._seen)

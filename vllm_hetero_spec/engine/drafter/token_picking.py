@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.drafter.tasks import Beside
+from vllm_hetero_spec.engine.drafter.tasks import TopCandidates
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.trees.race_tree import Arrivals
 
-_FIRST_BESIDE = 3  # of the lines of `Picked.packet`
+_FIRST_BESIDE = 3  # of the lines of `PickBuffers.packet`
 
 
-class Picked:
+class PickBuffers:
     """What was picked in up to T steps for up to B requests: one tensor, fetched at once.
 
     Args:
@@ -29,7 +29,7 @@ class Picked:
 
     Attributes:
         packet: int32 [T, 3 + 4 m, B]: ids, then the bits of the float32 scores and confidences,
-            then the columns of `Beside`.
+            then the columns of `TopCandidates`.
         confidences: See above.
         beside: See above.
         wide: Whether the present round keeps what is beside: only trees have use for it.
@@ -44,7 +44,7 @@ class Picked:
         confidences: bool,
         beside: int = 0,
     ) -> None:
-        lines = _FIRST_BESIDE + len(Beside._fields) * beside
+        lines = _FIRST_BESIDE + len(TopCandidates._fields) * beside
         self.packet = torch.zeros((steps, lines, size), dtype=torch.int32, device=device)
         self.confidences, self.beside, self.wide = confidences, beside, False
         self._ids = self.packet[:, 0]
@@ -108,7 +108,7 @@ class Picked:
         other = now.gather(0, _FIRST_BESIDE + column[None])[0]
         now[0].copy_(torch.where(leaves == step, other, now[0]))
 
-    def overrule(self, step: int, index: torch.Tensor, other: "Picked", count: int) -> None:
+    def overrule(self, step: int, index: torch.Tensor, other: "PickBuffers", count: int) -> None:
         """In place of what was picked for some requests, what `other` has in its first step.
 
         Args:
@@ -134,7 +134,7 @@ class Picked:
 
 
 class PickedTokens:
-    """`Picked.packet` on the host.
+    """`PickBuffers.packet` on the host.
 
     Args:
         packet: int32 [S, 3 + 4 m, B].
@@ -159,8 +159,8 @@ class PickedTokens:
             self.sound = np.where(finite.all(0), steps, finite.argmin(0)).tolist()
         self._packet = packet
 
-    def beside(self, request: int, count: int) -> Beside:
+    def beside(self, request: int, count: int) -> TopCandidates:
         """What is known of the first `count` rows of a request."""
         lines = self._packet[:count, _FIRST_BESIDE:, request].copy()
-        tokens, shares, fed, speeds = np.split(lines, len(Beside._fields), axis=1)
-        return Beside(tokens, shares.view(np.float32), fed, speeds.view(np.float32))
+        tokens, shares, fed, speeds = np.split(lines, len(TopCandidates._fields), axis=1)
+        return TopCandidates(tokens, shares.view(np.float32), fed, speeds.view(np.float32))

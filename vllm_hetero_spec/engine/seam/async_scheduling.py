@@ -33,7 +33,7 @@ _MANY = 1 << 30  # requests: more than any engine has
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AsyncStepInfo:
     """What a step's output tells the scheduler.
 
     Attributes:
@@ -86,7 +86,7 @@ def update_from_output(
     """`update_from_output` of the asynchronous scheduler, which first hears what a step tells."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    ahead: Ahead | None = getattr(model_runner_output, _FIELD, None)
+    ahead: AsyncStepInfo | None = getattr(model_runner_output, _FIELD, None)
     if ahead is not None:
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         # A grammar cuts drafts as well, and counts what is cut with the padding behind it.

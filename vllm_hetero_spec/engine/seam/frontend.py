@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_hetero_spec.engine.compat import patching, releases
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS, Fuzzy, parse, wants_us
+from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS, FuzzyOptions, parse, wants_us
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -168,6 +168,6 @@ def _build(
         options.method,
         options.model,
         options.num_speculative_tokens,
-        "LOSSY (fuzzy)" if isinstance(options.verification, Fuzzy) else "lossless",
+        "LOSSY (fuzzy)" if isinstance(options.verification, FuzzyOptions) else "lossless",
     )
     return config

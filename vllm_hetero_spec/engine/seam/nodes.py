@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import in_the_same_node_as
 
-from vllm_hetero_spec.draft.sparse_rows import LIKELIEST
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -26,4 +26,4 @@ def likeliest_between(group: "GroupCoordinator") -> int | None:
     """
     if group.world_size == 1 or all(in_the_same_node_as(group.cpu_group)):
         return None
-    return LIKELIEST
+    return SPARSE_TOP_K

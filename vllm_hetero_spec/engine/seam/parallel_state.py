@@ -60,7 +60,7 @@ def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
     return parallel_state._TP, parallel_state._PP, parallel_state._EP
 
 
-class Alone:
+class IsolatedParallelState:
     """While it is entered, hides the KV connector, and exchanges groups and kernels.
 
     Not to be nested.

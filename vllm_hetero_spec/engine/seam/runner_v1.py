@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.trees.attention_v1 import SideSequencesV1
+    from vllm_hetero_spec.engine.trees.attention_v1 import BranchSequencesV1
 
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -49,11 +49,11 @@ class RunnerV1:
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
         hetero = runner.speculative_config.hetero
         self._longest = int(hetero.num_speculative_tokens)
-        self.sides: SideSequencesV1 | None = None  # where drafts may be trees
+        self.sides: BranchSequencesV1 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
             from vllm_hetero_spec.engine.trees import attention_v1
 
-            self.sides = attention_v1.SideSequencesV1(runner)
+            self.sides = attention_v1.BranchSequencesV1(runner)
             # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
             for planner in (runner, runner.cudagraph_dispatcher):
                 planner.uniform_decode_query_len = 1 + self._longest
@@ -74,7 +74,7 @@ class RunnerV1:
         """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)
 
-    def bring_home(self, sampled: Sequence[Sequence[int]]) -> None:
+    def commit_accepted_branch_kv(self, sampled: Sequence[Sequence[int]]) -> None:
         """Copy the KV of what was sampled to where the requests have theirs: first of all.
 
         Args:
@@ -82,7 +82,7 @@ class RunnerV1:
         """
         if self.sides is not None and self.sides.uneven:
             req_ids = self._runner.input_batch.req_ids
-            self.sides.bring_home(dict(zip(req_ids, sampled, strict=True)))
+            self.sides.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
 
     def view(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.metrics.transport import leave_out
-from vllm_hetero_spec.engine.seam.async_scheduling import Ahead, tiers_of
+from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, tiers_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
 from vllm_hetero_spec.engine.seam.lora_rows_v2 import map_adapters_by_row
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
+    from vllm_hetero_spec.engine.trees.attention_v2 import BranchSequencesV2
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
@@ -67,7 +67,7 @@ class RunnerV2:
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self._sides: SideSequencesV2 | None = None  # where drafts may be trees
+        self._sides: BranchSequencesV2 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
             from vllm_hetero_spec.engine.trees import state_v2
 
@@ -155,13 +155,13 @@ class RunnerV2:
             times=times,
         )
 
-    def bring_home(self, step: SampledStep) -> None:
+    def commit_accepted_branch_kv(self, step: SampledStep) -> None:
         """Copy the KV of what a step sampled to where the requests have theirs: first of all."""
         if self._sides is None or not self._sides.uneven:
             return
         sampled, texts = self._texts(step)
         emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
-        self._sides.bring_home(dict(zip(step.req_ids, emitted, strict=True)))
+        self._sides.commit_accepted_branch_kv(dict(zip(step.req_ids, emitted, strict=True)))
 
     def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
         """How many tokens each request has sampled, and its text; waits for the device."""
@@ -236,7 +236,7 @@ class RunnerV2:
             for req_id, places in self._output.scheduled_spec_decode_tokens.items()
             if (count := len(places) - self._verified[req_id])
         }
-        Ahead(lookahead, padding).put_on(output)
+        AsyncStepInfo(lookahead, padding).put_on(output)
 
     def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
         """Whether a step that begins can wait for its drafts until all else of it is prepared."""

@@ -110,8 +110,8 @@ class HeteroSpeculator(BaseSpeculator):
         if self._sampled is None:
             return
         (batch, step), self._sampled = self._sampled, None
-        self.seam.bring_home(step)
-        if self.proposer.passes_by(batch.num_reqs, self.seam.without_drafts, self._begun):
+        self.seam.commit_accepted_branch_kv(step)
+        if self.proposer.skip_step(batch.num_reqs, self.seam.without_drafts, self._begun):
             if self.seam.tiers:
                 self._unread = [*self._unread, step][-MOST_UNREAD:]
             else:

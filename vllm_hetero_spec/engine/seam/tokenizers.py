@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 _OFTEN_INSIDE = 0.05
 
 
-class Pair(NamedTuple):
+class TokenizerPair(NamedTuple):
     """The two tokenizers as the bridge sees them, and the bridge."""
 
     target: TextTokenizer
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
         return straddling(drafter, target) > _OFTEN_INSIDE * len(target)
 
 
-def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> Pair:
+def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> TokenizerPair:
     """Load two models' tokenizers and bridge them.
 
     Raises:
@@ -65,7 +65,7 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Pair(target_tokenizer, drafter_tokenizer, bridge)
+    return TokenizerPair(target_tokenizer, drafter_tokenizer, bridge)
 
 
 def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:

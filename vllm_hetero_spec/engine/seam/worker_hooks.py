@@ -52,7 +52,7 @@ class Proposer(transport.Reporter):
         """Begin to draft for every request of the batch; the lists that `finish` fills."""
 
     @abstractmethod
-    def passes_by(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
+    def skip_step(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
         """Whether a step of so many requests is not looked at: it goes by, and is counted.
 
         Args:
@@ -137,7 +137,7 @@ def _hook_v1() -> type:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
-    def sides_of(runner: object) -> attention_v1.SideSequencesV1 | None:
+    def sides_of(runner: object) -> attention_v1.BranchSequencesV1 | None:
         drafter = _ours(runner)
         return None if drafter is None else getattr(drafter.seam, "sides", None)
 
@@ -235,9 +235,9 @@ def propose_hook(original: _Original) -> _Original:
         if drafter is None:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
         assert isinstance(drafter.seam, RunnerV1)
-        drafter.seam.bring_home(sampled_token_ids)
+        drafter.seam.commit_accepted_branch_kv(sampled_token_ids)
         batch = len(sampled_token_ids)
-        if drafter.passes_by(batch, None, drafter.seam.begins(scheduler_output)):
+        if drafter.skip_step(batch, None, drafter.seam.begins(scheduler_output)):
             drafter.seam.untimed()
             return [[] for _ in sampled_token_ids]
         view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)

@@ -15,7 +15,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees.branches import SideSequences
+from vllm_hetero_spec.engine.trees.branches import BranchSequences
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,7 +40,7 @@ class _Shown(NamedTuple):
     longest: int
 
 
-class SideSequencesV1(SideSequences):
+class BranchSequencesV1(BranchSequences):
     """The draft trees of a worker of Model Runner V1.
 
     Args:
@@ -52,7 +52,7 @@ class SideSequencesV1(SideSequences):
         self._shown: _Shown | None = None
 
     def own_block(self, request: int, group: int, column: int) -> int:
-        """See SideSequences."""
+        """Overrides `BranchSequences`."""
         table = self._runner.input_batch.block_table[group].block_table.np
         return int(table[request, column])
 
@@ -136,7 +136,7 @@ def install(sides_of: Any) -> None:
     """Hook the model runners of this process. Idempotent; inert without trees.
 
     Args:
-        sides_of: Gives a runner's `SideSequencesV1`, or None.
+        sides_of: Gives a runner's `BranchSequencesV1`, or None.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -144,7 +144,7 @@ def install(sides_of: Any) -> None:
         def _prepare_inputs(
             self: Any, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
         ) -> Any:
-            sides: SideSequencesV1 | None = sides_of(self)
+            sides: BranchSequencesV1 | None = sides_of(self)
             if sides is None:
                 return original(self, scheduler_output, num_scheduled_tokens)
             sides.follow(scheduler_output, num_scheduled_tokens)
@@ -156,7 +156,7 @@ def install(sides_of: Any) -> None:
 
     def graph(original: patching.Function) -> patching.Function:
         def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sides: SideSequencesV1 | None = sides_of(self)
+            sides: BranchSequencesV1 | None = sides_of(self)
             if sides is None or not sides.uneven:
                 return original(self, *args, **kwargs)
             found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
@@ -168,7 +168,7 @@ def install(sides_of: Any) -> None:
 
     def metadata(original: patching.Function) -> patching.Function:
         def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sides: SideSequencesV1 | None = sides_of(self)
+            sides: BranchSequencesV1 | None = sides_of(self)
             if sides is None or not sides.uneven:
                 return original(self, *args, **kwargs)
             with sides.shown() as others:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.trees.branches import SideSequences
-from vllm_hetero_spec.trees.layout import SidePlan
+from vllm_hetero_spec.engine.trees.branches import BranchSequences
+from vllm_hetero_spec.trees.layout import BranchPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
-class SideSequencesV2(SideSequences):
+class BranchSequencesV2(BranchSequences):
     """The draft trees of a worker of Model Runner V2.
 
     Args:
@@ -32,7 +32,7 @@ class SideSequencesV2(SideSequences):
         self._blocks: dict[str, list[list[int]]] = {}  # of each request, group by group
 
     def own_block(self, request: int, group: int, column: int) -> int:
-        """See SideSequences; V2 keeps its block tables on the device alone."""
+        """V2 keeps its block tables on the device alone."""
         assert self._step is not None
         return self._blocks[self._step.req_ids[request]][group][column]
 
@@ -98,7 +98,9 @@ class SideSequencesV2(SideSequences):
         self.laid_out(starts == planned)
         return self._shown(batch, plan, query_starts), [table[:padded] for table in lines]
 
-    def _shown(self, batch: "InputBatch", plan: SidePlan, query_starts: np.ndarray) -> "InputBatch":
+    def _shown(
+        self, batch: "InputBatch", plan: BranchPlan, query_starts: np.ndarray
+    ) -> "InputBatch":
         """What the builders of attention metadata read of a batch, for all its sequences."""
         of, buffers, padded = plan.request_of, self._runner.input_buffers, len(query_starts) - 1
         longest = np.zeros(padded, np.int32)

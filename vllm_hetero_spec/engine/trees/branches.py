@@ -23,14 +23,14 @@ from vllm_hetero_spec.engine.trees.scratch import (
     sides_of_request,
 )
 from vllm_hetero_spec.staging import Sender
-from vllm_hetero_spec.trees.layout import SidePlan, TreeRows, plan_sides, scratch_blocks
+from vllm_hetero_spec.trees.layout import BranchPlan, TreeRows, plan_branches, scratch_blocks
 from vllm_hetero_spec.trees.walk import NO_NODE
 
 if TYPE_CHECKING:
     pass
 
 
-class _Drafted(NamedTuple):
+class _PendingTree(NamedTuple):
     """A tree, and how many tokens of its request have KV when it is verified."""
 
     rows: TreeRows
@@ -50,11 +50,11 @@ class _Step:
 
     req_ids: Sequence[str]
     lengths: Sequence[int]
-    trees: Sequence[_Drafted | None]
-    plans: Sequence[SidePlan]
+    trees: Sequence[_PendingTree | None]
+    plans: Sequence[BranchPlan]
 
 
-class SideSequences:
+class BranchSequences:
     """The draft trees of one worker.
 
     Args:
@@ -72,7 +72,7 @@ class SideSequences:
         self.taken = 0
         self._runner = runner
         self._send = Sender(runner.device).send
-        self._drafted: dict[str, _Drafted] = {}  # until they are verified
+        self._drafted: dict[str, _PendingTree] = {}  # until they are verified
         self._step: _Step | None = None
         self._is_tree: torch.Tensor | None = None  # see TreesView
 
@@ -128,7 +128,7 @@ class SideSequences:
             self._drafted.pop(req_id, None)
             rows = trees.get(req_id)
             if rows is not None and rows.tokens == tokens:
-                self._drafted[req_id] = _Drafted(rows, lengths[req_id] - 1)
+                self._drafted[req_id] = _PendingTree(rows, lengths[req_id] - 1)
 
     def keep(self, live: Container[str]) -> None:
         """Forget the drafts of requests that are gone."""
@@ -161,7 +161,7 @@ class SideSequences:
             return
         _, _, scratch, sizes = self._bounds
         free, lent = self._runner.max_num_reqs - len(req_ids), len(scratch)
-        trees: list[_Drafted | None] = []
+        trees: list[_PendingTree | None] = []
         for req_id, length, rows in zip(req_ids, lengths, scheduled, strict=True):
             tree, needed = self._drafted.pop(req_id, None), 0
             if tree is not None and length and rows == 1 + length:
@@ -179,9 +179,9 @@ class SideSequences:
             [rows] if tree is None else tree.rows.counts
             for rows, tree in zip(scheduled, trees, strict=True)
         ]
-        plans: list[SidePlan] = []
+        plans: list[BranchPlan] = []
         for size in sizes:
-            plans.append(plan_sides(starts, scheduled, counts, size, scratch))
+            plans.append(plan_branches(starts, scheduled, counts, size, scratch))
             scratch = scratch[len(plans[-1].lines) :]
         self._step = _Step(req_ids, lengths, trees, plans)
 
@@ -205,7 +205,7 @@ class SideSequences:
         ]
         return TreesView(parents, [tree is not None for tree in self._step.trees], self._is_tree)
 
-    def bring_home(self, emitted: Mapping[str, Sequence[int]]) -> None:
+    def commit_accepted_branch_kv(self, emitted: Mapping[str, Sequence[int]]) -> None:
         """Copy what walks along sides have computed over the requests' own blocks.
 
         Args:
@@ -245,8 +245,8 @@ class SideSequences:
 
 
 def _fitted(
-    tree: _Drafted, length: int, free: int, lent: int, sizes: Sequence[int]
-) -> tuple[_Drafted, int]:
+    tree: _PendingTree, length: int, free: int, lent: int, sizes: Sequence[int]
+) -> tuple[_PendingTree, int]:
     """What of a tree can be verified, and the scratch blocks that it takes.
 
     Args:
@@ -261,5 +261,5 @@ def _fitted(
         rows = tree.rows.fitted(length, sides)
         needed = sum(scratch_blocks(tree.start, rows.counts, size) for size in sizes)
         if needed <= lent:
-            return _Drafted(rows, tree.start), needed
+            return _PendingTree(rows, tree.start), needed
         sides -= 1

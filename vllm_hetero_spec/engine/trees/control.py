@@ -17,8 +17,8 @@ import numpy as np
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.trees.branch_statistics import BesideChain
-from vllm_hetero_spec.trees.growth import Children, ValuedTree
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
+from vllm_hetero_spec.trees.growth import Children, ScoredTree
 from vllm_hetero_spec.trees.layout import TreeRows, lay_out
 from vllm_hetero_spec.trees.pricing import PricedTree, trim
 from vllm_hetero_spec.trees.values import (
@@ -36,7 +36,7 @@ _PRICED = 2
 _NEARLY_FULL = 2  # rows: with fewer to spare, a tree may have had use for more
 
 
-class _Verifying(NamedTuple):
+class _PendingTree(NamedTuple):
     """A tree on its way through the target.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Verifying(NamedTuple):
         chain: The drafter's own.
     """
 
-    tree: ValuedTree
+    tree: ScoredTree
     children: Children
     evidence: np.ndarray
     raced: bool
@@ -72,8 +72,8 @@ class TreeControl:
         self.rows = sys.maxsize
         self._room: TreeRoom | None = None  # in the present step
         self._requests: dict[str, RequestView] = {}
-        self._valued: dict[str, _Verifying] = {}  # in the present step
-        self._verifying: dict[str, _Verifying] = {}
+        self._valued: dict[str, _PendingTree] = {}  # in the present step
+        self._verifying: dict[str, _PendingTree] = {}
 
     def race_chances(
         self,
@@ -93,7 +93,7 @@ class TreeControl:
             KV tokens that their side sequences have read again.
         """
         again = 0
-        tested: tuple[list[tuple[_Verifying, list[int], list[bool]]], ...] = [], []
+        tested: tuple[list[tuple[_PendingTree, list[int], list[bool]]], ...] = [], []
         for request in step.requests if self._verifying else ():
             found = self._verifying.get(request.req_id)
             if found is None or not request.new_tokens:
@@ -163,7 +163,7 @@ class TreeControl:
         for draft in chains:
             self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
 
-    def tell(self, drafts: Sequence[Draft], sides: BesideChain) -> None:
+    def tell(self, drafts: Sequence[Draft], sides: BranchStatistics) -> None:
         """Note what drafts have beside their chains."""
         began = perf_counter()
         for draft in drafts:
@@ -189,7 +189,7 @@ class TreeControl:
                 again.append(depth if parent in on_chain else 0)
         return [depths[node] for node in beside], [tree.values[node] for node in beside], again
 
-    def _known(self, draft: Draft) -> _Verifying:
+    def _known(self, draft: Draft) -> _PendingTree:
         """What was found, at the values that were learnt."""
         if draft.req_id in self._valued:
             return self._valued[draft.req_id]
@@ -202,18 +202,18 @@ class TreeControl:
         if tree.tokens:
             chances = self._values[raced].shares(*children[:3], evidence)
             tree = tree.revalued(chances.tolist())
-        known = _Verifying(tree, children, evidence, raced, chain=draft.tokens)
+        known = _PendingTree(tree, children, evidence, raced, chain=draft.tokens)
         self._valued[draft.req_id] = known
         return known
 
-    def _priced(self, req_id: str, tree: ValuedTree, prices: Controller) -> PricedTree:
+    def _priced(self, req_id: str, tree: ScoredTree, prices: Controller) -> PricedTree:
         side = prices.side_price(self._requests[req_id].num_tokens)
         again: list[int] = []
         for parent in tree.parents:
             again.append(again[parent] + 1 if parent >= 0 else 1)
         return PricedTree(tree.parents, tree.values, [side] * len(again), again)
 
-    def _laid_out(self, req_id: str, tree: ValuedTree, room: TreeRoom) -> TreeRows:
+    def _laid_out(self, req_id: str, tree: ScoredTree, room: TreeRoom) -> TreeRows:
         """The best of a tree that there is room for; of more of it where sides have none."""
         own = tree.best(room.nodes)
         root = int(self._requests[req_id].token_ids[-1])
@@ -240,7 +240,7 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 
 
 def _learn(
-    chances: ChildChances | RankRates, tested: Sequence[tuple[_Verifying, list[int], list[bool]]]
+    chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
     """From the trees of one kind of requests that a step has verified."""
     parents, nodes = [], 0

@@ -9,11 +9,16 @@ import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.sampling import SampledMethod
-from vllm_hetero_spec.engine.drafter.tasks import Beside, DrafterTokens, DraftTask, Fork
+from vllm_hetero_spec.engine.drafter.tasks import (
+    DrafterBranch,
+    DrafterTokens,
+    DraftTask,
+    TopCandidates,
+)
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
-from vllm_hetero_spec.trees.growth import Explored, Growth
-from vllm_hetero_spec.trees.race_tree import Chances, RaceGrowth
+from vllm_hetero_spec.trees.growth import TreeBuilder, TreeCandidates
+from vllm_hetero_spec.trees.race_tree import Chances, RaceTreeBuilder
 from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
 
 # Leaves of a request that are translated, beside what its fed nodes leave. On a pair of code models
@@ -21,7 +26,7 @@ from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
 _LEAVES = 12
 
 
-class Followed(NamedTuple):
+class BranchTokens(NamedTuple):
     """What was drafted for a greedy request.
 
     Attributes:
@@ -34,8 +39,8 @@ class Followed(NamedTuple):
 
     task: DraftTask
     chain: Sequence[int]
-    beside: Sequence[Beside]
-    forks: Sequence[Fork] = ()
+    beside: Sequence[TopCandidates]
+    forks: Sequence[DrafterBranch] = ()
 
 
 class TreeDrafts:
@@ -58,7 +63,7 @@ class TreeDrafts:
         self._ends = ends
         self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
 
-    def greedy(self, followed: Sequence[Followed], drafts: Sequence[Draft]) -> list[Draft]:
+    def greedy(self, followed: Sequence[BranchTokens], drafts: Sequence[Draft]) -> list[Draft]:
         """Drafts with all that was found beside them; one translation for all.
 
         Args:
@@ -78,7 +83,7 @@ class TreeDrafts:
             _LEAVES,
         )
         for at, tree in zip(growing, trees, strict=True):
-            drafts[at] = drafts[at]._replace(explored=Explored(tree))
+            drafts[at] = drafts[at]._replace(explored=TreeCandidates(tree))
         self._took(len(growing), began)
         self._stats.translate_seconds += time.perf_counter() - began
         return drafts
@@ -89,17 +94,24 @@ class TreeDrafts:
         assert tokens.proposal is not None
         assert tokens.beside is not None
         began = time.perf_counter()
-        growth = RaceGrowth(self._sampling.spell, chances, self._target_ends)
+        growth = RaceTreeBuilder(self._sampling.spell, chances, self._target_ends)
         self._race_along(growth, tokens.tokens, tokens.beside, 0, task.lookahead)
         for path, rows, leaves in tokens.forks:
             self._race_along(growth, path, rows, leaves + 1, task.lookahead)
         near = np.flatnonzero(growth.tree.children().depth < task.lookahead).tolist()
         self._took(1, began)
         leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
-        return tokens.proposal._replace(explored=Explored(growth.tree.only(near), leads, shares))
+        return tokens.proposal._replace(
+            explored=TreeCandidates(growth.tree.only(near), leads, shares)
+        )
 
     def _race_along(
-        self, growth: RaceGrowth, path: Sequence[int], rows: Beside, known: int, lookahead: int
+        self,
+        growth: RaceTreeBuilder,
+        path: Sequence[int],
+        rows: TopCandidates,
+        known: int,
+        lookahead: int,
     ) -> None:
         """Add what arrived behind the tokens of a path, of which the first ones are there."""
         columns = rows.tokens, rows.fed, rows.speeds, rows.shares
@@ -114,8 +126,8 @@ class TreeDrafts:
         self.count += trees
         self.seconds += time.perf_counter() - began
 
-    def _grown(self, followed: Followed) -> Growth:
-        beside = Beside.joined(followed.beside)
+    def _grown(self, followed: BranchTokens) -> TreeBuilder:
+        beside = TopCandidates.joined(followed.beside)
         tokens, shares = beside.tokens.tolist(), beside.shares.tolist()
         chain = self._ended(followed.chain, tokens)
         if chain:

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees.attention_v2 import SideSequencesV2
+from vllm_hetero_spec.engine.trees.attention_v2 import BranchSequencesV2
 from vllm_hetero_spec.engine.trees.scratch import nodes_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 class TreeModelState(DefaultModelState):
     """The state of a target whose drafts may be trees."""
 
-    sides: "SideSequencesV2 | None" = None  # from `sides_of` on
+    sides: "BranchSequencesV2 | None" = None  # from `sides_of` on
 
     def prepare_attn(
         self,
@@ -47,13 +47,13 @@ class TreeModelState(DefaultModelState):
         return metadata
 
 
-def sides_of(runner: "GPUModelRunner") -> SideSequencesV2 | None:
+def sides_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
     """The draft trees of a runner; None, which is said, where its target does not take any."""
     state = runner.model_state
     if not isinstance(state, TreeModelState):
         logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
         return None
-    state.sides = SideSequencesV2(runner)
+    state.sides = BranchSequencesV2(runner)
     return state.sides
 
 

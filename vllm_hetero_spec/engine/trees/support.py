@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 
 if TYPE_CHECKING:
-    from vllm_hetero_spec.engine.trees.branches import SideSequences
+    from vllm_hetero_spec.engine.trees.branches import BranchSequences
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -22,7 +22,7 @@ GRAPHS_V1 = (CUDAGraphMode.PIECEWISE,)
 GRAPHS_V2 = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
-def agree(runner: Any, sides: "SideSequences", graphs: Collection[CUDAGraphMode]) -> bool:
+def agree(runner: Any, sides: "BranchSequences", graphs: Collection[CUDAGraphMode]) -> bool:
     """Return whether drafts may be trees, the same on all ranks; log the reason if not.
 
     Every rank of the target has to call it.
@@ -60,7 +60,7 @@ def _on_every_rank(supported: bool) -> bool:
     return bool(votes[0])
 
 
-def _why_not(runner: Any, sides: "SideSequences") -> str:
+def _why_not(runner: Any, sides: "BranchSequences") -> str:
     """Return why drafts cannot be trees on this rank; empty if they can."""
     backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
     if untested := sorted(backends.difference(BACKENDS)):

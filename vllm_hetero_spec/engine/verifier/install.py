@@ -16,11 +16,11 @@ from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs, shared
 from vllm_hetero_spec.engine.verifier.fuzzy_report import FuzzyRule
-from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
-from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
-from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
 from vllm_hetero_spec.engine.verifier.verdict import Rule
-from vllm_hetero_spec.options import Fuzzy, HeteroOptions
+from vllm_hetero_spec.options import FuzzyOptions, HeteroOptions
 from vllm_hetero_spec.staging import Receiver, Sender
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
@@ -52,7 +52,7 @@ class Verifier:
         self._likeliest: int | None = None  # tokens of a row that travel to other ranks
         asked = options.verification
         rule: Rule = {"block": block_rule, "race": race_rule}.get(str(asked), token_rule)
-        if isinstance(asked, Fuzzy):
+        if isinstance(asked, FuzzyOptions):
             # At most one request for each token of a step, three float64 for each.
             receiver = partial(Receiver, seam.device, 24 * seam.max_num_tokens)
             self._fuzzy = FuzzyRule(asked.divergence, asked.threshold, receiver, stats)
@@ -65,11 +65,11 @@ class Verifier:
                 asked.threshold,
             )
         if isinstance(seam, RunnerV1):
-            racing: RacingSampler | None = None
+            racing: RaceSamplerV1 | None = None
             if options.verification == "race":
-                racing = seam.replace_randomness(lambda mode: RacingSampler(seam.batch, mode, send))
+                racing = seam.replace_randomness(lambda mode: RaceSamplerV1(seam.batch, mode, send))
             seam.replace_rejection_sampler(
-                lambda *args: HeteroRejectionSampler(
+                lambda *args: HeteroRejectionSamplerV1(
                     rule, self._pending, racing, seam.batch, send_trees, stats, *args
                 )
             )
@@ -80,9 +80,9 @@ class Verifier:
                 HeteroRejectionSamplerV2,
             )
 
-            races: Races | None = None
+            races: RaceSamplerV2 | None = None
             if options.verification == "race":
-                races = seam.replace_randomness(lambda states: Races(states, seam.places))
+                races = seam.replace_randomness(lambda states: RaceSamplerV2(states, seam.places))
             seam.replace_rejection_sampler(
                 lambda *args: HeteroRejectionSamplerV2(
                     rule, self._pending, races, seam.batch, seam.places, send_trees, stats, *args

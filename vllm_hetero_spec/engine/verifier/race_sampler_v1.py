@@ -25,7 +25,7 @@ _PROCESSED = {
 }
 
 
-class RacingSampler(torch.nn.Module):
+class RaceSamplerV1(torch.nn.Module):
     """vLLM's top-k and top-p sampler with races as its randomness.
 
     Args:

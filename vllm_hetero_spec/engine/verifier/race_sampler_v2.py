@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 
-class Races:
+class RaceSamplerV2:
     """Takes the place of `Sampler._sample_random`.
 
     Args:

@@ -25,7 +25,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RacingSampler
+from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
@@ -38,7 +38,7 @@ from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
 
 
-class HeteroRejectionSampler(RejectionSampler):
+class HeteroRejectionSamplerV1(RejectionSampler):
     """Verifies drafts by one of our rules.
 
     Args:
@@ -55,7 +55,7 @@ class HeteroRejectionSampler(RejectionSampler):
         self,
         rule: Rule,
         pending: PendingDraftProbs,
-        racing: RacingSampler | None,
+        racing: RaceSamplerV1 | None,
         batch: Callable[[], BatchView],
         send: Send,
         stats: DraftStats,

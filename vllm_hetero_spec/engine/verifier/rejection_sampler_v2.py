@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
-from vllm_hetero_spec.engine.verifier.race_sampler_v2 import Races
+from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
 from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
@@ -46,7 +46,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         pending: Where the proposer leaves what its drafts were drawn from.
         races: What draws tokens where they are raced for; else None.
         batch: Gives the requests of a batch of vLLM's, and the true lengths of their drafts.
-        places: See `Races`.
+        places: See `RaceSamplerV2`.
         send: Brings arrays to the device, once for each part of a batch that has trees.
         stats: Where `verify_seconds` is counted.
         args: What RejectionSampler takes.
@@ -56,7 +56,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self,
         rule: Rule,
         pending: PendingDraftProbs,
-        races: Races | None,
+        races: RaceSamplerV2 | None,
         batch: Callable[[InputBatch], BatchView],
         places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         send: Send,
@@ -244,7 +244,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
     def _drawn(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """int64 [n], as the sampler draws tokens behind no draft; see `Races.winners`."""
+        """int64 [n], as the sampler draws tokens behind no draft; see `RaceSamplerV2.winners`."""
         if self._races is not None:
             return self._races.winners(logits, requests, positions)
         states = self.sampler.sampling_states
