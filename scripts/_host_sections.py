@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "drafter.recorded_steps:RecordedSteps.step",
         "drafter.token_healing:TokenHealing.fetch",
     ),
-    "judge": ("drafter.token_healing:TokenHealing.judge",),
+    "choose": ("drafter.token_healing:TokenHealing.choose",),
     "collect": ("drafter.draft_batch:DraftBatchRunner.finish",),
     "translate": ("drafter.draft_batch:DraftBatchRunner._translate",),
     "trim": ("lookahead_control:LookaheadControl.trim",),

@@ -74,18 +74,18 @@ class KnownTrees:
     @property
     def taken(self) -> int:
         """Walks that have ended on a side."""
-        return int(self.sides.taken)
+        return int(self.branches.taken)
 
     @property
-    def sides(self) -> Any:
+    def branches(self) -> Any:
         """The engine's trees."""
         seam = self._proposer.seam
-        return seam._sides if self.v2 else seam.sides
+        return seam._branches if self.v2 else seam.branches
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step
-        if step.tiers:  # trees are cut, or padded
-            self._drafting.control.asks = step.tiers[-1 - len(step.requests) % 2]
+        if step.buckets:  # trees are cut, or padded
+            self._drafting.control.requested_length = step.buckets[-1 - len(step.requests) % 2]
         found = [self.draft(step, request) for request in step.requests if request.new_tokens]
         return [draft for draft in found if draft is not None]
 
@@ -99,13 +99,13 @@ class KnownTrees:
         if not rest or not longest:
             return None
         room = step.trees
-        if room is None or not room.sides:
+        if room is None or not room.branches:
             return Draft.chain(request.req_id, rest[:longest])
         rest = rest + [rest[-1]] * longest if self.past_the_end else rest
         chance = random.Random(f"{prompt} {request.num_tokens}")
         tokens, parents, values = grown(chance, rest, longest, room.nodes)
         root = int(request.token_ids[-1])
-        rows = lay_out(root, tokens, parents, values, sides=room.sides, rows=room.rows)
+        rows = lay_out(root, tokens, parents, values, branches=room.branches, rows=room.rows)
         self.drafts += len(rows.counts) > 1
         return Draft(request.req_id, tokens, parents, rows=rows)
 

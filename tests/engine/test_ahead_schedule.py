@@ -50,7 +50,7 @@ class Step(NamedTuple):
 class Setting(NamedTuple):
     lookahead: int
     target: int  # ticks of a step
-    sides: int
+    branches: int
     waits: bool
 
 
@@ -109,7 +109,7 @@ class Process:
     up, life, restarts = True, 1, 0
 
     def __init__(self, deployment: Any) -> None:
-        shape = deployment.slots, LONGEST, deployment.sides, LONGEST
+        shape = deployment.slots, LONGEST, deployment.branches, LONGEST
         file = make_file(*shape)
         self.table = DraftTable(file, *shape)
         os.close(file)
@@ -151,7 +151,7 @@ class Control:
 
 
 def source_of(
-    monkeypatch: pytest.MonkeyPatch, stats: DraftStats, sides: int = 0, slots: int = SLOTS
+    monkeypatch: pytest.MonkeyPatch, stats: DraftStats, branches: int = 0, slots: int = SLOTS
 ) -> tuple[client.ProcessSource, IdentityBridge]:
     """Of drafts, and what its texts are read with."""
     monkeypatch.setattr(client, "SupervisedProcess", Process)
@@ -160,7 +160,9 @@ def source_of(
     spelled = [bytes([65 + token]) for token in range(VOCAB)]
     bridge = IdentityBridge(special)
     pair: Any = SimpleNamespace(bridge=bridge, drafter=SimpleNamespace(token_bytes=spelled))
-    deployment: Any = SimpleNamespace(slots=slots, longest=LONGEST, most_rows=ROWS, sides=sides)
+    deployment: Any = SimpleNamespace(
+        slots=slots, longest=LONGEST, most_rows=ROWS, branches=branches
+    )
     return client.ProcessSource(deployment, pair, stats, 128, None), bridge
 
 
@@ -169,7 +171,7 @@ def measured(
 ) -> list[Step]:
     """The package at work, after so many commits."""
     stats = DraftStats()
-    source, bridge = source_of(monkeypatch, stats, setting.sides)
+    source, bridge = source_of(monkeypatch, stats, setting.branches)
     source._serial = commits
     server: DraftingServer = source._process.server  # type: ignore[attr-defined]
     ticks = Ticks(server)
@@ -210,8 +212,8 @@ class Line:
 class Drafting:
     """What is drafted behind one text."""
 
-    def __init__(self, sides: int) -> None:
-        self._sides = sides
+    def __init__(self, branches: int) -> None:
+        self._branches = branches
         self.text, self.lines = list[int](), [Line([], 0)]
         self._at_stake = self._beside = -1
         self.forwards = 0
@@ -267,13 +269,13 @@ class Drafting:
             thinks = opinion(tuple(whole[:at]))
             guesses += [(-reached * p, at, token) for p, token in thinks if token != whole[at]]
             reached *= next(p for p, token in thinks if token == whole[at])
-        for _, at, token in heapq.nsmallest(self._sides, guesses):
+        for _, at, token in heapq.nsmallest(self._branches, guesses):
             self.lines.append(Line([*whole[first:at], token], at - first + self._beside))
 
 
 def simulated(text: list[int], setting: Setting) -> list[Step]:
     """By hand."""
-    drafting, steps, now = Drafting(setting.sides), list[Step](), 0
+    drafting, steps, now = Drafting(setting.branches), list[Step](), 0
     hits = beside = waited = written = 0
     new = PROMPT  # what is told of first; a draft for it is no step's
     while True:
@@ -300,20 +302,20 @@ def simulated(text: list[int], setting: Setting) -> list[Step]:
             return steps
 
 
-@pytest.mark.parametrize("sides", [0, 2, 6])
+@pytest.mark.parametrize("branches", [0, 2, 6])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("lookahead", "target"), [(4, 8), (3, 2), (2, 12), (4, 3)])
 def test_steps_are_those_of_a_simulation(
-    lookahead: int, target: int, waits: bool, sides: int, monkeypatch: pytest.MonkeyPatch
+    lookahead: int, target: int, waits: bool, branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting, seen = Setting(lookahead, target, sides, waits), list[Step]()
+    setting, seen = Setting(lookahead, target, branches, waits), list[Step]()
     for seed in range(2):
         text = continuation(seed)
         found = measured(text, setting, monkeypatch)
         assert found == simulated(text, setting)
         seen.append(found[-1])
     assert any(last.hits for last in seen)
-    assert any(last.beside for last in seen) == (sides > 0)
+    assert any(last.beside for last in seen) == (branches > 0)
     assert any(last.waited for last in seen) == waits
 
 

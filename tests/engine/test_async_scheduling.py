@@ -16,7 +16,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
-from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, tiers, tiers_of
+from vllm_hetero_spec.engine.seam.async_scheduling import (
+    AsyncStepInfo,
+    buckets,
+    buckets_of,
+)
 from vllm_hetero_spec.errors import ConfigError
 
 NAME = "build_dynamic_sd_schedule_lookup"
@@ -24,18 +28,18 @@ NAME = "build_dynamic_sd_schedule_lookup"
 
 @pytest.mark.parametrize(("longest", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (5, [0, 3, 5])])
 def test_a_few_lookaheads_are_named(longest: int, expected: list[int]) -> None:
-    assert tiers(longest, longest) == expected
+    assert buckets(longest, longest) == expected
 
 
 def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
-    assert tiers(16, 5) == [0, 3, 5, 8, 16]
+    assert buckets(16, 5) == [0, 3, 5, 8, 16]
     config = config_of()
-    config.speculative_config.num_speculative_tokens = 12  # as `scratch.settle` leaves it
+    config.speculative_config.num_speculative_tokens = 12  # as `scratch.reserve_rows` leaves it
     named = [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 12)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_scheduling.scratch, "settle", lambda config: None)
+        patch.setattr(async_scheduling.scratch, "reserve_rows", lambda config: None)
         assert configured(config).seen == [False, named]
-    assert tiers_of(config) == [0, 2, 4, 6, 12]
+    assert buckets_of(config) == [0, 2, 4, 6, 12]
 
 
 @pytest.fixture
@@ -141,7 +145,7 @@ def test_steps_are_scheduled_ahead_where_they_can_be(device: None, asked: bool |
     named = [(1, 1, 0), (2, 2, 2), (3, async_scheduling._MANY, 4)]
     assert config.seen == [False, named]
     assert config.scheduler_config.async_scheduling
-    assert tiers_of(config) == [0, 2, 4]
+    assert buckets_of(config) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
@@ -172,8 +176,14 @@ def test_graphs_of_all_tiers_are_captured(
 @pytest.mark.parametrize("most", [16, 64, 256])
 def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most: int) -> None:
     """vLLM's own choice, of graphs that it names itself; alone it leaves some batches without."""
-    named = tiers(longest, longest)
-    sizes = {1, 2, 4, *range(8, 257, 8), *(n * (1 + tier) for tier in named for n in (1, 2, 4, 8))}
+    named = buckets(longest, longest)
+    sizes = {
+        1,
+        2,
+        4,
+        *range(8, 257, 8),
+        *(n * (1 + bucket) for bucket in named for n in (1, 2, 4, 8)),
+    }
 
     def without(wrap: Any) -> list[tuple[int, int]]:
         manager: Any = object.__new__(CudaGraphManager)
@@ -208,15 +218,15 @@ def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most
             patch.setattr(cudagraph_utils, NAME, lookup)
             wrap(CudaGraphManager._init_candidates)(manager)
         missed = []
-        for tier in named:
-            for batch in range(1, min(most, 240 // (1 + tier)) + 1):
-                tokens = batch * (1 + tier)
-                found = manager.dispatch(batch, tokens, 1 + tier, 0)
+        for bucket in named:
+            for batch in range(1, min(most, 240 // (1 + bucket)) + 1):
+                tokens = batch * (1 + bucket)
+                found = manager.dispatch(batch, tokens, 1 + bucket, 0)
                 if found.cg_mode != CUDAGraphMode.FULL:
-                    missed.append((batch, tier))
+                    missed.append((batch, bucket))
                 else:
                     assert found in manager._capture_descs[CUDAGraphMode.FULL]
-                    assert (found.uniform_token_count, found.num_ubatches) == (1 + tier, 1)
+                    assert (found.uniform_token_count, found.num_ubatches) == (1 + bucket, 1)
                     assert found.num_tokens >= tokens
         return missed
 
@@ -229,7 +239,7 @@ def test_other_drafters_are_left_alone(device: None) -> None:
     config = configured(config_of(True, speculative_config=other))
     assert config.seen == [True, None]
     assert config.scheduler_config.async_scheduling
-    assert tiers_of(config) == []
+    assert buckets_of(config) == []
 
 
 ONE_BY_ONE = [
@@ -248,7 +258,7 @@ def test_steps_follow_one_another_elsewhere(
         configured(config)  # as an engine core does
     assert config.seen == [False, None]
     assert not config.scheduler_config.async_scheduling
-    assert tiers_of(config) == []
+    assert buckets_of(config) == []
     first, second = caplog.messages
     assert "one after the other" in first
     assert first == second

@@ -11,11 +11,11 @@ from vllm_hetero_spec.trees.layout import lay_out
 from vllm_hetero_spec.trees.walk import ROOT
 
 # Two tokens behind the text, and one behind the first of them: the root is fed again for the side.
-TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], sides=1, rows=4)
+TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], branches=1, rows=4)
 
 
 @pytest.fixture
-def sides() -> BranchSequences:
+def branches() -> BranchSequences:
     """Of a worker with room for eight sequences, blocks of 16 tokens, and 20 scratch blocks."""
     made = BranchSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
     made.__dict__["_bounds"] = (None, 3, range(100, 120), [16])
@@ -25,18 +25,18 @@ def sides() -> BranchSequences:
 @pytest.mark.parametrize(("scheduled", "length"), [(1, 0), (7, 0), (7, len(TREE.tokens))])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_tree_that_is_not_scheduled_is_left_out(
-    sides: BranchSequences, scheduled: int, length: int, place: int
+    branches: BranchSequences, scheduled: int, length: int, place: int
 ) -> None:
     """Its draft was dropped, or its request reads more than that; the other's is verified."""
     ids = ["whole", "dropped"]
     drafts = dict.fromkeys(ids, TREE.tokens)
-    sides.handed_out(drafts, dict.fromkeys(ids, TREE), dict.fromkeys(ids, 20))
+    branches.on_drafts_taken(drafts, dict.fromkeys(ids, TREE), dict.fromkeys(ids, 20))
     step = [("whole", 1 + len(TREE.tokens), len(TREE.tokens))]
     step.insert(place, ("dropped", scheduled, length))
-    sides.plan(*zip(*step, strict=True))
-    planned = sides._step
+    branches.plan(*zip(*step, strict=True))
+    planned = branches._step
     assert planned is not None
     assert [tree is None for tree in planned.trees] == [req_id == "dropped" for req_id, *_ in step]
     assert planned.plans[0].counts.sum() == sum(rows for _, rows, _ in step)
-    assert sides.nodes == {"whole": 3}
+    assert branches.nodes == {"whole": 3}
     assert (planned.plans[0].counts > 0).all()

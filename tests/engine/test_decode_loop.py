@@ -35,7 +35,7 @@ LOOKAHEAD, REQUESTS = 3, 8
 class World:
     """A drafter, and texts that go on as a target would write them."""
 
-    def __init__(self, *, sampled: bool = False, looks_back: bool = False) -> None:
+    def __init__(self, *, sampled: bool = False, token_healing: bool = False) -> None:
         first = torch.arange(VOCAB)
         method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
         self.model = ToyDrafterModel()
@@ -47,7 +47,7 @@ class World:
             REQUESTS,
             method if sampled else None,
             confidences=True,
-            looks_back=looks_back,
+            token_healing=token_healing,
         )
         self.pool = KVPool(BLOCKS, SIZE)
         self.states: dict[str, RequestState] = {}
@@ -117,7 +117,7 @@ def test_graphs_draft_as_without(
     monkeypatch.setattr(token_healing, "_OFTEN", often)
     monkeypatch.setattr(decode_loop, "_FEW", few)
     chance = random.Random(2)
-    eager, recorded = World(looks_back=True), World(looks_back=True)
+    eager, recorded = World(token_healing=True), World(token_healing=True)
     graphs = record(recorded, in_graph=in_graph)
     recorded.drafter.waits = optimistic
     moved = 0
@@ -208,7 +208,7 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
 ) -> None:
     """In `begin` where it may wait: the device has work while something else is done."""
     monkeypatch.setattr(token_healing, "_OFTEN", -1.0)
-    eager, recorded = World(looks_back=True), World(looks_back=True)
+    eager, recorded = World(token_healing=True), World(token_healing=True)
     graphs = record(recorded, in_graph=True)
     recorded.drafter.waits, recorded.drafter.may_wait = True, may_wait
     second = lambda ids, _: FirstToken(ids[1])  # noqa: E731
@@ -295,7 +295,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
     monkeypatch.setattr(decode_loop, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
-    world = World(looks_back=True)
+    world = World(token_healing=True)
     if graphs:
         record(world, in_graph=True, sizes=(1, 8))
     world.drafter.waits = waits
@@ -335,7 +335,7 @@ def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
     """And all beside it is drawn as it would have been: other first tokens are none of its."""
     drafted = []
     for places in ((), (1, 4)):
-        world = World(sampled=True, looks_back=True)
+        world = World(sampled=True, token_healing=True)
         if graphs:
             record(world, in_graph=True, sizes=(1, 8))
         world.drafter.waits = waits

@@ -82,7 +82,7 @@ class World:
             self.bridge.drafter_eos,
             confidences=True,
             beside=beside,
-            looks_back=True,
+            token_healing=True,
         )
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]

@@ -47,7 +47,12 @@ class Scripted(Fixed):
         self.verified: list[tuple[int, int]] = []
 
     def plan(
-        self, batch: int, limits: Any, pending: Any = None, random: Any = None, tiers: Any = ()
+        self,
+        batch: int,
+        limits: Any,
+        pending: Any = None,
+        random: Any = None,
+        buckets: Any = (),
     ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script
@@ -72,7 +77,7 @@ def step_of(
     asked: dict[str, int] | None = None,
     seconds: tuple[float, float] = (0.04, 0.05),
     lookahead: int = 4,
-    tiers: Sequence[int] = (),
+    buckets: Sequence[int] = (),
 ) -> StepView:
     """A step in which each request sampled so much, b at random; all computed but what `rows` says.
 
@@ -83,7 +88,7 @@ def step_of(
         new: The requests are new in this step.
         asked: What requests ask for themselves.
         seconds: Of the target, and of the whole step.
-        lookahead: See `StepView`, as `tiers`.
+        lookahead: See `StepView`, as `buckets`.
     """
     drafted, asked = drafted or {}, asked or {}
     requests = [
@@ -107,7 +112,7 @@ def step_of(
         num_rows=plain if rows is None else rows,
         target_seconds=seconds[0],
         step_seconds=seconds[1],
-        tiers=tiers,
+        buckets=buckets,
     )
 
 
@@ -287,25 +292,25 @@ def test_who_has_ended_is_left_alone() -> None:
     }
     for names in ("abcd", "abc"):
         control = LookaheadControl(Fixed(4), can_stop_early=False)
-        step = step_of({name: [7 if name == "a" else 1] for name in names}, tiers=[0, 2, 4])
+        step = step_of({name: [7 if name == "a" else 1] for name in names}, buckets=[0, 2, 4])
         requests = [each._replace(params=ended[each.req_id]) for each in step.requests]
-        step, control.asks = replace(step, requests=requests), 2
+        step, control.requested_length = replace(step, requests=requests), 2
         control.observe(step)
         plan = control.plan(step, [1] * len(names))
         assert plan == StepPlan([0, 0, 0, 4][: len(names)], [False] * 3 + [True] * ("d" in names))
-        assert control.asks == (4 if "d" in names else 2)
+        assert control.requested_length == (4 if "d" in names else 2)
     full = step_of({"a": [1]})
     assert not any(replace(full, max_model_len=10).going_on)
     assert all(replace(full, max_model_len=11).going_on)
 
 
 def test_the_controller_is_told_whether_trees_have_room() -> None:
-    controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, sides=2)
+    controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, branches=2)
     control = LookaheadControl(controller, can_stop_early=False)
-    assert controller.sides is not None
-    for trees in (room, room._replace(sides=0), None, room):
+    assert controller.branches is not None
+    for trees in (room, room._replace(branches=0), None, room):
         control.plan(replace(step_of({"a": [1]}), trees=trees), [0])
-        assert controller.sides.room == (trees is room)
+        assert controller.branches.room == (trees is room)
 
 
 def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
@@ -314,9 +319,9 @@ def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
     control = LookaheadControl(controller, can_stop_early=False)
 
     def planned(lookahead: int, **asked: int) -> tuple[list[int], int]:
-        step = step_of({"a": [1], "b": [1]}, lookahead=lookahead, tiers=[0, 2, 4], asked=asked)
+        step = step_of({"a": [1], "b": [1]}, lookahead=lookahead, buckets=[0, 2, 4], asked=asked)
         control.observe(step)
-        return control.plan(step, [0, 0]).lookahead, control.asks
+        return control.plan(step, [0, 0]).lookahead, control.requested_length
 
     assert planned(0) == ([0, 0], 4)
     assert planned(0) == ([0, 0], 4)
@@ -332,15 +337,15 @@ def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
 def test_what_a_request_asks_for_itself_is_no_tree() -> None:
     """Where drafts may be trees, steps are scheduled with more rows than a chain has."""
     control = LookaheadControl(Scripted(0), can_stop_early=False)
-    step = step_of({"a": [1]}, lookahead=4, tiers=[0, 2, 4, 16], asked={"a": 64})
+    step = step_of({"a": [1]}, lookahead=4, buckets=[0, 2, 4, 16], asked={"a": 64})
     assert control.plan(replace(step, longest=4), [0]).lookahead == [4]
-    assert control.asks == 4
+    assert control.requested_length == 4
 
 
 def test_a_plan_does_not_wait_for_ever() -> None:
     controller = Scripted(*[4] * 3)
     control = LookaheadControl(controller, can_stop_early=False)
-    step = step_of({"a": [1]}, lookahead=0, tiers=[0, 2, 4])
+    step = step_of({"a": [1]}, lookahead=0, buckets=[0, 2, 4])
     for _ in range(12):
         assert control.plan(step, [0]).lookahead == [0]
     assert len(controller.script) == 1
@@ -350,8 +355,8 @@ def test_a_plan_is_made_anew_for_other_requests_but_for_a_probe() -> None:
     for probe in (False, True):
         controller = Scripted(4, 3, probe=probe)
         control = LookaheadControl(controller, can_stop_early=False)
-        control.plan(step_of({"a": [1], "b": [1]}, lookahead=0, tiers=[0, 2, 4]), [0, 0])
-        other = step_of({"c": [1], "a": [1]}, lookahead=4, tiers=[0, 2, 4])
+        control.plan(step_of({"a": [1], "b": [1]}, lookahead=0, buckets=[0, 2, 4]), [0, 0])
+        other = step_of({"c": [1], "a": [1]}, lookahead=4, buckets=[0, 2, 4])
         assert control.plan(other, [0, 0]).lookahead == ([0, 4] if probe else [3, 3])
 
 

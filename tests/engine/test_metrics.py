@@ -174,7 +174,7 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
             self.reports += 1
             return {"steps": self.reports}
 
-        def tell(self, output: Any) -> None:
+        def attach_to_output(self, output: Any) -> None:
             pass
 
     drafter = Ours()

@@ -101,7 +101,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
     file, other = PairFile(tmp_path, "pair"), PairFile(tmp_path, "pair")
     file.write(of)
     file.write_if_due()  # follows nothing
-    file.follow(of, owner)
+    file.save_on_exit(of, owner)
     learn(of, 5)
     file.write_if_due()
     assert drafts() == 0
@@ -127,7 +127,7 @@ def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkey
     now, written = [0.0], []
     monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
     file, of = PairFile(tmp_path, "pair"), known()
-    file.follow(of, owner := PairFile(None))
+    file.save_on_exit(of, owner := PairFile(None))
     write = file.write
 
     def counted(known: Estimates) -> None:

@@ -207,7 +207,7 @@ def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
     unchanged = 0
     for _ in range(40):
         counts.update(ids, unchanged)
-        counts.flush(*map(torch.from_numpy, counts.news()))
+        counts.flush(*map(torch.from_numpy, counts.take_changes()))
         known = torch.tensor([i if i < 7 else 0 for i in ids])  # what does not exist counts as 0
         assert torch.equal(counts.everywhere, torch.bincount(known, minlength=7).float())
         assert torch.equal(counts.output, torch.bincount(known[prompt:], minlength=7).float())

@@ -151,14 +151,17 @@ def two_steps(
 ) -> tuple[int, ...]:
     of = Ahead(world, draws, world.q_after(c), chance)
     chain = of.chain(way.at_stake)
-    sides = list(of.beside(chain, way.at_stake))
+    branches = list(of.beside(chain, way.at_stake))
     if way.again:
-        sides = [sides[0], Line(of, sides[0][: sides[0].base], BEHIND, sides[0].base)]
+        branches = [
+            branches[0],
+            Line(of, branches[0][: branches[0].base], BEHIND, branches[0].base),
+        ]
     draft = of.proposals(chain[: way.at_stake], [chain.row(i) for i in range(way.at_stake)])
     emitted: tuple[int, ...] = rule(world.p, c, draft, chance)
     outcome = b"".join(world.pair.target[t] for t in emitted)
     seen = 0 if way.blind else way.at_stake
-    found = way.find(of, [chain, *sides], outcome, seen)
+    found = way.find(of, [chain, *branches], outcome, seen)
 
     def stream() -> Stream:
         yield from found.instead
@@ -213,12 +216,12 @@ def test_two_lines_with_one_base_are_lossless_where_the_first_is_used(rule: str)
 
 def likelier(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:
     """(i) Of two lines with one base the one whose next token is likelier."""
-    chain, *sides = lines
+    chain, *branches = lines
 
     def share(line: Line) -> float:
         return float(line.row(line.base)[line[line.base]])
 
-    return as_it_is(of, [chain, *sorted(sides, key=share, reverse=True)], outcome, seen)
+    return as_it_is(of, [chain, *sorted(branches, key=share, reverse=True)], outcome, seen)
 
 
 def row_of_the_draw_before(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:

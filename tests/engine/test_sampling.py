@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
 FEW_SAMPLES = 300  # of each setting, in the fast tier
 SETTINGS = {
-    "cold": Setting(0.8, top_k=3),
+    "is_greedy": Setting(0.8, top_k=3),
     "nucleus": Setting(1.0, top_p=0.8),
     "hot": Setting(1.0),
 }
@@ -204,12 +204,12 @@ def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.Monke
     """A drawn token carries a row: where many draw, each draws less far; greedy ones go on."""
     width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(token_map, "_MOST_BYTES", 12 * 4 * (width + 1))
-    hot, cold = (
+    hot, is_greedy = (
         SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True) for heat in (1.0, 0.0)
     )
     with engine(chain_pair / "target", slem(chain_pair / "drafter", 4, method="tli")) as llm:
         drafted = []
-        for params in (hot, cold):
+        for params in (hot, is_greedy):
             before = metrics_of(llm)
             llm.generate([PROMPT] * 6, params, use_tqdm=False)
             gained = {name: value - before[name] for name, value in metrics_of(llm).items()}

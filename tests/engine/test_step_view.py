@@ -130,7 +130,7 @@ def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> Non
     first = seam.view(output_of({}), [[8], [9]])
     assert first.target_seconds is first.step_seconds is None
     runner._draft_probs = "theirs"
-    seam.handed_out()
+    seam.on_drafts_taken()
     assert runner._draft_probs is None
     second = seam.view(output_of({"a": [1, 2, 3, 4]}), [[8], [9]])
     assert 0 <= second.target_seconds <= second.step_seconds

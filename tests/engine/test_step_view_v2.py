@@ -117,7 +117,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert (sum(step.going_on), step.num_new_tokens, step.lookahead) == (1, 2, DRAFTED)
     assert (step.started, set(step.live)) == ({"a": None, "b": None}, {"a", "b"})
     assert step.target_seconds is step.step_seconds is None
-    seam.handed_out()
+    seam.on_drafts_taken()
     again = seam.view(seam.sampled(batch, SAMPLED))
     assert 0 <= again.target_seconds <= again.step_seconds
 
@@ -153,7 +153,7 @@ def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
 
 def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
-    told = seam.hand_out(batch, [[5, 6], []])
+    told = seam.take_drafts(batch, [[5, 6], []])
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[2, :2].tolist() == [5, 6]
@@ -168,7 +168,7 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
     seam = RunnerV2(runner)
     seam.begins(output_of(new("a"), new("b")))
     seam.begins(output_of(new("c"), a=[-1] * 3, b=[-1] * 2))
-    told = seam.hand_out(batch, [[5, 6], [7, 8, 9]], late=True)
+    told = seam.take_drafts(batch, [[5, 6], [7, 8, 9]], late=True)
     assert told.draft_token_ids == [[5, 6], [7, 8, 9]]
     prepared = SimpleNamespace(
         req_ids=["c", "b", "a"],
@@ -177,12 +177,12 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
         query_start_loc_np=np.array([0, 2, 5, 9, 9], np.int32),
         input_ids=torch.arange(40, 52, dtype=torch.int32),
     )
-    seam.inputs.filling(prepared)(seam.late_drafts())
+    seam.inputs.filling(prepared)(seam.drafts_of_running_step())
     ids = [40, 41, 42, 7, 8, 45, 5, 6, 0, 49, 50, 51]
     assert prepared.input_ids.tolist() == ids
     assert (seam._verified, runner.req_states.draft_tokens.min()) == ({"a": 2, "b": 2}, 99)
     prepared.num_draft_tokens_per_req = None
-    seam.inputs.filling(prepared)(seam.late_drafts())
+    seam.inputs.filling(prepared)(seam.drafts_of_running_step())
     assert prepared.input_ids.tolist() == ids
 
 
@@ -194,7 +194,7 @@ def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
     seam.begins(output_of(new("a"), new("b")))
     started = [new("a")] if how == "started" else []
     seam.begins(output_of(*started, **({} if started else {how: "a"})))
-    told = seam.hand_out(batch, [[5, 6], [7]], late=True)
+    told = seam.take_drafts(batch, [[5, 6], [7]], late=True)
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[], [7]])
     assert seam._drafted == {"b": [7]}
 
@@ -207,7 +207,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     seam.begins(made_up)
     assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
     assert seam.batch(batch).named == 2  # by the stand-in: the larger of two places
-    seam.hand_out(batch, [[5, 6], []])
+    seam.take_drafts(batch, [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed
     made_up.scheduled_new_reqs = []
@@ -215,9 +215,9 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     assert seam.batch(batch).lengths == [2, 0]
     step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(2, 2), (0, 4)]
-    assert (step.tiers, step.decodes_only) == ([0, 2, 4], False)
+    assert (step.buckets, step.decodes_only) == ([0, 2, 4], False)
     output = SimpleNamespace()
-    seam.tell(output, 2)
+    seam.attach_to_output(output, 2)
     assert output.hetero_spec_ahead == AsyncStepInfo(2, {"a": 2, "b": 4})
     seam.begins(output_of(a=[-1]))  # the scheduler had room for one
     assert seam.batch(batch).lengths == [1, 0]
@@ -228,7 +228,7 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.begins(output_of(new("a"), new("b")))
-    seam.hand_out(batch, [[5, 6], []])
+    seam.take_drafts(batch, [[5, 6], []])
     seam.begins(output_of(preempted="a"))
     seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
@@ -248,7 +248,7 @@ def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: An
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.begins(output_of(new("a"), new("b")))
-    seam.hand_out(batch, [[5, 6], []])
+    seam.take_drafts(batch, [[5, 6], []])
     seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
 
@@ -353,7 +353,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
         calls = list(proposer.calls)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
         assert proposer.calls == calls
-        speculator.seam.handed_out()
+        speculator.seam.on_drafts_taken()
     assert proposer.calls[1:] == ["begin", "finish"] * 3
     assert all(view.target_seconds is not None for view in views)
     assert [view.step_seconds is None for view in views] == [True, False, following == "c"]
@@ -367,8 +367,11 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
     """But where something else reads them first, or there is no forward."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     if reads == "trees":
-        speculator.seam._sides = SimpleNamespace(
-            uneven=False, follow=lambda output: None, room=lambda *_: None, handed_out=lambda *_: 0
+        speculator.seam._branches = SimpleNamespace(
+            uneven=False,
+            update_from=lambda output: None,
+            room=lambda *_: None,
+            on_drafts_taken=lambda *_: 0,
         )
     elif reads not in ("", "nothing"):
         setattr(runner, reads, True)
@@ -420,11 +423,11 @@ def test_pipeline_stages_are_given_drafts_at_once(
     told = speculator.get_draft_tokens()
     assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[0], [1], [0]])
     speculator.seam.begins(output_of(finished="b", a=[-1] * DRAFTED))
-    speculator.seam.hand_out(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
+    speculator.seam.take_drafts(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
     output = SimpleNamespace()
-    speculator.seam.tell(output, 4)
+    speculator.seam.attach_to_output(output, 4)
     assert output.hetero_spec_ahead == AsyncStepInfo(4, {"a": DRAFTED - 1})
-    assert speculator.seam.hand_out(others, [[]]).req_ids == ["a", "c"]
+    assert speculator.seam.take_drafts(others, [[]]).req_ids == ["a", "c"]
 
 
 def test_steps_that_may_have_no_drafts_go_by(
@@ -461,7 +464,7 @@ def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     for output in (output_of(new("a"), new("b")), output_of(), output_of()):
         speculator.begins(output)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
-        speculator.seam.handed_out()
+        speculator.seam.on_drafts_taken()
         told = speculator.get_draft_tokens()
         assert (told is None) == (len(asked) == 2)
     assert asked == [(2, None, True), (2, None, False), (2, None, False)]
@@ -500,7 +503,7 @@ class _Counts:
 
 
 @pytest.fixture
-def at_rest(
+def is_idle(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[HeteroSpeculator, Any, list[_Counts]]:
     """A speculator of steps that may have no drafts, and the counts of each."""
@@ -522,10 +525,10 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
 
 
 def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
-    runner: Any, batch: Any, at_rest: Any
+    runner: Any, batch: Any, is_idle: Any
 ) -> None:
     """When a later one has been queued. The newest that has ended is seen, and none twice."""
-    speculator, proposer, counts = at_rest
+    speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     for _ in range(3):
         rest(speculator, batch)
@@ -550,10 +553,10 @@ def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
 
 
 def test_drafts_are_looked_at_before_steps_without_them(
-    runner: Any, batch: Any, at_rest: Any
+    runner: Any, batch: Any, is_idle: Any
 ) -> None:
     """Which are over, and not looked at any more."""
-    speculator, proposer, counts = at_rest
+    speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     rest(speculator, batch)
     for number in range(3):
@@ -571,10 +574,10 @@ def test_drafts_are_looked_at_before_steps_without_them(
 
 @pytest.mark.parametrize("how", ["finished", "preempted", "back", "another"])
 def test_who_has_gone_since_is_left_out_of_a_late_look(
-    runner: Any, batch: Any, at_rest: Any, how: str
+    runner: Any, batch: Any, is_idle: Any, how: str
 ) -> None:
     """Its place may have another's text by now, also one of the same name."""
-    speculator, proposer, counts = at_rest
+    speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     if how in ("finished", "preempted"):
         rest(speculator, batch_of_a(batch), **{how: "b"})

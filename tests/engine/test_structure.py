@@ -191,6 +191,30 @@ def _moves(call: ast.Call) -> bool:
     return name in ("tolist", "item", "cpu", "cuda", "nonzero")
 
 
+# What goes when vLLM removes Model Runner V1: these files, and the lines that import them.
+V1 = {
+    "engine/seam/runner_v1.py",
+    "engine/trees/attention_v1.py",
+    "engine/verifier/race_sampler_v1.py",
+    "engine/verifier/rejection_sampler_v1.py",
+    "engine/verifier/row_penalties_v1.py",
+    "engine/verifier/top_k_top_p_v1.py",
+}
+IMPORT_V1 = {"engine/seam/worker_hooks.py", "engine/verifier/install.py"}
+
+
+def test_files_of_model_runner_v1_are_listed() -> None:
+    assert {named(file) for file in FILES if file.stem.endswith("_v1")} == V1
+    importers = {
+        name
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and any(f"{node.module}.{alias.name}".count("_v1") for alias in node.names)
+    }
+    assert importers <= V1 | IMPORT_V1, importers - V1 - IMPORT_V1
+
+
 def test_no_file_is_long() -> None:
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
     assert not {named(file) for file, count in lines.items() if count > 350}

@@ -56,7 +56,7 @@ def test_greedy_identity(
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        assert drafter.looks_back
+        assert drafter.token_healing
         seen = watched(llm, monkeypatch)
         counts = []
         for recorded, waits in ((False, False), (True, False), (True, True)):
@@ -127,5 +127,5 @@ def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
         for name in ("target", "drafter")
     )
     pairs = (large, small), (small, large), (large, large)
-    looks = [TokenizerPair(*pair, make_bridge(*pair)).looks_back for pair in pairs]
+    looks = [TokenizerPair(*pair, make_bridge(*pair)).token_healing for pair in pairs]
     assert looks == [False, True, False]

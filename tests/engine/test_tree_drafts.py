@@ -145,7 +145,7 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
 def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: bool) -> None:
     """The largest sum of products of rates, of all trees that are in what was found."""
-    values, room = RankValues.unknown(), TreeRoom(nodes=6, rows=40, sides=6)
+    values, room = RankValues.unknown(), TreeRoom(nodes=6, rows=40, branches=6)
     for of_kind in values:
         of_kind._taken[:] = 0.0
         of_kind._taken[: len(rates)] = np.array(rates) * of_kind._nodes
@@ -200,7 +200,7 @@ class Priced(Fixed):
         self.told: list[tuple[Any, ...]] = []
         self.found: list[tuple[Any, ...]] = []
         self.trees = 0
-        self.sides: Any = SimpleNamespace(
+        self.branches: Any = SimpleNamespace(
             add=lambda *figures: self.found.append(figures),
             found=self._took,
             trimmed=lambda trees, seconds: self.trimmed.append(trees),
@@ -283,14 +283,14 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
 def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
     """As many as the last trees had use for; more, if those had no more room."""
     control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False)
-    world, tiers = World(), (0, 8, 16)
+    world, buckets = World(), (0, 8, 16)
 
     def asked(rows: int, nodes: int) -> int:
         room = TreeRoom(nodes, rows, 6) if rows else None
-        step = replace(step_of(TEXTS, room=room), tiers=tiers, lookahead=min(rows, LOOKAHEAD))
+        step = replace(step_of(TEXTS, room=room), buckets=buckets, lookahead=min(rows, LOOKAHEAD))
         control.observe(step)
         control.plan(step, [0] * 3)
-        asks = control.asks
+        asks = control.requested_length
         if rows:
             control.trim(list(world.draft(TEXTS, control).values()))
         return asks
@@ -312,7 +312,7 @@ def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
         for draft in control.trim(drafts):
             rows = len(draft.fed)
             assert rows <= room.rows
-            assert len(draft.rows.counts if draft.rows else [0]) <= room.sides + 1
+            assert len(draft.rows.counts if draft.rows else [0]) <= room.branches + 1
             assert len(draft.tokens) >= min(8, room.rows) - 3
             values.setdefault(room, []).append(len(draft.tokens))
     assert set(values[ROOM]) == {8}

@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.engine.trees.scratch import (
+    branches_per_request,
     nodes_of,
     scratch_of,
     settle,
-    sides_of_request,
 )
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -178,8 +178,9 @@ def test_other_drafters_have_no_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "scratch", "sides"), [(1, 64, 32), (4, 64, 8), (4, 15, 1), (8, 15, 0), (40, 64, 0)]
+    ("requests", "scratch", "branches"),
+    [(1, 64, 32), (4, 64, 8), (4, 15, 1), (8, 15, 0), (40, 64, 0)],
 )
-def test_sides_are_shared_out(requests: int, scratch: int, sides: int) -> None:
+def test_sides_are_shared_out(requests: int, scratch: int, branches: int) -> None:
     """Of two blocks each, and of 40 sequences in all."""
-    assert sides_of_request(config_of(), [16], scratch, requests) == sides
+    assert branches_per_request(config_of(), [16], scratch, requests) == branches

@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.seam.step_view import TreeRoom
 from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.support import BACKENDS, GRAPHS_V1, GRAPHS_V2
 
-ROOM = TreeRoom(nodes=8, rows=16, sides=4)
+ROOM = TreeRoom(nodes=8, rows=16, branches=4)
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,8 @@ def agreed(
         attn_groups=[groups(BACKENDS[:1]), groups(backends)],
         vllm_config=SimpleNamespace(compilation_config=compilation),
     )
-    sides: Any = SimpleNamespace(room=lambda requests, rows: room)
-    return support.agree(runner, sides, graphs)
+    branches: Any = SimpleNamespace(room=lambda requests, rows: room)
+    return support.agree(runner, branches, graphs)
 
 
 def test_backends_are_those_of_vllm() -> None:
@@ -87,10 +87,10 @@ def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureFixture) -> None:
-    assert not agreed(room=ROOM._replace(sides=0))
+    assert not agreed(room=ROOM._replace(branches=0))
     assert "Drafts are chains, not trees: one request alone leaves no sequence" in caplog.text
     caplog.clear()
-    assert agreed(room=ROOM._replace(sides=1))
+    assert agreed(room=ROOM._replace(branches=1))
     assert not caplog.messages
 
 

@@ -80,10 +80,12 @@ class Sampler(torch.nn.Module):
     ) -> SamplerOutput:
         tokens = logits.argmax(-1)
         if self.racing is not None:
-            cold = sampling_metadata.temperature == 0
-            warm = logits.float() / sampling_metadata.temperature.masked_fill(cold, 1.0)[:, None]
+            is_greedy = sampling_metadata.temperature == 0
+            warm = (
+                logits.float() / sampling_metadata.temperature.masked_fill(is_greedy, 1.0)[:, None]
+            )
             won, _ = self.racing(warm, {}, sampling_metadata.top_k, sampling_metadata.top_p)
-            tokens = torch.where(cold, tokens, won)
+            tokens = torch.where(is_greedy, tokens, won)
         if sampling_metadata.logprob_token_ids:  # vLLM's gives theirs alone then
             logits = logits[:, : max(map(len, sampling_metadata.logprob_token_ids.values()))]
         kept = LogprobsTensors(None, logits, None)

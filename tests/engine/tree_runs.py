@@ -185,7 +185,7 @@ def chain_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_copies_home(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BranchPlan, "home", lambda *_: np.zeros((0, 2), np.int64))
+    patch.setattr(BranchPlan, "blocks_to_copy", lambda *_: np.zeros((0, 2), np.int64))
 
 
 def no_clones(patch: pytest.MonkeyPatch) -> None:
@@ -260,5 +260,5 @@ def test_an_untested_backend_gets_chains(
         with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
             assert "Drafts are chains, not trees: they are not tested on" in caplog.text
             generate(llm, few[:4], greedy())
-            assert KnownTrees(llm).sides is None
+            assert KnownTrees(llm).branches is None
             assert metrics_of(llm)["num_accepted_tokens"] > 0

@@ -31,7 +31,7 @@ from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import race
 
 LOOKAHEAD, KNOWN = 4, 5
-ROOM = TreeRoom(nodes=8, rows=40, sides=6)
+ROOM = TreeRoom(nodes=8, rows=40, branches=6)
 TEXTS = {"a": [3, 4, 5], "b": [6, 4, 9, 2], "c": [8, 8]}
 RECORDED = (1, 4, 16)
 

@@ -40,7 +40,7 @@ class Machine:
         noise: Standard deviation of the logarithm of every measurement.
         wander: The same of the machine's speed, which changes for all steps alike.
         calm: Seconds after which the speed has mostly forgotten what it was.
-        tiers: Lengths that drafts are filled up to, all of a step alike; none where they are not.
+        buckets: Lengths that drafts are filled up to, all of a step alike; none where they are not.
     """
 
     target: Seconds
@@ -50,13 +50,13 @@ class Machine:
     noise: float = 0.0
     wander: float = 0.0
     calm: float = 0.2
-    tiers: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     def rows(self, lengths: Sequence[int], longest: int) -> int:
         """Of a target step that verifies drafts of such lengths; they were to have `longest`."""
-        if not self.tiers:
+        if not self.buckets:
             return len(lengths) + sum(lengths)
-        return len(lengths) * (1 + next(tier for tier in self.tiers if tier >= longest))
+        return len(lengths) * (1 + next(bucket for bucket in self.buckets if bucket >= longest))
 
 
 @dataclass
@@ -168,14 +168,16 @@ class _Server:
         notes, self._notes = self._notes, []
         for note in notes:
             note()
-        self._controller.foresee()
+        self._controller.refresh_forecast()
 
     def step(self, pending: list[int], outcome: Outcome) -> None:
         """One step; `pending` is what the drafter has yet to read of each request."""
         batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
         random = self._phase.random
-        tiers = self._phase.machine.tiers
-        plan = self._controller.plan(batch, [self._limit] * batch, pending, [random] * batch, tiers)
+        buckets = self._phase.machine.buckets
+        plan = self._controller.plan(
+            batch, [self._limit] * batch, pending, [random] * batch, buckets
+        )
         self._learn()
         simulated = self._drafts.take(batch)
         drafts = self._draft(plan, simulated, pending)

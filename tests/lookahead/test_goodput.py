@@ -114,10 +114,10 @@ def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
         drafter=lambda requests: 1.2e-3 + 3e-6 * requests,
         overhead=lambda requests: 3e-4,
         noise=0.02,
-        tiers=(0, 3, LONGEST),
+        buckets=(0, 3, LONGEST),
     )
     text = Text(rate, rate)
-    known = calibration(replace(on, tiers=()))
+    known = calibration(replace(on, buckets=()))
     outcome, _ = serve(Phase(batch, 10.0, text, on), costs=known)
     best = static_rate(text, on, batch, best_fixed(on, text, batch))
     alone = static_rate(text, on, batch, 0)
@@ -133,7 +133,7 @@ def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
         overhead=lambda batch: 0.0025,
         catch_up=17e-5 / batch,
         noise=0.03,
-        tiers=(0, 3, 5),
+        buckets=(0, 3, 5),
     )
     phase = Phase(batch, 0.6, Text(0.95, 0.5, 0.8), on, prompt=80)
     for seed in range(12):
@@ -296,7 +296,7 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
             budget.begin()
             budget.charge(lost)
             budget.end()
-            budget.settle(now, news=True)
+            budget.finish_probe(now, news=True)
             probes += 1
     assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost
 
@@ -335,7 +335,7 @@ def test_forecasts_are_made_while_there_is_time(monkeypatch: pytest.MonkeyPatch)
     made, forecast = [], controller._choice.forecast
     monkeypatch.setattr(controller._choice, "forecast", lambda *of: made.append(1) or forecast(*of))
     for _ in range(40):
-        controller.foresee()
+        controller.refresh_forecast()
         before = len(made)
         assert max(controller.plan(2, [LONGEST] * 2).lookahead) > 0
         assert len(made) == before

@@ -17,35 +17,35 @@ GREEDY, RANDOM = [False], [True]
 
 def one_tree() -> BranchStatistics:
     """Beside the chain a child of the text itself, one behind it, and a deep one."""
-    sides = BranchStatistics()
-    sides.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], 100, random=False)
-    return sides
+    branches = BranchStatistics()
+    branches.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], 100, random=False)
+    return branches
 
 
 def test_nodes_count_by_depth_while_they_pay() -> None:
-    sides = one_tree()
-    free = [sides.worth(depth, 0.0, GREEDY).tolist() for depth in (1, 2, 3, 4)]
+    branches = one_tree()
+    free = [branches.worth(depth, 0.0, GREEDY).tolist() for depth in (1, 2, 3, 4)]
     deep = pytest.approx([0.1, 4.0, 100.0])
     assert free == [[0.3, 2.0, 100.0], [0.2, 1.0, 0.0], deep, [0.0, 0.0, 0.0]]
-    dear = [sides.worth(depth, 0.1, GREEDY)[0] for depth in (1, 2, 3)]
+    dear = [branches.worth(depth, 0.1, GREEDY)[0] for depth in (1, 2, 3)]
     assert dear == [0.3, 0.2, 0.0]  # the deep one feeds three rows again
-    assert sides.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0, 100.0]
-    read = sides.worth(None, 0.0, GREEDY, 0.002)  # both sides cost .2 for their context
+    assert branches.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0, 100.0]
+    read = branches.worth(None, 0.0, GREEDY, 0.002)  # both sides cost .2 for their context
     assert read.tolist() == [0.5, 3.0, 100.0]
 
 
 def test_kinds_and_trees_are_averaged() -> None:
-    sides = one_tree()
-    assert sides.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0, 0.0]
-    sides.add([1], [0.1], [1], 300, random=True)
-    sides.add([], [], [], 300, random=False)
-    found = sides.worth(1, 0.0, GREEDY + RANDOM)
+    branches = one_tree()
+    assert branches.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0, 0.0]
+    branches.add([1], [0.1], [1], 300, random=True)
+    branches.add([], [], [], 300, random=False)
+    found = branches.worth(1, 0.0, GREEDY + RANDOM)
     assert found == pytest.approx([(0.15 + 0.1) / 2, (1.0 + 2.0) / 2, (50 + 300) / 2])
 
 
-def foreseen(sides: BranchStatistics | None, target: list[tuple[float, float]]) -> Forecast:
+def foreseen(branches: BranchStatistics | None, target: list[tuple[float, float]]) -> Forecast:
     known = Estimates.of(CostModel(target, [(1, 0.001)]), 4)
-    return forecast(known, 1, [4], GREEDY, 30.0, False, sides)
+    return forecast(known, 1, [4], GREEDY, 30.0, False, branches)
 
 
 def test_what_trees_bring_is_foreseen() -> None:
@@ -69,7 +69,7 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
                 controller.observe_draft(1, length, 0.02 * length)
                 controller.observe_acceptance(length, 0, [0.3] * length, length)
                 if beside:
-                    controller.sides.add([1, 2], [0.7, 0.6], [1, 0], 50, False)
+                    controller.branches.add([1, 2], [0.7, 0.6], [1, 0], 50, False)
             controller.observe_step(1, 1 + length, 0.03)
             controller.emitted(1, 0.03 + 0.02 * length)
         regimes.append(controller.off)
@@ -78,27 +78,27 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
 
 def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
     """Trees that are only looked at are not trimmed."""
-    sides = one_tree()
-    assert sides.seconds == 0.0
+    branches = one_tree()
+    assert branches.seconds == 0.0
     for trimmed in (True, True, False, False):
-        sides.found(4, 0.004)
-        sides.found(0, 0.002)
+        branches.found(4, 0.004)
+        branches.found(0, 0.002)
         if trimmed:
-            sides.trimmed(4, 0.008)
-    assert sides.seconds == pytest.approx(0.0015 + 0.002)
+            branches.trimmed(4, 0.008)
+    assert branches.seconds == pytest.approx(0.0015 + 0.002)
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
     """Drafter steps that the chain alone would not be worth."""
-    sides = BranchStatistics()
-    sides.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
+    branches = BranchStatistics()
+    branches.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
     costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006), (8, 0.012)])
     known = Estimates.of(costs, 4)
     for _ in range(60):
         known.acceptance.observe(Observation(4, 1, [0.5] * 4, 4), False)
     known.acceptance.learn(1.0)
-    chains, trees = (forecast(known, 1, [4], GREEDY, 40.0, early, of) for of in (None, sides))
+    chains, trees = (forecast(known, 1, [4], GREEDY, 40.0, early, of) for of in (None, branches))
     assert chains.beside == []
     assert trees.beside == pytest.approx([0.4, 0.3, 0.3, 0.2])
     assert len(trees.rates) == 4

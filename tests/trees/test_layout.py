@@ -151,7 +151,7 @@ class Service:
         for text, truth in zip(self.texts, self.truths, strict=True):
             course, nodes = truth[len(text) : len(text) + 6], int(self.random.integers(10))
             tree = random_tree(self.random, course, nodes)
-            laid = lay_out(text[-1], *tree, sides=int(self.random.integers(6)), rows=24)
+            laid = lay_out(text[-1], *tree, branches=int(self.random.integers(6)), rows=24)
             length = len(laid.tokens)
             if self.random.random() < 0.3:
                 length = int(self.random.integers(length + 4))
@@ -175,7 +175,7 @@ class Service:
         for i, (text, draft) in enumerate(zip(self.texts, drafts, strict=True)):
             emitted = verdict.tokens[i, : verdict.accepted[i] + 1].tolist()
             sequence, depth = draft.end(emitted)
-            home = plan.home(i, sequence, starts[i], depth, self.size).tolist()
+            home = plan.blocks_to_copy(i, sequence, starts[i], depth, self.size).tolist()
             self.side_walks += sequence > 0
             assert bool(home) == (sequence > 0)
             for column, block in home if self.fault != "no way home" else ():
@@ -235,14 +235,14 @@ def test_faults_are_caught(fault: str) -> None:
 # ------------------------------------------------------------------------------- the arrays
 
 
-@given(seed=st.integers(0, 1 << 30), sides=st.integers(0, 6), rows=st.integers(0, 30))
-def test_a_layout(seed: int, sides: int, rows: int) -> None:
+@given(seed=st.integers(0, 1 << 30), branches=st.integers(0, 6), rows=st.integers(0, 30))
+def test_a_layout(seed: int, branches: int, rows: int) -> None:
     """Within its bounds, the main path first, and closed under ancestors; whole where it may be."""
     generator = np.random.default_rng(seed)
     tokens, parents, values = random_tree(generator, [], int(generator.integers(15)))
-    laid = lay_out(77, tokens, parents, values, sides=sides, rows=rows)
+    laid = lay_out(77, tokens, parents, values, branches=branches, rows=rows)
     assert sum(laid.counts) - 1 == len(laid.tokens) == len(laid.parents) <= rows
-    assert len(laid.counts) <= sides + 1
+    assert len(laid.counts) <= branches + 1
     whole = paths_of(tokens, parents)
     found = paths_of(laid.tokens, laid.parents)
     nodes = [path for path in found if path]
@@ -262,7 +262,7 @@ def test_a_layout(seed: int, sides: int, rows: int) -> None:
             beside = [v for p, v in value.items() if p[:-1] == path[:-1]]
             assert len(path) == depth + 1
             assert value[path] == max(beside)
-    unbounded = lay_out(77, tokens, parents, values, sides=99, rows=999)
+    unbounded = lay_out(77, tokens, parents, values, branches=99, rows=999)
     assert {path for path in paths_of(unbounded.tokens, unbounded.parents) if path} == set(whole)
     leaves = set(whole) - {path[:-1] for path in whole}
     assert len(unbounded.counts) == max(1, len(leaves))
@@ -281,7 +281,7 @@ def test_the_most_valuable_paths_come_first() -> None:
     """A path is worth what it adds; those that branch off it come behind it."""
     tokens = [1, 2, 3, 4, 5, 6]
     parents = [ROOT, ROOT, ROOT, 1, 3, 1]
-    laid = lay_out(9, tokens, parents, [0.5, 0.2, 0.25, 0.15, 0.1, 0.04], sides=2, rows=20)
+    laid = lay_out(9, tokens, parents, [0.5, 0.2, 0.25, 0.15, 0.1, 0.04], branches=2, rows=20)
     assert laid.tokens == [1, 9, 2, 4, 5, 9, 3]
     assert laid.parents == [ROOT, NO_NODE, ROOT, 2, 3, NO_NODE, ROOT]
     assert laid.counts == [2, 4, 2]
@@ -305,7 +305,7 @@ def test_chains_are_left_as_they_are(starts: list[int], seed: int, size: int) ->
     laid = []
     for length in generator.integers(7, size=len(starts)).tolist():
         ids = list(range(length))
-        laid.append(lay_out(9, ids, range(-1, length - 1), [0.5] * length, sides=3, rows=9))
+        laid.append(lay_out(9, ids, range(-1, length - 1), [0.5] * length, branches=3, rows=9))
         assert laid[-1] == TreeRows(ids, list(range(-1, length - 1)), [length + 1])
         assert laid[-1].fitted(length, 3) == laid[-1]
     rows = [len(draft.tokens) + 1 for draft in laid]

@@ -74,9 +74,9 @@ class Engine:
             self.clock.now += drafting + overhead
             if wide:
                 self.looking += drafting + overhead - STEP * length - AROUND
-                controller.sides.found(drafted, self.tree * drafted)
+                controller.branches.found(drafted, self.tree * drafted)
                 for _ in range(drafted):
-                    controller.sides.add(*self.beside, CONTEXT, False)
+                    controller.branches.add(*self.beside, CONTEXT, False)
                 self.clock.now += self.tree * drafted
                 self.looking += self.tree * drafted
             for wanted in plan.lookahead:
@@ -108,11 +108,11 @@ def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
 def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
     """Whatever is known of trees: nothing is expected of them, and none is looked for."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
-    ours.controller.sides.room = False
+    ours.controller.branches.room = False
     for number in range(40):
-        ours.controller.sides.add(*GOOD, CONTEXT, bool(number % 2))
+        ours.controller.branches.add(*GOOD, CONTEXT, bool(number % 2))
     assert ours.run(300) == chains.run(300)
-    ours.controller.sides.room = True
+    ours.controller.branches.room = True
     assert any(plan.trees.paths and not plan.trees.looks for plan in ours.run(100))
 
 
@@ -176,8 +176,8 @@ def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:
     assert not chains.beside
     gains = []
     for number, likely in enumerate((0.1, 0.2, 0.4, 0.8)):
-        choice.sides.add([1] * 7, [likely, *[0.02] * 6], [1] * 7, CONTEXT, False)
-        trees = forecast(Estimates.of(costs, 4), *load, choice.sides)
+        choice.branches.add([1] * 7, [likely, *[0.02] * 6], [1] * 7, CONTEXT, False)
+        trees = forecast(Estimates.of(costs, 4), *load, choice.branches)
         assert max(trees.rates) > 0.98 * max(chains.rates)
         gains.append(choice.forecast(*load, 1).gain)
         assert choice.plan(9.0 * number, 1).looks is (gains[-1] == chains.gain)

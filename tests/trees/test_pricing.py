@@ -31,9 +31,9 @@ def random_tree(
 def worth(tree: PricedTree, kept: list[bool], cost: Callable[[int], float]) -> float:
     """Tokens that a choice brings beyond its price."""
     nodes = [node for node, keep in enumerate(kept) if keep]
-    sides = len(nodes) - len({tree.parents[node] for node in nodes})
+    branches = len(nodes) - len({tree.parents[node] for node in nodes})
     brought = sum(tree.values[node] for node in nodes)
-    return brought - cost(rows_of(tree, kept)) - tree.sides[0] * sides
+    return brought - cost(rows_of(tree, kept)) - tree.branches[0] * branches
 
 
 def choices(tree: PricedTree) -> list[list[bool]]:
@@ -62,7 +62,7 @@ def test_the_best_tree_at_given_prices(again: bool) -> None:
 def test_no_side_is_opened_where_it_costs_too_much() -> None:
     tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], [1.0] * 4, [1] * 4)
     assert worth_their_rows(tree, 0.1) == [True, False, True, False]
-    assert worth_their_rows(tree._replace(sides=[0.1] * 4), 0.1) == [True] * 4
+    assert worth_their_rows(tree._replace(branches=[0.1] * 4), 0.1) == [True] * 4
     # The child that is worth most goes on in its parent's sequence, not the likeliest one.
     deeper = tree._replace(values=[0.5, 0.45, 0.01, 0.44])
     assert worth_their_rows(deeper, 0.1) == [False, True, False, True]

@@ -43,30 +43,30 @@ class TokenCounts:
     def __init__(self, vocab_size: int, num_prompt: int, device: torch.device) -> None:
         self._num_prompt = num_prompt
         self._ids: list[int] = []
-        self._news: list[tuple[int, int, float]] = []  # id, its place, +1 or -1
+        self._changes: list[tuple[int, int, float]] = []  # id, its place, +1 or -1
         self.everywhere = torch.zeros(vocab_size, device=device)
         self.output = torch.zeros(vocab_size, device=device)
 
     def update(self, ids: Sequence[int], unchanged: int) -> None:
         """Note a text of which all but the first `unchanged` ids may be others than before."""
-        self._news += [(i, at, -1.0) for at, i in enumerate(self._ids[unchanged:], unchanged)]
+        self._changes += [(i, at, -1.0) for at, i in enumerate(self._ids[unchanged:], unchanged)]
         del self._ids[unchanged:]
         size = len(self.everywhere)
         news = [i if i < size else 0 for i in ids[unchanged:]]
-        self._news += [(i, at, 1.0) for at, i in enumerate(news, unchanged)]
+        self._changes += [(i, at, 1.0) for at, i in enumerate(news, unchanged)]
         self._ids += news
 
-    def news(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What `flush` needs of what was noted since the last call: int64 ids [n], their float32
         weights [n] in the whole text, and [n] behind the prompt."""
-        noted = np.array(self._news, np.float64).reshape(-1, 3)
-        self._news.clear()
+        noted = np.array(self._changes, np.float64).reshape(-1, 3)
+        self._changes.clear()
         weights = noted[:, 2].astype(np.float32)
         behind = np.where(noted[:, 1] >= self._num_prompt, weights, np.float32(0))
         return noted[:, 0].astype(np.int64), weights, behind
 
     def flush(self, ids: torch.Tensor, weights: torch.Tensor, behind: torch.Tensor) -> None:
-        """Count what `news` said, now on the device."""
+        """Count what `take_changes` said, now on the device."""
         self.everywhere.index_add_(0, ids, weights)
         self.output.index_add_(0, ids, behind)
 
@@ -98,7 +98,7 @@ class Penalties:
         every = [
             (row.penalty.presence, row.penalty.frequency, row.penalty.repetition) for row in rows
         ]
-        news = [array for row in rows for array in row.counts.news()]
+        news = [array for row in rows for array in row.counts.take_changes()]
         self._index, penalties, *sent = send(
             np.array(self._rows, np.int64), np.array(every, np.float32), *news
         )

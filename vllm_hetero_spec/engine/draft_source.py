@@ -72,7 +72,7 @@ class DraftSource(Protocol):
     def close(self) -> None:
         """The engine ends; whoever else works for it ends, too."""
 
-    def show(self, stats: DraftStats) -> None:
+    def export_to(self, stats: DraftStats) -> None:
         """Bring the counters that are kept elsewhere up to date."""
 
 

@@ -139,7 +139,7 @@ class DraftingRank:
         """Begin again to decide how far to draft with what is known, and keep what is learnt."""
         self.control = self._controlled(known)
         self._file = file
-        file.follow(known, self)
+        file.save_on_exit(known, self)
 
     def begin(self, step: StepView) -> None:
         """Begin to draft for a step, without waiting for anything; `finish` has to follow."""
@@ -164,12 +164,12 @@ class DraftingRank:
             return []
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether a look at a step would most likely change nothing."""
         lately = time.monotonic() - self._looked < _UNSEEN
-        return self.control.at_rest and lately and not self._rest
+        return self.control.is_idle and lately and not self._rest
 
-    def pass_by(self, num_requests: int) -> None:
+    def count_skipped_step(self, num_requests: int) -> None:
         """Count a step without a view, in which so many requests are left alone."""
         self._stats.steps += 1
         self._stats.off_steps += 1
@@ -198,7 +198,7 @@ class DraftingRank:
         """Bring the counters that are kept elsewhere up to date."""
         self._stats.requests_held = len(self.requests)
         self._stats.side_tokens_accepted = self.control.side_tokens_accepted
-        self.source.show(self._stats)
+        self.source.export_to(self._stats)
 
     def _failed(self, step: StepView, error: Exception) -> None:
         """A broken drafter must not fail a request: it drafts nothing, and rests for a while."""
@@ -299,7 +299,7 @@ class DraftingRank:
             if useful > 0 and step.trees is not None:
                 alike = not params.random or (draw is not None and draw.races)
                 because = params.keeps_chain if alike else "drawn"
-                because = because or ("" if step.trees.sides else "no_room")
+                because = because or ("" if step.trees.branches else "no_room")
                 because = because or ("" if plan.paths else "not_worth_it")
                 if because:
                     self._stats.keep_chain(because)

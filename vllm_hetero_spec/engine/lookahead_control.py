@@ -10,8 +10,8 @@ that has only begun.
 
 What a step teaches is noted, and learnt before its drafts are waited for: a device makes them then.
 
-Where steps are scheduled ahead, a plan for longer drafts than the present step may have waits for
-one that may (`asks`), and shorter ones are padded until the scheduler has heard of them.
+With asynchronous scheduling, a plan for longer drafts than the present step may have waits for a
+step that may have them (`requested_length`). Shorter drafts are padded until then.
 """
 
 import logging
@@ -64,7 +64,7 @@ class LookaheadControl:
         values: Of what is in trees.
 
     Attributes:
-        asks: The lookahead that coming steps should be scheduled with, one of `StepView.tiers`.
+        requested_length: Draft length of the next scheduled steps, one of `StepView.buckets`.
         prepared: Seconds that it took to bring the texts of the present round up to date.
     """
 
@@ -75,7 +75,7 @@ class LookaheadControl:
         can_stop_early: bool,
         values: TreeValues | RankValues | None = None,
     ) -> None:
-        self.asks = 0
+        self.requested_length = 0
         self.prepared = 0.0
         self._trees = TreeControl(values or TreeValues.unknown())
         self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
@@ -121,7 +121,7 @@ class LookaheadControl:
         notes, self._notes = self._notes, []
         for note in notes:
             note()
-        self.controller.foresee()
+        self.controller.refresh_forecast()
 
     def plan(self, step: StepView, unread: Sequence[int]) -> StepPlan:
         """How far to draft for each request; one that is still reading its prompt is left alone.
@@ -136,7 +136,7 @@ class LookaheadControl:
             begun and not request.new_tokens
             for request, begun in zip(step.requests, begins, strict=True)
         )
-        longest = max(step.tiers, default=step.lookahead)
+        longest = max(step.buckets, default=step.lookahead)
         self._stopped, self._own, limits, num_waiting = False, {}, [], 0
         every = zip(step.requests, step.going_on, begins, unread, strict=True)
         for request, goes_on, begun, left in every:
@@ -148,16 +148,16 @@ class LookaheadControl:
                 self._own[request.req_id] = min(asked, limit, step.longest or limit)
                 limit = 0
             limits.append(limit)
-        room = step.trees is not None and step.trees.sides > 0
-        if self.controller.sides is not None:
-            self.controller.sides.room = room
+        room = step.trees is not None and step.trees.branches > 0
+        if self.controller.branches is not None:
+            self.controller.branches.room = room
         self._plan = self._planned(step, limits, unread)
         self._say(len(limits))
         lookahead = list(self._plan.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
         trees = self._plan.trees if room else Trees()
-        if step.tiers:
+        if step.buckets:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
             verified = trees.paths > 0 and not (trees.looks or self._plan.probe)
             lookahead = self._within(step, lookahead, soon=soon, trees=verified)
@@ -188,7 +188,7 @@ class LookaheadControl:
             if same and step.lookahead:
                 lookahead = [wanted.get(req_id, 0) for req_id in step.index_of]
                 return waiting._replace(lookahead=tuple(map(min, lookahead, limits)))
-        plan = self.controller.plan(len(limits), limits, unread, self._random, step.tiers)
+        plan = self.controller.plan(len(limits), limits, unread, self._random, step.buckets)
         if any(limits) and not plan.probe:
             self._usual = max(plan.lookahead)
         return plan
@@ -211,20 +211,20 @@ class LookaheadControl:
         waiting = self._waiting[0].values() if self._waiting else ()
         longest = max([0, *lookahead, *waiting])
         if soon and not self.controller.off:
-            usual = step.tiers[-1] if self._usual is None else self._usual
+            usual = step.buckets[-1] if self._usual is None else self._usual
             longest = max(longest, usual)
         if trees and longest:
-            longest = max(longest, min(self._trees.rows, step.tiers[-1]))
+            longest = max(longest, min(self._trees.rows, step.buckets[-1]))
         if longest or any(step.going_on):  # else nobody is there who could want anything
-            self.asks = next(tier for tier in step.tiers if tier >= longest)
+            self.requested_length = next(bucket for bucket in step.buckets if bucket >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
         self._plan = self._plan._replace(lookahead=planned)
         return [min(wanted, step.lookahead) for wanted in lookahead]
 
     @property
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the controller is, and no request asks for drafts of its own."""
-        return self._nobody and self.controller.at_rest
+        return self._nobody and self.controller.is_idle
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Whether any request is worth another step of the drafter.
@@ -240,8 +240,8 @@ class LookaheadControl:
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
         """A round of drafting has ended."""
-        if timing.trees and self.controller.sides is not None:
-            self.controller.sides.found(timing.trees, timing.tree_seconds)
+        if timing.trees and self.controller.branches is not None:
+            self.controller.branches.found(timing.trees, timing.tree_seconds)
         self._observe(timing, max((len(draft.tokens) for draft in drafts), default=0))
 
     def _observe(self, timing: DraftTiming, longest: int) -> None:
@@ -274,14 +274,14 @@ class LookaheadControl:
         growing = [draft for draft in drafts if draft.explored is not None]
         if not growing:
             return self._trimmed(drafts)
-        if self.controller.sides is not None:
+        if self.controller.branches is not None:
             told = [draft for draft in growing if draft.req_id not in self._own]
-            self._trees.tell(told, self.controller.sides)
+            self._trees.record_branch_stats(told, self.controller.branches)
         if self._plan.probe or self._plan.trees.looks:  # chains cost less
             growing = [draft for draft in growing if draft.req_id in self._own]
         grown = {draft.req_id for draft in growing}
         chains = self._trimmed([draft for draft in drafts if draft.req_id not in grown])
-        self._trees.follow(draft for draft in chains if draft.explored is not None)
+        self._trees.update_from(draft for draft in chains if draft.explored is not None)
         if not growing:
             return chains
         rows = len(self._index_of) + sum(len(draft.tokens) for draft in chains)

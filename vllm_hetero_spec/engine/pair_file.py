@@ -95,7 +95,7 @@ class PairFile:
                 )
             self._failed = True
 
-    def follow(self, known: Estimates, owner: object) -> None:
+    def save_on_exit(self, known: Estimates, owner: object) -> None:
         """Write what becomes of it: in `write_if_due`, and once `owner` is gone.
 
         Or the process, where it ends by itself: one that is killed, as are workers of a server that

@@ -167,7 +167,7 @@ class HeteroProposer(Proposer):
         if without_drafts:
             passes = True
         elif without_drafts is None:
-            rests = self._alone and self._drafting is not None and self._drafting.rests
+            rests = self._alone and self._drafting is not None and self._drafting.is_idle
             passes = self._looks.passes(rests, num_requests) and not begun
         else:
             passes = self._looks.passes(False, num_requests)
@@ -176,7 +176,7 @@ class HeteroProposer(Proposer):
         if self._step is not None:  # nobody has asked for the drafts of the step before
             self.finish()
         if self._drafting is not None:
-            self._drafting.pass_by(num_requests)
+            self._drafting.count_skipped_step(num_requests)
         return True
 
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
@@ -206,7 +206,7 @@ class HeteroProposer(Proposer):
                 draft[:] = tokens
         except Exception as error:
             self._failed(error)
-        self.seam.handed_out()
+        self.seam.on_drafts_taken()
         self.stats.propose_seconds += self._beginning + time.perf_counter() - began
 
     def propose_batch(self, step: StepView) -> list[list[int]]:
@@ -243,10 +243,10 @@ class HeteroProposer(Proposer):
         """What was counted since the last report, for the front end's metrics."""
         return self._growth.take(self.snapshot())
 
-    def tell(self, output: object) -> None:
+    def attach_to_output(self, output: object) -> None:
         """Put on a step's output what the scheduler has to know of it."""
         if self._drafting is not None:
-            self.seam.tell(output, self._drafting.control.asks)
+            self.seam.attach_to_output(output, self._drafting.control.requested_length)
 
     def sleep(self, level: int) -> None:
         """The worker falls asleep: what is in its process is vLLM's to keep, the rest is ours.

@@ -71,17 +71,17 @@ class Controller(ABC):
     Attributes:
         regime: A word or two for what it does at present; a change is worth a line in the log.
         off: The target works alone at present, but for probes.
-        sides: To be told of trees; None where that is of no interest.
+        branches: To be told of trees; None where that is of no interest.
         policy: What tokens are worth in the present step; None where that is not asked.
     """
 
     regime = "drafting"
     off = False
-    sides: BranchStatistics | None = None
+    branches: BranchStatistics | None = None
     policy: StepPolicy | None = None
 
     @property
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the next few steps, of a batch like this, need not be looked at: off for now."""
         return self.off
 
@@ -97,7 +97,7 @@ class Controller(ABC):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-        tiers: Sequence[int] = (),
+        buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
         """How far to draft.
 
@@ -106,7 +106,7 @@ class Controller(ABC):
             limits: Most target tokens worth drafting for each request; 0 to leave it alone.
             pending: Context tokens that the drafter has yet to read for each; None for none.
             random: Which requests are random, not greedy; None where none is.
-            tiers: Where drafts are filled up, the lengths that they may have, rising from 0: the
+            buckets: Where drafts are filled up, the lengths that they may have, rising from 0: the
                 target computes as many rows of every request. None where each is as long as it is.
         """
 
@@ -203,7 +203,7 @@ class Controller(ABC):
     def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
         """The step as a whole, drafting included, gave so many tokens over all requests."""
 
-    def foresee(self) -> None:  # noqa: B027
+    def refresh_forecast(self) -> None:  # noqa: B027
         """There is time: what the next plan needs may be worked out."""
 
     @abstractmethod
@@ -229,7 +229,7 @@ class Fixed(Controller):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-        tiers: Sequence[int] = (),
+        buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
         """The fixed lookahead, within the limits; see `Controller`."""
         lookahead = tuple(min(limit, self._lookahead) for limit in limits)

@@ -153,7 +153,7 @@ class CostModel:
 
     def loosen_drafter(self, spread: float) -> None:
         """The drafter was left alone: its steps may have changed by about this share."""
-        self._drafter.loosen(spread)
+        self._drafter.widen(spread)
 
     def observe_target(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         """One target step without prefill, in which so many KV tokens were read again."""

@@ -122,7 +122,7 @@ class CostCurve:
         first, second, both = self._covariances(at)
         return math.sqrt(max(low * low * first + high * high * second + 2 * low * high * both, 0.0))
 
-    def loosen(self, spread: float) -> None:
+    def widen(self, spread: float) -> None:
         """Long unmeasured: the whole curve may have moved by this standard deviation."""
         self._covariance += spread**2
         self._forget_results()

@@ -59,7 +59,7 @@ class Forecast(NamedTuple):
     Attributes:
         alone: Rate of the target alone.
         rates: As expected.
-        hopeful: If steps cost less than thought where little is known.
+        optimistic_rates: If steps cost less than thought where little is known.
         stddevs: How uncertain the costs of each lookahead are, as a share: the target's, or the
             drafter's for as much as it is of the time, little where drafts are made ahead.
         beside: Tokens that a tree brings at each depth beside its chain, what their rows cost taken
@@ -68,7 +68,7 @@ class Forecast(NamedTuple):
 
     alone: float
     rates: list[float]
-    hopeful: list[float]
+    optimistic_rates: list[float]
     stddevs: list[float]
     beside: list[float]
 
@@ -85,9 +85,9 @@ def forecast(
     random: Sequence[bool],
     tokens_per_second: float,
     can_stop_early: bool,
-    sides: BranchStatistics | None = None,
+    branches: BranchStatistics | None = None,
     paths: int = 1,
-    tiers: Sequence[int] = (),
+    buckets: Sequence[int] = (),
 ) -> Forecast:
     """Rates of all lookaheads that are worth a look.
 
@@ -98,9 +98,9 @@ def forecast(
         random: Which of the requests to be drafted for are random, in turn.
         tokens_per_second: Lambda.
         can_stop_early: Drafting can end between drafter steps.
-        sides: Of trees; None where drafts are chains.
+        branches: Of trees; None where drafts are chains.
         paths: Of each tree, that the drafter follows.
-        tiers: See `Controller.plan`: rows within one cost nothing more.
+        buckets: See `Controller.plan`: rows within one cost nothing more.
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
@@ -108,9 +108,9 @@ def forecast(
     asking = [len(limits) - bisect_left(ordered, depth) for depth in range(ordered[-1] + 1)]
     drafting = asking[1]
     step, before, read_again = costs.drafter(drafting * paths), costs.drafting(drafting, 0.0), 0.0
-    if sides is not None:
+    if branches is not None:
         step += costs.beside(drafting)
-        before += drafting * sides.seconds
+        before += drafting * branches.seconds
     step_price = tokens_per_second * step * known.steps.each
     read_price = tokens_per_second * costs.side(1)
     drafter_stddev = costs.drafter_stddev(drafting)
@@ -126,13 +126,13 @@ def forecast(
     found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
     for depth in range(len(asking) - 1):
         row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
-        if tiers:
+        if buckets:
             row_price = 0.0
         side_tokens = side_rows = side_reads = beside = 0.0
-        if sides is not None:
+        if branches is not None:
             chains = rows + asking[depth + 1]
             price_of = partial(_price_of_last, costs, tokens_per_second, chains, drafting)
-            found_beside, row = sides.paying(depth + 1, row_price, price_of, random, read_price)
+            found_beside, row = branches.paying(depth + 1, row_price, price_of, random, read_price)
             side_tokens, side_rows, side_reads = found_beside.tolist()
             beside = side_tokens - row * side_rows - read_price * side_reads
             found.beside.append(beside)
@@ -152,20 +152,23 @@ def forecast(
         read_again += asking[depth + 1] * side_reads
         tokens += accepted
         seconds = before + step * known.steps.expected(depth_drafted) + costs.side(read_again)
-        computed = batch * (1.0 + filled_up(depth + 1, tiers)) if tiers else rows
+        computed = batch * (1.0 + filled_up(depth + 1, buckets)) if buckets else rows
         verifying, stddev = costs.target(batch, computed), costs.verify_stddev(computed)
         hoped = seconds * hope_of_drafter + verifying * _optimism(stddev)
         found.rates.append(tokens / (seconds + verifying))
-        found.hopeful.append(tokens / hoped)
+        found.optimistic_rates.append(tokens / hoped)
         found.stddevs.append(max(stddev, drafter_stddev * seconds / (seconds + verifying)))
-        if found.hopeful[-1] < _HOPELESS * max(found.rates) or accepted < _NEGLIGIBLE * tokens:
+        if (
+            found.optimistic_rates[-1] < _HOPELESS * max(found.rates)
+            or accepted < _NEGLIGIBLE * tokens
+        ):
             break
     return found
 
 
-def filled_up(length: int, tiers: Sequence[int]) -> int:
+def filled_up(length: int, buckets: Sequence[int]) -> int:
     """Rows of a request behind its first one where the longest draft has that many tokens."""
-    return next((tier for tier in tiers if tier >= length), tiers[-1])
+    return next((bucket for bucket in buckets if bucket >= length), buckets[-1])
 
 
 def _price_of_last(

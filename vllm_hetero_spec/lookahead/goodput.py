@@ -58,10 +58,10 @@ class Goodput(Controller):
 
     Attributes:
         known: As given.
-        sides: See `Controller`.
+        branches: See `Controller`.
     """
 
-    sides: BranchStatistics
+    branches: BranchStatistics
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Goodput(Controller):
         self._costs, self._acceptance = known.costs, known.acceptance
         self._positions = known.acceptance.positions
         self._throughput, self._choice = Throughput(), TreeChoice(known, width)
-        self.sides = self._choice.sides
+        self.branches = self._choice.branches
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warm_up = WarmUp(known.acceptance)
@@ -85,7 +85,7 @@ class Goodput(Controller):
         # The present step: requests, the load it is (batch, quarters of random requests), lambda.
         self._batch, self._random, self._load = 1, [False], (1, 0)
         self._limits: Sequence[int] = ()
-        self._tiers: Sequence[int] = ()
+        self._buckets: Sequence[int] = ()
         self._lookahead, self._tokens_per_second, self._looks = 0, 0.0, False
         self._since_plain = 0  # steps
         # The last forecast, the load it is for, its age in steps, and how many that load has had.
@@ -98,7 +98,7 @@ class Goodput(Controller):
         return self.off or self._warm_up.lasts
 
     @property
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """See `Controller`; not before it is known what drafts bring."""
         return self.off and self._costs.knows_drafter and not self._warm_up.lasts
 
@@ -108,10 +108,10 @@ class Goodput(Controller):
         limits: Sequence[int],
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
-        tiers: Sequence[int] = (),
+        buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
         """How far to draft; see `Controller`."""
-        now, self._tiers, self._read = self._clock(), tiers, 0.0
+        now, self._buckets, self._read = self._clock(), buckets, 0.0
         limits = self._limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
@@ -125,7 +125,7 @@ class Goodput(Controller):
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
             return self._maybe_probe(now, able, limits, pending) or nothing
-        found = self._foresee(now, limits, probed)
+        found = self._refresh_forecast(now, limits, probed)
         gain = found.gain
         if gain <= BEGIN:  # above it, more makes no difference
             gain = max(gain, self._warm_up_gain(limits))
@@ -147,7 +147,7 @@ class Goodput(Controller):
         beside = found.beside if trees.paths and not trees.looks else ()
         load = batch, batch + sum(lookahead), self._random
         self.policy = StepPolicy(
-            self.known, rate, *load, beside, max(trees.paths, 1), filled_up=bool(tiers)
+            self.known, rate, *load, beside, max(trees.paths, 1), filled_up=bool(buckets)
         )
         return LookaheadPlan(lookahead, trees=trees)
 
@@ -199,14 +199,14 @@ class Goodput(Controller):
             lost = seconds - self._read - tokens * plain
             self._warm_up.lose(lost, self._batch * plain)
 
-    def foresee(self) -> None:
+    def refresh_forecast(self) -> None:
         """See `Controller`: for a load like the present one, the next forecast if it is due."""
         found = self._forecast
         if found is None or self.learns_first or not any(self._limits):
             return
         due = self._forecast_age + 1 >= self._forecast_lasts(found)
         if due and self._forecast_load == self._load:
-            self._foresee(self._clock(), self._limits, probed=False)
+            self._refresh_forecast(self._clock(), self._limits, probed=False)
             self._forecast_age = -1  # new in the next step
         self._costs.prepare(self._batch, self._batch * (1 + self._lookahead))
 
@@ -222,7 +222,7 @@ class Goodput(Controller):
             acceptance=tuple(self._acceptance.rates(2 * sum(self._random) > len(self._random))),
         )
 
-    def _foresee(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
+    def _refresh_forecast(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
         """The present load's forecast, a new one where that is due: after a probe always."""
         target_rate = foreseen = 1.0 / self._target_seconds_per_token()
         gain_before = self._forecast.gain if self._forecast else 0.0
@@ -246,12 +246,12 @@ class Goodput(Controller):
             self._tokens_per_second = max(target_rate, achieved)
             rate = self._tokens_per_second
             load = self._batch, limits, random, rate, self._can_stop_early
-            found = self._choice.forecast(*load, self._lookahead, self._tiers)
+            found = self._choice.forecast(*load, self._lookahead, self._buckets)
             foreseen = max(target_rate, *found.rates)
         self._forecast = found
         if probed:
             near = found.gain > _NEAR and self._budget.verified
-            self._budget.settle(now, news=near or found.gain > gain_before + _NEWS)
+            self._budget.finish_probe(now, news=near or found.gain > gain_before + _NEWS)
         return found
 
     def _forecast_lasts(self, found: Forecast) -> float:
@@ -266,8 +266,8 @@ class Goodput(Controller):
         if not self._warm_up.lasts:
             return 0.0
         prices = self._tokens_per_second, self._can_stop_early
-        found = forecast(self._good, self._batch, limits, [False], *prices, tiers=self._tiers)
-        return max(found.hopeful) / found.alone
+        found = forecast(self._good, self._batch, limits, [False], *prices, buckets=self._buckets)
+        return max(found.optimistic_rates) / found.alone
 
     def _choose(self, found: Forecast) -> int:
         """The best lookahead, or the last one where it is as good; as deep as is good if rounds
@@ -275,7 +275,7 @@ class Goodput(Controller):
         """
         deeper = enumerate(found.stddevs[1:], 1)
         within = next((k for k, stddev in deeper if stddev > _UNCERTAIN), len(found.stddevs))
-        last, rates = self._lookahead, found.hopeful[:within]
+        last, rates = self._lookahead, found.optimistic_rates[:within]
         good = _GOOD_ENOUGH * max(rates)
         if self._can_stop_early:
             return max(k for k, rate in enumerate(rates, 1) if rate >= good)
@@ -332,8 +332,8 @@ class Goodput(Controller):
         """Seconds that a probe of these requests costs beyond what it is expected to earn."""
         count = len(chosen)
         rows = count * length
-        if self._tiers:
-            rows = self._batch * filled_up(length, self._tiers)
+        if self._buckets:
+            rows = self._batch * filled_up(length, self._buckets)
         cost = self._costs.more_rows(self._batch, rows)
         cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
         if self._costs.knows_drafter:

@@ -106,7 +106,7 @@ class ProbeBudget:
             self._credit -= self._lost
         return ended
 
-    def settle(self, now: float, *, news: bool) -> None:
+    def finish_probe(self, now: float, *, news: bool) -> None:
         """What it showed is known: the next one waits longer, or not at all after news."""
         self._wait = _FIRST_WAIT if news else min(2 * self._wait, _LONGEST_WAIT)
         self._next = now if news else now + self._wait

@@ -205,7 +205,7 @@ class TextBridge(Bridge):
         for index, ids in enumerate(new_ids):
             kept[index] = self._guarded(texts[index], texts[index].take, ids)
         for index, tail_ids in enumerate(self._encode_tails(texts)):
-            settled = self._guarded(texts[index], texts[index].settle, tail_ids)
+            settled = self._guarded(texts[index], texts[index].commit_prefix, tail_ids)
             kept[index] = min(kept[index], settled)
         return kept
 

@@ -77,7 +77,7 @@ class TextContext:
     def append(self, target_ids: Sequence[int]) -> int:
         """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
         kept = self.take(target_ids)
-        return min(kept, self.settle(self._drafter.encode_batch([self._tail])[0]))
+        return min(kept, self.commit_prefix(self._drafter.encode_batch([self._tail])[0]))
 
     def take(self, target_ids: Sequence[int]) -> int:
         """First half of append: the text is in tail, to be encoded and handed to settle()."""
@@ -146,7 +146,7 @@ class TextContext:
         self.target_ids.extend(target_ids)
         self._take_bytes(self._target.decode_bytes(target_ids))
 
-    def settle(self, tail_ids: Sequence[int]) -> int:
+    def commit_prefix(self, tail_ids: Sequence[int]) -> int:
         """Second half of append: the drafter's ids of tail. Returns c of this half."""
         self._count_lost(tail_ids)
         tail_ids = self._split_as_target(tail_ids)

@@ -7,9 +7,9 @@ blocks, and scratch blocks from the one on that the step begins in. The tokens t
 with those before it are fed again at its beginning, so that all it reads of this step is its own.
 
 Before the forward, what the request's last block holds already is copied to the first scratch block
-of each path (`tails`). After a walk that ended on a side path, its scratch blocks are copied over
-the request's own (`home`), but for one that the root has filled up: that one is right already, and
-may have been published. Scratch blocks are lent for one step.
+of each branch (`tails`). After a walk that ended on a branch, its scratch blocks replace the
+request's own (`blocks_to_copy`), except a block that the root has filled: it is right already, and
+may be published. Scratch blocks are reserved for one step.
 
 Plain arrays: nothing here knows a model runner.
 """
@@ -39,16 +39,16 @@ class TreeRows(NamedTuple):
     parents: list[int]
     counts: list[int]
 
-    def fitted(self, length: int, sides: int) -> "TreeRows":
+    def fitted(self, length: int, branches: int) -> "TreeRows":
         """What of it can be verified, `length` long; what is behind that is no node.
 
         Args:
             length: Tokens of the draft that the target is fed: fewer or more than there are.
-            sides: Side sequences that it may have.
+            branches: Side sequences that it may have.
         """
         counts: list[int] = []
         left = length + 1
-        for count in self.counts[: sides + 1]:
+        for count in self.counts[: branches + 1]:
             if left:
                 counts.append(min(count, left))
                 left -= counts[-1]
@@ -78,7 +78,7 @@ def lay_out(
     parents: Sequence[int],
     values: Sequence[float],
     *,
-    sides: int,
+    branches: int,
     rows: int,
 ) -> TreeRows:
     """A tree as rows: the main path, the likeliest child each time, then the most valuable others.
@@ -88,7 +88,7 @@ def lay_out(
         tokens: Of the tree, each behind its parent.
         parents: Index of each token's parent, ROOT for one that continues the text itself.
         values: Of each token, not above its parent's.
-        sides: Side sequences at most.
+        branches: Side sequences at most.
         rows: Rows behind the root's at most, with what is fed again.
     """
     children: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ def lay_out(
 
     if ROOT in children:
         offer([], max(children[ROOT], key=values.__getitem__))
-    while paths and len(laid.counts) <= sides:
+    while paths and len(laid.counts) <= branches:
         _, above, own = heappop(paths)
         again = [root, *(tokens[node] for node in above)] if laid.counts else []
         own = own[: max(0, rows - len(laid.tokens) - len(again))]
@@ -159,7 +159,9 @@ class BranchPlan:
         """int64 [S + 1], of each sequence among the step's tokens."""
         return np.concatenate([[0], self.counts.cumsum()])
 
-    def home(self, request: int, sequence: int, start: int, depth: int, size: int) -> np.ndarray:
+    def blocks_to_copy(
+        self, request: int, sequence: int, start: int, depth: int, size: int
+    ) -> np.ndarray:
         """int64 [n, 2], column and scratch block: what is copied over a request's own blocks.
 
         Args:

@@ -44,12 +44,12 @@ class TreeChoice:
         width: Most paths that the drafter follows for a tree; 0 where there are none.
 
     Attributes:
-        sides: What recent trees had beside their chains.
+        branches: What recent trees had beside their chains.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
         self._known, self._width = known, width
-        self.sides, self._paths = BranchStatistics(), 1
+        self.branches, self._paths = BranchStatistics(), 1
         self._pay = self._dear = False
         self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
 
@@ -61,7 +61,7 @@ class TreeChoice:
         tokens_per_second: float,
         can_stop_early: bool,
         lookahead: int,
-        tiers: Sequence[int] = (),
+        buckets: Sequence[int] = (),
     ) -> Forecast:
         """Rates of trees where these are better than those of chains, else of chains.
 
@@ -71,11 +71,11 @@ class TreeChoice:
             lookahead: The last one, in target tokens.
         """
         load = batch, limits, random, tokens_per_second, can_stop_early
-        chains, self._pay = forecast(self._known, *load, tiers=tiers), False
+        chains, self._pay = forecast(self._known, *load, buckets=buckets), False
         if not self._may_pay(batch, random, tokens_per_second, lookahead):
             return chains
         self._paths = self._nearly_free(batch, tokens_per_second)
-        trees = forecast(self._known, *load, self.sides, self._paths)
+        trees = forecast(self._known, *load, self.branches, self._paths)
         self._pay = max(trees.rates) > (1.0 + _ENOUGH) * max(chains.rates)
         return trees if self._pay else chains
 
@@ -83,7 +83,7 @@ class TreeChoice:
         self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
     ) -> bool:
         """Whether trees would pay if all their rows were as cheap as the first ones."""
-        if not (self._width and self.sides.room):
+        if not (self._width and self.branches.room):
             return False
         costs = self._known.costs
         row = tokens_per_second * costs.row(2 * batch, batch, 2 * batch)
@@ -92,8 +92,8 @@ class TreeChoice:
             return False
         self._steps = steps = self._known.steps.expected(lookahead)
         read = tokens_per_second * costs.side(1)
-        tokens, rows, again = self.sides.worth(None, row, random, read)
-        seconds = self.sides.seconds + steps * costs.beside(batch) / batch
+        tokens, rows, again = self.branches.worth(None, row, random, read)
+        seconds = self.branches.seconds + steps * costs.beside(batch) / batch
         return bool(tokens - row * rows - read * again > tokens_per_second * seconds)
 
     def _nearly_free(self, batch: int, tokens_per_second: float) -> int:
@@ -115,8 +115,8 @@ class TreeChoice:
         """
         if self._pay:
             return Trees(self._paths)
-        if self._dear or now < self._next_look or not (self._width and self.sides.room):
+        if self._dear or now < self._next_look or not (self._width and self.branches.room):
             return Trees()
-        takes = drafted * self.sides.seconds + self._steps * self._known.costs.beside(drafted)
+        takes = drafted * self.branches.seconds + self._steps * self._known.costs.beside(drafted)
         self._next_look = now + max(takes / _SHARE, _APART)
         return Trees(1, looks=True)

@@ -18,13 +18,13 @@ class PricedTree(NamedTuple):
     Attributes:
         parents: Of each token, one before it, -1 for one that continues the text itself.
         values: In tokens; at most the parent's.
-        sides: Tokens that it costs to open a side sequence with the token, beside its rows.
+        branches: Tokens that it costs to open a side sequence with the token, beside its rows.
         again: Rows that this feeds again.
     """
 
     parents: Sequence[int]
     values: Sequence[float]
-    sides: Sequence[float]
+    branches: Sequence[float]
     again: Sequence[int]
 
 
@@ -73,7 +73,7 @@ def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
     """
     size = len(tree.parents)
     worth = [value - row for value in tree.values]
-    prices = [side + row * again for side, again in zip(tree.sides, tree.again, strict=True)]
+    prices = [side + row * again for side, again in zip(tree.branches, tree.again, strict=True)]
     free = [-1] * (size + 1)  # of each node and the root, the child that opens no side sequence
     for node in reversed(range(size)):
         # All children come behind: those of `node` have been added to what it is worth.

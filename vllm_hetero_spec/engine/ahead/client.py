@@ -113,7 +113,7 @@ class ProcessSource:
         drafts = [of.draft for of in found if of.task.lookahead]
         if found:
             overhead = self._took + time.perf_counter() - began - waited
-            self._tell(waited, overhead, drafts)
+            self._report_timing(waited, overhead, drafts)
         return drafts
 
     def record(self) -> int:
@@ -148,7 +148,7 @@ class ProcessSource:
         """See `DraftSource`."""
         self._process.rest()
 
-    def show(self, stats: DraftStats) -> None:
+    def export_to(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         counts = self._process.done
         stats.restarts, stats.forwards = self._process.restarts, counts.forwards
@@ -237,10 +237,10 @@ class ProcessSource:
             room -= len(ids) + len(drafted)
             wanted = self._wanted(of.task, 2) if whole else 0
             beside = self._wanted(of.task, 1) if whole else 0
-            sides = guesses if beside else 0
+            branches = guesses if beside else 0
             at_stake = of.ends[-1] if drafted and of.ends else 0
             keep = state.num_kv_valid if text.serial else -1
-            told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, sides, text.salt)
+            told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, branches, text.salt)
             rows.append(RequestUpdate(*told, of.task.draw))
         if not self._process.send(UpdateBatch(self._serial, [*self.pool.closed], rows)):
             return  # it has not read the last ones: told next time
@@ -261,12 +261,12 @@ class ProcessSource:
         tasks = [of.task for of in found if of.task.lookahead]
         if not tasks:
             return 0
-        most = min(self._process.table.sides, self._most_rows // len(tasks) - 1)
+        most = min(self._process.table.branches, self._most_rows // len(tasks) - 1)
         longest, each = max(of.lookahead for of in tasks), max(map(ids_for_each, tasks))
         self._stats.guesses = self._control.guesses(len(tasks), longest, each, max(most, 0))
         return self._stats.guesses
 
-    def _tell(self, waited: float, overhead: float, drafts: Sequence[Draft]) -> None:
+    def _report_timing(self, waited: float, overhead: float, drafts: Sequence[Draft]) -> None:
         """Tell the controller what was done since the step before, and what was waited for."""
         now, before = self._process.counts, self._before
         self._before = now

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 # Texts for each request of the largest batch: those of waiting requests are kept as long.
 _SLOTS = 2
 # Guesses of what the target writes instead of the drafter's chain.
-_SIDES = 8
+_BRANCHES = 8
 # Tokens of a forward on a CPU at most. There one of thousands may take longer than a process may
 # show no sign of life.
 _CPU_TOKENS = 512
@@ -45,7 +45,7 @@ class Deployment:
         slots: Texts.
         longest: Most drafter tokens of a line behind a text.
         tokens: Which target tokens are proposed, where drafts are drawn; on the host.
-        sides: Lines beside the chain of a text.
+        branches: Lines beside the chain of a text.
     """
 
     vllm_config: VllmConfig
@@ -59,12 +59,12 @@ class Deployment:
     slots: int
     longest: int
     tokens: TokenMap | None = None
-    sides: int = _SIDES
+    branches: int = _BRANCHES
 
     @property
     def most_rows(self) -> int:
         """Lines of a forward."""
-        return int(self.vllm_config.scheduler_config.max_num_seqs) + self.sides
+        return int(self.vllm_config.scheduler_config.max_num_seqs) + self.branches
 
     @property
     def most_tokens(self) -> int:
@@ -77,7 +77,7 @@ class Deployment:
         """Texts, most tokens of a line, lines beside a chain, and most drawn tokens of a line."""
         # Each is a target token or more: of two drafts, and of the tokens between and behind them.
         drawn = 2 * (self.options.num_speculative_tokens + 1) * (self.tokens is not None)
-        return self.slots, self.longest, self.sides, drawn
+        return self.slots, self.longest, self.branches, drawn
 
     @classmethod
     def of(

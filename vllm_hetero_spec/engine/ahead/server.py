@@ -170,7 +170,7 @@ class DraftingServer:
         drawn = text.draw is not None
         follows = [max(of.shares) if drawn else of.share for of in rivals]
         copies = []
-        most = min(text.guesses, self._table.sides)
+        most = min(text.guesses, self._table.branches)
         for guess in choose_guesses(rivals, follows, most):
             sequence = text.chain.state.sequence
             at = text.num_text + guess.place

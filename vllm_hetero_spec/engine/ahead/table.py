@@ -78,25 +78,25 @@ class DraftTable:
         file: Of the memory, from `make_file`.
         slots: Texts.
         longest: Most tokens of a line.
-        sides: Most lines beside the chain.
+        branches: Most lines beside the chain.
         drawn: Most drawn tokens of a line.
     """
 
-    def __init__(self, file: int, slots: int, longest: int, sides: int, drawn: int = 0) -> None:
-        self.sides, self.longest, self.drawn = sides, longest, drawn
-        shared = mmap.mmap(file, self.size(slots, longest, sides, drawn))
+    def __init__(self, file: int, slots: int, longest: int, branches: int, drawn: int = 0) -> None:
+        self.branches, self.longest, self.drawn = branches, longest, drawn
+        shared = mmap.mmap(file, self.size(slots, longest, branches, drawn))
         memory, self._bytes = np.frombuffer(shared, np.int32), memoryview(shared)
         counts, records = np.split(memory, [2 * len(Counts._fields)])
         self._counts = counts.view(np.float64)
-        self._records = records.reshape(slots, 1 + sides, -1)
+        self._records = records.reshape(slots, 1 + branches, -1)
         self._beginnings = self._records[:, 1:, 2 : 1 + _HEAD : _HEAD - 2]  # places, first tokens
         self._start, (self._of_slot, self._of_record, _) = counts.nbytes, self._records.strides
 
     @staticmethod
-    def size(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
+    def size(slots: int, longest: int, branches: int, drawn: int = 0) -> int:
         """Bytes of a table."""
         record = _HEAD + 2 * longest + _ROW * drawn
-        return 4 * (2 * len(Counts._fields) + slots * (1 + sides) * record)
+        return 4 * (2 * len(Counts._fields) + slots * (1 + branches) * record)
 
     @property
     def counts(self) -> Counts:
@@ -151,13 +151,13 @@ class DraftTable:
         return start
 
 
-def make_file(slots: int, longest: int, sides: int, drawn: int = 0) -> int:
+def make_file(slots: int, longest: int, branches: int, drawn: int = 0) -> int:
     """A file of memory for a table that nobody else can open, with nothing in it.
 
     Raises:
         OSError: There is no room for it.
     """
-    size = DraftTable.size(slots, longest, sides, drawn)
+    size = DraftTable.size(slots, longest, branches, drawn)
     if hasattr(os, "memfd_create"):
         # Not in /dev/shm, of which containers have 64 MiB: who reads a page past that is ended.
         file = os.memfd_create("hetero_spec")

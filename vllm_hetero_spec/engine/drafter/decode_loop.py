@@ -53,7 +53,7 @@ class Drafter:
         ends: Ids after which a draft ends.
         confidences: Whether drafts are to come with confidences.
         beside: Tokens of each row that are fetched beside the one that is picked, for trees.
-        looks_back: Drafts may begin in the place of a text's last token.
+        token_healing: Drafts may begin in the place of a text's last token.
 
     Attributes:
         sampling, beside: As given.
@@ -79,7 +79,7 @@ class Drafter:
         ends: frozenset[int] = frozenset(),
         confidences: bool = False,
         beside: int = 0,
-        looks_back: bool = False,
+        token_healing: bool = False,
     ) -> None:
         device = model.device
         self.model = model
@@ -105,7 +105,7 @@ class Drafter:
             sampling=sampling,
             confidences=confidences,
             beside=beside,
-            looks_back=looks_back,
+            token_healing=token_healing,
         )
         self._planner = Planner(model.block_size)
         # Not of the packets of rounds: it feeds in the middle of one.
@@ -124,15 +124,17 @@ class Drafter:
             support: What the attention of the drafter can be recorded with.
         """
         # A look back at tokens that no graph takes would be made without one each time.
-        self._rules = replace(self._rules, looks_back=self.looks_back and support.several_tokens)
+        self._rules = replace(
+            self._rules, token_healing=self.token_healing and support.several_tokens
+        )
         self._steps = RecordedSteps(
             self.model, self._rules, self._send, self._steps.picked, graphs, shapes, support
         )
 
     @property
-    def looks_back(self) -> bool:
+    def token_healing(self) -> bool:
         """Whether drafts may begin in the place of a text's last token."""
-        return self._rules.looks_back
+        return self._rules.token_healing
 
     @property
     def forward_seconds(self) -> float:
@@ -176,7 +178,7 @@ class Drafter:
         if current.own or current.plan.forks.size:
             with self._stopwatch:
                 current.own.pick(behind.logits, self._steps.picked, 0)
-                current.own.leave(self._steps.picked, 0, self._steps.forks)
+                current.own.branch_off(self._steps.picked, 0, self._steps.forks)
         self.forwards += 1
         if singles < len(rows):
             current.spans = self._along_spans(rows[singles:], behind.logits[singles:])
@@ -189,7 +191,7 @@ class Drafter:
         current, self._round = self._round, None
         assert current is not None
         if current.candidates is not None and not current.taken:
-            self._judge(current)
+            self._choose_first(current)
             self._take_steps(current, None)
             self._fetch(current)
         drafted = [DrafterTokens([])] * len(current.rows)
@@ -243,7 +245,7 @@ class Drafter:
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]
-        back = self.looks_back and any(row.choose is not None for row in rows)
+        back = self.token_healing and any(row.choose is not None for row in rows)
         longest = max(1 + back, *map(len, pending))
         context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
@@ -264,7 +266,7 @@ class Drafter:
                 current.candidates = self._first.fetch(behind, current.plan.active[0])
             often = self._first.heals_often(current.plan.active[0])
             if not self.waits or current.own or (often and self.may_wait):
-                self._judge(current)
+                self._choose_first(current)
             elif often:
                 return
         self._take_steps(current, control)
@@ -289,7 +291,7 @@ class Drafter:
         if own:
             own.feed(picked.ids(number - 1, current.plan.active[number]))
         own.pick(self._steps.step(number), picked, number)
-        own.leave(picked, number, self._steps.forks)
+        own.branch_off(picked, number, self._steps.forks)
         current.taken += 1
         self.forwards += 1
 
@@ -299,7 +301,7 @@ class Drafter:
         if stand_ins is not None:
             current.stand_ins = self._receiver_own.fetch(stand_ins)
 
-    def _judge(self, current: Round) -> None:
+    def _choose_first(self, current: Round) -> None:
         """Replace first tokens that do not continue their text."""
         self._begin_with(current, self._others(current))
 
@@ -307,13 +309,13 @@ class Drafter:
         """Return the replaced first tokens by row. Waits for the copy of the candidates."""
         assert current.candidates is not None
         candidates, current.candidates = current.candidates, None
-        return self._first.judge(current.rows, candidates)
+        return self._first.choose(current.rows, candidates)
 
     def _judge_before_drawing(self, current: Round, behind: CaughtUp) -> None:
         """A draft that begins in the place of a last token is greedy: its first bytes are given."""
         count, rows = current.plan.active[0], current.rows
         candidates = self._first.fetch(behind, count)
-        current.others = self._first.judge(rows, candidates, drawn=True)
+        current.others = self._first.choose(rows, candidates, drawn=True)
         given = [index for index, other in current.others.items() if other.known]
         if any(rows[index].task.draw is not None for index in given):
             for index in given:

@@ -91,7 +91,7 @@ class InlineSource:
             pair.bridge.drafter_eos,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
-            looks_back=pair.looks_back,
+            token_healing=pair.token_healing,
         )
         self.drafter.may_wait = scheduler.async_scheduling  # both halves come one after the other
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
@@ -153,7 +153,7 @@ class InlineSource:
     def close(self) -> None:
         """See `DraftSource`."""
 
-    def show(self, stats: DraftStats) -> None:
+    def export_to(self, stats: DraftStats) -> None:
         """See `DraftSource`."""
         stats.kv_blocks_held = self.pool.held
         stats.reused_tokens = self.pool.reused_tokens

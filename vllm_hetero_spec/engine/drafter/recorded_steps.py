@@ -146,7 +146,7 @@ class RecordedSteps:
     def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
         """The graph that catches up with `width` tokens each, or that of a step where it is 0."""
         on = self._on
-        batch = on.batch(size, max(1, width), back=self._rules.looks_back and width > 1)
+        batch = on.batch(size, max(1, width), back=self._rules.token_healing and width > 1)
         on.clear()
         # What is built here is referred to by the graph for as long as it lives.
         metadata = self._model.metadata(batch, to_capture=True)

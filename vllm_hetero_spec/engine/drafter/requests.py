@@ -96,7 +96,7 @@ class RequestState:
         """Target ids taken in."""
         return self.context.num_target + self.num_media
 
-    def news(self, request: RequestView) -> Sequence[int] | None:
+    def new_tokens_of(self, request: RequestView) -> Sequence[int] | None:
         """Target ids to take in; None where vLLM has taken some back (resumed, or edited)."""
         known, ids = self.num_target, request.token_ids
         if known and (known > len(ids) or ids[known - 1] != self.last_target):
@@ -248,7 +248,7 @@ class Requests:
         for index in wanted:
             request = step.requests[index]
             state = self._states.get(request.req_id)
-            new = state.news(request) if state is not None and not state.retired else ()
+            new = state.new_tokens_of(request) if state is not None and not state.retired else ()
             if state is None or new is None:
                 state = self._open(request)
                 new = request.since(state.num_target)

@@ -82,7 +82,7 @@ class StaticTensors:
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
-            self.last = torch.zeros_like(self.logits) if rules.looks_back else self.logits[:0]
+            self.last = torch.zeros_like(self.logits) if rules.token_healing else self.logits[:0]
 
     def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
         """A forward of the first `size` requests, `width` tokens each; `back` as in `BatchFeed`."""

@@ -30,7 +30,7 @@ class PickConfig:
         sampling: What sampled drafts propose; None where all are greedy.
         confidences: Whether they are asked for.
         beside: Tokens of each row that are known beside the one that is picked, for trees.
-        looks_back: Drafts may begin in the place of a text's last token.
+        token_healing: Drafts may begin in the place of a text's last token.
     """
 
     vocab_size: int
@@ -39,7 +39,7 @@ class PickConfig:
     sampling: SampledMethod | None
     confidences: bool = False
     beside: int = 0
-    looks_back: bool = False
+    token_healing: bool = False
 
     def span(self, task: DraftTask) -> MergeSpan:
         """How SLRS-n looks ahead for a request; one token where it is drafted otherwise.
@@ -150,11 +150,11 @@ class RowPickers:
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
-    def leave(self, picked: PickBuffers, step: int, forks: torch.Tensor) -> None:
+    def branch_off(self, picked: PickBuffers, step: int, forks: torch.Tensor) -> None:
         """Behind a step some forks leave, raced ones with a token that arrived.
 
         Args:
-            picked: Of the round; see `PickBuffers.leave`.
+            picked: Of the round; see `PickBuffers.branch_off`.
             step: Has been picked.
             forks: See `RoundPlan`.
         """
@@ -164,12 +164,12 @@ class RowPickers:
             return
         draws, drawn, first = self.draws, len(self.drawn), self._plan.count
         if draws is None or not self._forked:
-            picked.leave(step, first, forks)
+            picked.branch_off(step, first, forks)
             return
         ids, places = picked.ids(step, self._forked[-1] + 1), draws.index[drawn:]
         if step:
             draws.skip(drawn, ids[places], -1)
-        picked.leave(step, first, forks)
+        picked.branch_off(step, first, forks)
         draws.skip(drawn, ids[places])
 
     def feed(self, ids: torch.Tensor) -> None:

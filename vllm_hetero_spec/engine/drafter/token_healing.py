@@ -86,7 +86,7 @@ class TokenHealing:
             parts += [best.indices.int(), best.values.float().view(torch.int32)]
         return Candidates(self._receiver.fetch(torch.cat(parts, 1)), count)
 
-    def judge(
+    def choose(
         self, rows: Sequence[DraftRow], candidates: Candidates, *, drawn: bool = False
     ) -> dict[int, HealedStart]:
         """Of the rows whose draft does not begin with the drafter's best, what it begins with.

@@ -93,7 +93,7 @@ class PickBuffers:
         columns = torch.cat([arrivals.tokens.int(), shares, arrivals.fed.int(), speeds], 1)
         self.packet[step, _FIRST_BESIDE:].index_copy_(1, index, columns.T)
 
-    def leave(self, step: int, first: int, forks: torch.Tensor) -> None:
+    def branch_off(self, step: int, first: int, forks: torch.Tensor) -> None:
         """Let those forks leave their requests' paths that do so behind a step.
 
         Args:

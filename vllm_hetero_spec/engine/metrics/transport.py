@@ -53,7 +53,7 @@ class Reporter(ABC):
         """What was counted since the last report."""
 
     @abstractmethod
-    def tell(self, output: object) -> None:
+    def attach_to_output(self, output: object) -> None:
         """Put on a step's output whatever else goes with it."""
 
 
@@ -153,7 +153,7 @@ def wrap_sample(
             carrier = getattr(output, "model_runner_output", output)
             if isinstance(drafter, Reporter) and carrier is not None and carrier is not empty:
                 _carry(carrier, drafter)
-                drafter.tell(carrier)
+                drafter.attach_to_output(carrier)
             return output
 
         return sample_tokens

@@ -2,7 +2,7 @@
 """Asynchronous scheduling on Model Runner V2: a step is scheduled before the one before has ended.
 
 The scheduler then says how many draft tokens a step verifies before they are drafted, the same
-number for every request. It chooses among a few (`tiers`), for which vLLM captures full CUDA
+number for every request. It chooses among a few (`buckets`), for which vLLM captures full CUDA
 graphs; what a draft falls short of is padding, which is neither verified nor counted. How far the
 controller wants to draft travels on a step's output, and holds for a step or two later.
 """
@@ -49,7 +49,7 @@ class AsyncStepInfo:
         setattr(output, _FIELD, self)
 
 
-def tiers(longest: int, chain: int) -> list[int]:
+def buckets(longest: int, chain: int) -> list[int]:
     """The lookaheads that steps are scheduled with: none, about half, all. Rising.
 
     Args:
@@ -60,12 +60,12 @@ def tiers(longest: int, chain: int) -> list[int]:
     return sorted({0, *(n for of in (chain, longest) for n in ((of + 1) // 2, of))})
 
 
-def tiers_of(config: "VllmConfig") -> list[int]:
+def buckets_of(config: "VllmConfig") -> list[int]:
     """The tiers of an engine; empty where its steps are scheduled one after the other."""
     spec = config.speculative_config
     if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
         return []
-    return tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
+    return buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 
 
 def install() -> None:
@@ -151,13 +151,13 @@ def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
     """
     *some, longest = named
     last = len(some) + 1, _MANY, longest
-    return [*((size, size, tier) for size, tier in enumerate(some, 1)), last]
+    return [*((size, size, bucket) for size, bucket in enumerate(some, 1)), last]
 
 
 def _wrap_lookup(original: patching.Function) -> patching.Function:
     def build_dynamic_sd_schedule_lookup(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         if schedule and schedule[-1][1] == _MANY:
-            return [0, *(tier for _, _, tier in schedule)]
+            return [0, *(bucket for _, _, bucket in schedule)]
         return original(schedule, *args, **kwargs)
 
     return build_dynamic_sd_schedule_lookup
@@ -214,12 +214,12 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
         spec, scheduler = self.speculative_config, self.scheduler_config
         if not hasattr(spec, "hetero"):
             return original(self, *args, **kwargs)
-        scratch.settle(self)
+        scratch.reserve_rows(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
         # An engine core settles its configuration anew, and finds there what was settled before.
         reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")
         if not reason:  # named before graphs are planned
-            named = tiers(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
+            named = buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
             spec.num_speculative_tokens_per_batch_size = _schedule(named)
         else:
             _check_room(self)

@@ -26,7 +26,7 @@ class Runner(Protocol):
     def max_num_tokens(self) -> int:
         """Most tokens that the target computes in a step."""
 
-    def handed_out(self) -> None:
+    def on_drafts_taken(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
@@ -35,7 +35,7 @@ class Runner(Protocol):
     def check_trees(self) -> None:
         """Make all drafts chains if a rank does not support trees. Every rank has to call it."""
 
-    def tell(self, output: object, lookahead: int) -> None:
+    def attach_to_output(self, output: object, lookahead: int) -> None:
         """Put on a step's output what a scheduler that is ahead has to know.
 
         Args:
@@ -59,18 +59,18 @@ class StepClock:
 
     def __init__(self) -> None:
         self._viewed: float | None = None
-        self._handed_out: float | None = None
+        self._drafts_taken: float | None = None
 
     def viewed(self, now: float) -> StepTimes:
         """A view is made of a step that had sampled at `now`, by `time.perf_counter`."""
-        target = None if self._handed_out is None else now - self._handed_out
+        target = None if self._drafts_taken is None else now - self._drafts_taken
         step = None if self._viewed is None else now - self._viewed
         self._viewed = now
         return StepTimes(target, step)
 
-    def handed_out(self) -> None:
+    def on_drafts_taken(self) -> None:
         """The last view's drafts are out."""
-        self._handed_out = time.perf_counter()
+        self._drafts_taken = time.perf_counter()
 
 
 class DeviceClock:

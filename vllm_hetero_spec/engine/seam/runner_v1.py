@@ -39,7 +39,7 @@ class RunnerV1:
         runner: vLLM's.
 
     Attributes:
-        sides: The draft trees; None where drafts are chains.
+        branches: The draft trees; None where drafts are chains.
     """
 
     def __init__(self, runner: "GPUModelRunner") -> None:
@@ -49,11 +49,11 @@ class RunnerV1:
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
         hetero = runner.speculative_config.hetero
         self._longest = int(hetero.num_speculative_tokens)
-        self.sides: BranchSequencesV1 | None = None  # where drafts may be trees
+        self.branches: BranchSequencesV1 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
             from vllm_hetero_spec.engine.trees import attention_v1
 
-            self.sides = attention_v1.BranchSequencesV1(runner)
+            self.branches = attention_v1.BranchSequencesV1(runner)
             # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
             for planner in (runner, runner.cudagraph_dispatcher):
                 planner.uniform_decode_query_len = 1 + self._longest
@@ -80,9 +80,9 @@ class RunnerV1:
         Args:
             sampled: See `view`.
         """
-        if self.sides is not None and self.sides.uneven:
+        if self.branches is not None and self.branches.uneven:
             req_ids = self._runner.input_batch.req_ids
-            self.sides.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
+            self.branches.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
 
     def view(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
@@ -98,9 +98,9 @@ class RunnerV1:
         batch, states = runner.input_batch, runner.requests
         requests = []
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
-        if self.sides is not None:
+        if self.branches is not None:
             self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
-        nodes = {} if self.sides is None else self.sides.nodes
+        nodes = {} if self.branches is None else self.branches.nodes
         token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
             state, places = states[req_id], drafted.get(req_id, ())
@@ -133,8 +133,8 @@ class RunnerV1:
             target_seconds=times.target,
             step_seconds=times.step,
             trees=None
-            if self.sides is None
-            else self.sides.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
+            if self.branches is None
+            else self.branches.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
             preempted=scheduler_output.preempted_req_ids or (),
             early_bonus=True,
         )
@@ -147,20 +147,20 @@ class RunnerV1:
         """What the present step takes is not known: it has no view."""
         self._clock = StepClock()
 
-    def handed_out(self) -> None:
+    def on_drafts_taken(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
         # Ours wait for the verifier by request; the runner is to hand on none of its own.
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
-        self._clock.handed_out()
+        self._clock.on_drafts_taken()
 
     def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
         """See Runner."""
-        if self.sides is not None:
+        if self.branches is not None:
             takes = {req_id for req_id in trees if self._takes_trees(req_id)}
             drafts = {
                 req_id: trees[req_id].tokens if req_id in takes else () for req_id in self._lengths
             }
-            self.sides.handed_out(drafts, trees, self._lengths)
+            self.branches.on_drafts_taken(drafts, trees, self._lengths)
 
     def _takes_trees(self, req_id: str) -> bool:
         params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
@@ -168,14 +168,14 @@ class RunnerV1:
 
     def check_trees(self) -> None:
         """See Runner."""
-        if self.sides is not None:
-            supported = support.agree(self._runner, self.sides, support.GRAPHS_V1)
-            self.sides = self.sides if supported else None
+        if self.branches is not None:
+            supported = support.agree(self._runner, self.branches, support.GRAPHS_V1)
+            self.branches = self.branches if supported else None
 
-    def tell(self, output: object, lookahead: int) -> None:
+    def attach_to_output(self, output: object, lookahead: int) -> None:
         """See Runner: V1 is never scheduled ahead."""
-        if self.sides is not None:
-            leave_out(output, self.sides.again)
+        if self.branches is not None:
+            leave_out(output, self.branches.again)
 
     def batch(self) -> BatchView:
         """The batch that tokens are being chosen for."""
@@ -188,7 +188,7 @@ class RunnerV1:
                 for req_id, state in zip(req_ids, seen, strict=True)
             ],
             num_output_tokens=[len(state.output_token_ids) for state in seen],
-            trees=None if self.sides is None else self.sides.view(),
+            trees=None if self.branches is None else self.branches.view(),
         )
 
     def replace_rejection_sampler(

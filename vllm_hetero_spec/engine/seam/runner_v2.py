@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.metrics.transport import leave_out
-from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, tiers_of
+from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
 from vllm_hetero_spec.engine.seam.lora_rows_v2 import map_adapters_by_row
@@ -48,7 +48,7 @@ class RunnerV2:
         runner: vLLM's, with its model loaded.
 
     Attributes:
-        tiers: See `StepView`.
+        buckets: See `StepView`.
         staged: Whether other pipeline stages are told of the drafts, as soon as vLLM has them.
         ended: See `StepView`.
         inputs: Of the target, where drafts go.
@@ -63,15 +63,15 @@ class RunnerV2:
         self._output: SchedulerOutput | None = None  # what the present step is made of
         self._drafted: dict[str, list[int]] = {}  # each request's newest draft
         self._verified: dict[str, int] = {}  # tokens of drafts that the present step verifies
-        self.tiers = tiers_of(runner.vllm_config)
+        self.buckets = buckets_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self._sides: BranchSequencesV2 | None = None  # where drafts may be trees
+        self._branches: BranchSequencesV2 | None = None  # where drafts may be trees
         if nodes_of(runner.vllm_config):
             from vllm_hetero_spec.engine.trees import state_v2
 
-            self._sides = state_v2.sides_of(runner)
+            self._branches = state_v2.branches_of(runner)
         self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
         self._lengths: dict[str, int] = {}  # of the texts of the last view
         self._clock = StepClock()
@@ -108,8 +108,8 @@ class RunnerV2:
             for of in (self._params, self._drafted):  # it may come with places, which hold none
                 of.pop(each.req_id, None)
         self._count_drafts()
-        if self._sides is not None:
-            self._sides.follow(scheduler_output)
+        if self._branches is not None:
+            self._branches.update_from(scheduler_output)
         return bool(new)
 
     def _count_drafts(self) -> None:
@@ -127,11 +127,11 @@ class RunnerV2:
             batch: The step's, as it is known on the host.
         """
         lengths = batch.num_draft_tokens_np
-        if self._sides is None or lengths is None:
+        if self._branches is None or lengths is None:
             return False
-        self._sides.plan(batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist())
-        self._verified |= self._sides.nodes
-        return self._sides.uneven
+        self._branches.plan(batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist())
+        self._verified |= self._branches.nodes
+        return self._branches.uneven
 
     def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
         """Describe the step that has just been queued, and start to copy its counts.
@@ -142,7 +142,7 @@ class RunnerV2:
         """
         assert self._output is not None, "no step has begun"
         # Before the copy, so that the times are known when the counts have arrived.
-        times = self._device_clock.ends() if self.tiers else None
+        times = self._device_clock.ends() if self.buckets else None
         lengths = self._runner.req_states.total_len.gpu[batch.idx_mapping]
         self._counts.append(self._counts.pop(0))
         return SampledStep(
@@ -157,11 +157,11 @@ class RunnerV2:
 
     def commit_accepted_branch_kv(self, step: SampledStep) -> None:
         """Copy the KV of what a step sampled to where the requests have theirs: first of all."""
-        if self._sides is None or not self._sides.uneven:
+        if self._branches is None or not self._branches.uneven:
             return
         sampled, texts = self._texts(step)
         emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
-        self._sides.commit_accepted_branch_kv(dict(zip(step.req_ids, emitted, strict=True)))
+        self._branches.commit_accepted_branch_kv(dict(zip(step.req_ids, emitted, strict=True)))
 
     def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
         """How many tokens each request has sampled, and its text; waits for the device."""
@@ -201,9 +201,9 @@ class RunnerV2:
             num_rows=output.total_num_scheduled_tokens,
             target_seconds=times.target,
             step_seconds=times.step,
-            tiers=self.tiers,
-            longest=self._longest if self.tiers else 0,
-            trees=None if self._sides is None else self._sides.room(len(requests), rows),
+            buckets=self.buckets,
+            longest=self._longest if self.buckets else 0,
+            trees=None if self._branches is None else self._branches.room(len(requests), rows),
             preempted=output.preempted_req_ids or (),
             ended=self.ended,
         )
@@ -213,7 +213,7 @@ class RunnerV2:
         """Whether this step verified none and may have none made; None if not scheduled ahead."""
         assert self._output is not None, "no step has begun"
         drafts = self._verified or self._output.num_spec_tokens_to_schedule
-        return not drafts if self.tiers else None
+        return not drafts if self.buckets else None
 
     def untimed(self) -> None:
         """What the present step takes is not known: it has no view, or comes behind a pause."""
@@ -225,11 +225,11 @@ class RunnerV2:
         chains = {req_id for req_id in trees if self._params_of(req_id).keeps_chain}
         self._trees = {req_id: trees[req_id] for req_id in trees.keys() - chains}
 
-    def tell(self, output: object, lookahead: int) -> None:
+    def attach_to_output(self, output: object, lookahead: int) -> None:
         """See Runner."""
-        if self._sides is not None:
-            leave_out(output, self._sides.again)
-        if not self.tiers or self._output is None:
+        if self._branches is not None:
+            leave_out(output, self._branches.again)
+        if not self.buckets or self._output is None:
             return
         padding = {
             req_id: count
@@ -241,10 +241,10 @@ class RunnerV2:
     def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
         """Whether a step that begins can wait for its drafts until all else of it is prepared."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        alone = bool(self.tiers) and not self.staged and self._sides is None
+        alone = bool(self.buckets) and not self.staged and self._branches is None
         return computes and alone and self.inputs.may_follow
 
-    def hand_out(
+    def take_drafts(
         self, batch: "InputBatch", drafts: Sequence[list[int]], *, late: bool = False
     ) -> "DraftTokenIds":
         """Note a step's drafts; what the scheduler is to know.
@@ -265,21 +265,21 @@ class RunnerV2:
             others |= {each.req_id for each in self._output.scheduled_new_reqs}
         pairs = zip(batch.req_ids, map(list, drafts), strict=True)
         self._drafted |= {req_id: draft for req_id, draft in pairs if req_id not in others}
-        if self._sides is not None:
+        if self._branches is not None:
             handed_out = dict(zip(batch.req_ids, drafts, strict=True))
-            self._sides.handed_out(handed_out, self._trees, self._lengths)
+            self._branches.on_drafts_taken(handed_out, self._trees, self._lengths)
             self._trees = {}
         req_ids = list(self._drafted) if self.staged else batch.req_ids
         return DraftTokenIds(req_ids, [list(self._drafted.get(req_id, ())) for req_id in req_ids])
 
-    def late_drafts(self) -> Mapping[str, Sequence[int]]:
+    def drafts_of_running_step(self) -> Mapping[str, Sequence[int]]:
         """By request, what was handed out behind the beginning of the step that verifies it."""
         self._count_drafts()
         return self._drafted
 
-    def handed_out(self) -> None:
+    def on_drafts_taken(self) -> None:
         """The step's drafts are out, and the target's next step begins."""
-        self._clock.handed_out()
+        self._clock.on_drafts_taken()
         self.forward_begins()
 
     def forward_begins(self) -> None:
@@ -290,7 +290,7 @@ class RunnerV2:
         """The batch that tokens are being chosen for; its seeds and places are on the device."""
         if all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
-            trees = None if self._sides is None else self._sides.view()
+            trees = None if self._branches is None else self._branches.view()
             asked = self._runner.sampler.logprob_token_ids_state
             named = asked.max_num_token_ids(batch.idx_mapping_np)
             return BatchView(batch.req_ids, lengths=lengths, trees=trees, named=named)
@@ -330,9 +330,9 @@ class RunnerV2:
 
     def check_trees(self) -> None:
         """See Runner."""
-        if self._sides is not None:
-            supported = support.agree(self._runner, self._sides, support.GRAPHS_V2)
-            self._sides = self._sides if supported else None
+        if self._branches is not None:
+            supported = support.agree(self._runner, self._branches, support.GRAPHS_V2)
+            self._branches = self._branches if supported else None
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:

@@ -48,7 +48,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
         self._drafts: list[list[int]] = []
         self._handed: list[list[int]] = []  # the same on every rank
-        self._handed_out: DraftTokenIds | None = None
+        self._drafts_taken: DraftTokenIds | None = None
         self._begun = False  # whether requests have, in the present step
 
     def load(self, runner: "GPUModelRunner") -> None:
@@ -97,7 +97,7 @@ class HeteroSpeculator(BaseSpeculator):
         if dummy_run or not self.proposer.warm:
             return self.seam.inputs.nothing(input_batch)
         self._sampled = input_batch, self.seam.sampled(input_batch, num_sampled)
-        if self.seam.staged or not self.seam.tiers:
+        if self.seam.staged or not self.seam.buckets:
             self._begin()
         self._look_back()
         if self.seam.staged and self._batch is not None:
@@ -112,7 +112,7 @@ class HeteroSpeculator(BaseSpeculator):
         (batch, step), self._sampled = self._sampled, None
         self.seam.commit_accepted_branch_kv(step)
         if self.proposer.skip_step(batch.num_reqs, self.seam.without_drafts, self._begun):
-            if self.seam.tiers:
+            if self.seam.buckets:
                 self._unread = [*self._unread, step][-MOST_UNREAD:]
             else:
                 self.seam.untimed()
@@ -150,25 +150,25 @@ class HeteroSpeculator(BaseSpeculator):
         """All of a step is prepared but for its drafts, if they are still being made."""
         if self._batch is not None:
             fill = self.seam.inputs.filling(batch)
-            self._hand_out(late=True)
-            fill(self.seam.late_drafts())
+            self._take_drafts(late=True)
+            fill(self.seam.drafts_of_running_step())
         self.seam.forward_begins()
 
     def finish(self) -> None:
         """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
         self._begin()
-        batch = self._hand_out()
+        batch = self._take_drafts()
         # Padding is computed, and has to be tokens that exist.
-        if batch is not None and (any(self._handed) or self.seam.tiers):
+        if batch is not None and (any(self._handed) or self.seam.buckets):
             self.seam.inputs.put(batch, self._handed)
 
-    def _hand_out(self, *, late: bool = False) -> "InputBatch | None":
+    def _take_drafts(self, *, late: bool = False) -> "InputBatch | None":
         """Finish the drafts that were begun, if any; of which batch they are."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self.proposer.finish()
             self._handed = self._agreed()
-            self._handed_out = self.seam.hand_out(batch, self._handed, late=late)
+            self._drafts_taken = self.seam.take_drafts(batch, self._handed, late=late)
         return batch
 
     def _agreed(self) -> list[list[int]]:
@@ -182,7 +182,7 @@ class HeteroSpeculator(BaseSpeculator):
     def get_draft_tokens(self) -> "DraftTokenIds | None":
         """See DraftTokensHandler."""
         self.finish()
-        handed_out = self._handed_out
+        handed_out = self._drafts_taken
         if not self.seam.staged:
-            self._handed_out = None
+            self._drafts_taken = None
         return handed_out

@@ -91,12 +91,12 @@ class TreeRoom(NamedTuple):
     Attributes:
         nodes: Most tokens of a tree; a path has no more than the step's lookahead.
         rows: Most rows of a draft, with what is fed again.
-        sides: Most side sequences of a request.
+        branches: Most side sequences of a request.
     """
 
     nodes: int
     rows: int
-    sides: int
+    branches: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StepView:
         started: Requests that are new since the last view, with their cache_salt.
         live: Ids of all requests that the runner knows, waiting ones included.
         lookahead: Target tokens that may be drafted for each request.
-        tiers: Lookaheads that a later step may be asked for, rising; none where a step's drafts
+        buckets: Lookaheads that a later step may be asked for, rising; none where a step's drafts
             may have any length up to `lookahead`. They count rows of trees.
         longest: The longest chain among them; 0 where there are none.
         trees: What drafts may be beside chains; None where they may be chains alone.
@@ -132,7 +132,7 @@ class StepView:
     num_rows: int
     target_seconds: float | None = None
     step_seconds: float | None = None
-    tiers: Sequence[int] = ()
+    buckets: Sequence[int] = ()
     longest: int = 0
     trees: TreeRoom | None = None
     preempted: Collection[str] = ()

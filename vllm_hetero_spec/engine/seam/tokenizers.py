@@ -35,7 +35,7 @@ class TokenizerPair(NamedTuple):
     bridge: Bridge
 
     @property
-    def looks_back(self) -> bool:
+    def token_healing(self) -> bool:
         """Whether the target often ends a token inside what the drafter writes as one."""
         if self.bridge.identity:
             return False

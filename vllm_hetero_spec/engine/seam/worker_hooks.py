@@ -137,11 +137,11 @@ def _hook_v1() -> type:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
-    def sides_of(runner: object) -> attention_v1.BranchSequencesV1 | None:
+    def branches_of(runner: object) -> attention_v1.BranchSequencesV1 | None:
         drafter = _ours(runner)
-        return None if drafter is None else getattr(drafter.seam, "sides", None)
+        return None if drafter is None else getattr(drafter.seam, "branches", None)
 
-    attention_v1.install(sides_of)
+    attention_v1.install(branches_of)
     return GPUModelRunner
 
 

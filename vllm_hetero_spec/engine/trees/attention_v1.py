@@ -56,7 +56,7 @@ class BranchSequencesV1(BranchSequences):
         table = self._runner.input_batch.block_table[group].block_table.np
         return int(table[request, column])
 
-    def follow(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
+    def update_from(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
         """The inputs of a step are about to be made: plan its trees.
 
         Args:
@@ -132,11 +132,11 @@ class BranchSequencesV1(BranchSequences):
                 table.block_table = own
 
 
-def install(sides_of: Any) -> None:
+def install(branches_of: Any) -> None:
     """Hook the model runners of this process. Idempotent; inert without trees.
 
     Args:
-        sides_of: Gives a runner's `BranchSequencesV1`, or None.
+        branches_of: Gives a runner's `BranchSequencesV1`, or None.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -144,20 +144,20 @@ def install(sides_of: Any) -> None:
         def _prepare_inputs(
             self: Any, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
         ) -> Any:
-            sides: BranchSequencesV1 | None = sides_of(self)
-            if sides is None:
+            branches: BranchSequencesV1 | None = branches_of(self)
+            if branches is None:
                 return original(self, scheduler_output, num_scheduled_tokens)
-            sides.follow(scheduler_output, num_scheduled_tokens)
+            branches.update_from(scheduler_output, num_scheduled_tokens)
             made = original(self, scheduler_output, num_scheduled_tokens)
-            sides.lay_out()
+            branches.lay_out()
             return made
 
         return _prepare_inputs
 
     def graph(original: patching.Function) -> patching.Function:
         def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sides: BranchSequencesV1 | None = sides_of(self)
-            if sides is None or not sides.uneven:
+            branches: BranchSequencesV1 | None = branches_of(self)
+            if branches is None or not branches.uneven:
                 return original(self, *args, **kwargs)
             found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
             if found[0] == CUDAGraphMode.FULL:  # of so many sequences as there are requests
@@ -168,10 +168,10 @@ def install(sides_of: Any) -> None:
 
     def metadata(original: patching.Function) -> patching.Function:
         def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sides: BranchSequencesV1 | None = sides_of(self)
-            if sides is None or not sides.uneven:
+            branches: BranchSequencesV1 | None = branches_of(self)
+            if branches is None or not branches.uneven:
                 return original(self, *args, **kwargs)
-            with sides.shown() as others:
+            with branches.shown() as others:
                 return original(self, *args, **(kwargs | others))
 
         return _build_attention_metadata

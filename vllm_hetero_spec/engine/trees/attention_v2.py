@@ -36,7 +36,7 @@ class BranchSequencesV2(BranchSequences):
         assert self._step is not None
         return self._blocks[self._step.req_ids[request]][group][column]
 
-    def follow(self, output: "SchedulerOutput") -> None:
+    def update_from(self, output: "SchedulerOutput") -> None:
         """A step begins: requests come and go, and are given blocks."""
         self.begins()
         for req_id in output.finished_req_ids:

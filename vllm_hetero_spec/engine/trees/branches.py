@@ -18,9 +18,9 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 from vllm_hetero_spec.engine.seam.step_view import TreeRoom, TreesView
 from vllm_hetero_spec.engine.trees.scratch import (
     block_sizes_of,
+    branches_per_request,
     nodes_of,
     scratch_of,
-    sides_of_request,
 )
 from vllm_hetero_spec.staging import Sender
 from vllm_hetero_spec.trees.layout import BranchPlan, TreeRows, plan_branches, scratch_blocks
@@ -91,7 +91,7 @@ class BranchSequences:
         config, nodes, scratch, sizes = self._bounds
         if not scratch:
             return None
-        return TreeRoom(nodes, rows, sides_of_request(config, sizes, len(scratch), requests))
+        return TreeRoom(nodes, rows, branches_per_request(config, sizes, len(scratch), requests))
 
     @cached_property
     def _bounds(self) -> tuple[Any, int, range, list[int]]:
@@ -111,7 +111,7 @@ class BranchSequences:
         """A request has gone, or begins again: its draft is none of what comes."""
         self._drafted.pop(req_id, None)
 
-    def handed_out(
+    def on_drafts_taken(
         self,
         drafts: Mapping[str, Sequence[int]],
         trees: Mapping[str, TreeRows],
@@ -166,8 +166,8 @@ class BranchSequences:
             tree, needed = self._drafted.pop(req_id, None), 0
             if tree is not None and length and rows == 1 + length:
                 tree, needed = _fitted(tree, length, free, lent, sizes)
-                sides = len(tree.rows.counts) - 1
-                free, lent = free - sides, lent - needed
+                branches = len(tree.rows.counts) - 1
+                free, lent = free - branches, lent - needed
                 again = tree.rows.parents.count(NO_NODE)
                 self.nodes[req_id] = len(tree.rows.parents) - again
                 self.again |= {req_id: again} if again else {}
@@ -223,7 +223,9 @@ class BranchSequences:
                 continue
             self.taken += 1
             for group, (plan, size) in enumerate(zip(step.plans, sizes, strict=True)):
-                for column, block in plan.home(request, sequence, tree.start, depth, size):
+                for column, block in plan.blocks_to_copy(
+                    request, sequence, tree.start, depth, size
+                ):
                     pairs.append((block, self.own_block(request, group, column)))
         self._copy(pairs)
         self._step = None
@@ -256,10 +258,10 @@ def _fitted(
         lent: Scratch blocks that are left.
         sizes: Of the blocks of each group.
     """
-    sides = min(free, len(tree.rows.counts) - 1)
+    branches = min(free, len(tree.rows.counts) - 1)
     while True:
-        rows = tree.rows.fitted(length, sides)
+        rows = tree.rows.fitted(length, branches)
         needed = sum(scratch_blocks(tree.start, rows.counts, size) for size in sizes)
         if needed <= lent:
             return _PendingTree(rows, tree.start), needed
-        sides -= 1
+        branches -= 1

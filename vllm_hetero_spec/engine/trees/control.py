@@ -43,7 +43,7 @@ class _PendingTree(NamedTuple):
         tree: All that was found, as `children`, `evidence`.
         raced: Whether its tokens are raced for.
         nodes: How many of it are verified.
-        sides: In so many side sequences.
+        branches: In so many side sequences.
         chain: The drafter's own.
     """
 
@@ -52,7 +52,7 @@ class _PendingTree(NamedTuple):
     evidence: np.ndarray
     raced: bool
     nodes: int = 0
-    sides: int = 0
+    branches: int = 0
     chain: Sequence[int] = ()
 
 
@@ -100,7 +100,7 @@ class TreeControl:
                 continue
             del self._verifying[request.req_id]
             if request.num_drafted == found.nodes:  # else it was cut, or void
-                again += found.sides * (request.num_tokens - len(request.new_tokens))
+                again += found.branches * (request.num_tokens - len(request.new_tokens))
                 kept = request.new_tokens[: request.num_accepted]
                 along = takewhile(lambda pair: pair[0] == pair[1], zip(kept, found.chain))  # noqa: B905
                 self.side_tokens_accepted += len(kept) - sum(1 for _ in along)
@@ -150,26 +150,26 @@ class TreeControl:
             made.append(_draft(draft.req_id, rows_of))
             full = len(rows_of.tokens) + _NEARLY_FULL > room.rows
             self.rows = max(self.rows, sys.maxsize if full else len(rows_of.tokens))
-            nodes, sides = len(made[-1].tokens), len(rows_of.counts) - 1
+            nodes, branches = len(made[-1].tokens), len(rows_of.counts) - 1
             self._verifying[draft.req_id] = found._replace(
-                nodes=nodes, sides=sides, chain=draft.tokens
+                nodes=nodes, branches=branches, chain=draft.tokens
             )
-        if prices.sides is not None:
-            prices.sides.trimmed(len(made), perf_counter() - began)
+        if prices.branches is not None:
+            prices.branches.trimmed(len(made), perf_counter() - began)
         return made
 
-    def follow(self, chains: Iterable[Draft]) -> None:
+    def update_from(self, chains: Iterable[Draft]) -> None:
         """Trees were found, of which only these chains are verified: that teaches too."""
         for draft in chains:
             self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
 
-    def tell(self, drafts: Sequence[Draft], sides: BranchStatistics) -> None:
+    def record_branch_stats(self, drafts: Sequence[Draft], branches: BranchStatistics) -> None:
         """Note what drafts have beside their chains."""
         began = perf_counter()
         for draft in drafts:
             request = self._requests[draft.req_id]
-            sides.add(*self._beside(draft), request.num_tokens, request.params.random)
-        sides.found(0, perf_counter() - began)
+            branches.add(*self._beside(draft), request.num_tokens, request.params.random)
+        branches.found(0, perf_counter() - began)
 
     def _beside(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
         """Depths, values and rows fed again of the best nodes beside a draft's chain."""
@@ -217,7 +217,7 @@ class TreeControl:
         """The best of a tree that there is room for; of more of it where sides have none."""
         own = tree.best(room.nodes)
         root = int(self._requests[req_id].token_ids[-1])
-        laid_out = partial(lay_out, sides=room.sides, rows=room.rows)
+        laid_out = partial(lay_out, branches=room.branches, rows=room.rows)
         rows = laid_out(root, *own)
         if len(rows.parents) - rows.parents.count(NO_NODE) == len(own.tokens):
             return rows

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-_SIDES = 32  # side sequences of a step, at most
+_BRANCHES = 32  # side sequences of a step, at most
 _SHARE = 20  # one block in so many may be scratch
 # What bounds the tokens of one request in a step; 0 or None is no bound.
 _ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
@@ -39,7 +39,7 @@ def nodes_of(config: "VllmConfig") -> int:
     return 0 if hetero is None or not hetero.tree_nodes or why_not(config) else hetero.tree_nodes
 
 
-def settle(config: "VllmConfig") -> None:
+def reserve_rows(config: "VllmConfig") -> None:
     """Have vLLM count the rows of drafts, with what trees feed again, as draft tokens.
 
     Args:
@@ -91,7 +91,7 @@ def _custom_processors(config: "VllmConfig") -> bool:
     return config.use_v2_model_runner and bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
-def blocks_of_side(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
+def blocks_per_branch(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
     """Scratch blocks that a side sequence needs at most, over all groups of the KV cache."""
     longest = config.speculative_config.hetero.num_speculative_tokens
     return sum(-(-longest // size) + 1 for size in block_sizes)
@@ -112,7 +112,7 @@ def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
         sizes = block_sizes_of(cache)
         # Block 0 is nobody's, and one request of full length has to have room.
         longest = sum(-(-config.model_config.max_model_len // size) for size in sizes)
-        wish = _SIDES * blocks_of_side(config, sizes)
+        wish = _BRANCHES * blocks_per_branch(config, sizes)
         count = max(0, min(wish, cache.num_blocks // _SHARE, cache.num_blocks - 1 - longest))
     return range(cache.num_blocks - count, cache.num_blocks)
 
@@ -129,7 +129,7 @@ def block_sizes_of(cache: "KVCacheConfig") -> list[int]:
     return [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
 
 
-def sides_of_request(
+def branches_per_request(
     config: "VllmConfig", block_sizes: Sequence[int], scratch: int, requests: int
 ) -> int:
     """Side sequences that each request of a step may have.
@@ -141,8 +141,8 @@ def sides_of_request(
         requests: Of the step.
     """
     free = config.scheduler_config.max_num_seqs - requests
-    lent = scratch // blocks_of_side(config, block_sizes)
-    return max(0, min(_SIDES, free, lent) // max(1, requests))
+    lent = scratch // blocks_per_branch(config, block_sizes)
+    return max(0, min(_BRANCHES, free, lent) // max(1, requests))
 
 
 def _wrap_scheduler(original: patching.Function) -> patching.Function:

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 class TreeModelState(DefaultModelState):
     """The state of a target whose drafts may be trees."""
 
-    sides: "BranchSequencesV2 | None" = None  # from `sides_of` on
+    branches: "BranchSequencesV2 | None" = None  # from `branches_of` on
 
     def prepare_attn(
         self,
@@ -39,22 +39,24 @@ class TreeModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """See ModelState."""
-        if self.sides is not None:
-            input_batch, block_tables = self.sides.expand(input_batch, block_tables, slot_mappings)
+        if self.branches is not None:
+            input_batch, block_tables = self.branches.expand(
+                input_batch, block_tables, slot_mappings
+            )
         metadata: dict[str, Any] = super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
         )
         return metadata
 
 
-def sides_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
+def branches_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
     """The draft trees of a runner; None, which is said, where its target does not take any."""
     state = runner.model_state
     if not isinstance(state, TreeModelState):
         logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
         return None
-    state.sides = BranchSequencesV2(runner)
-    return state.sides
+    state.branches = BranchSequencesV2(runner)
+    return state.branches
 
 
 def install() -> None:

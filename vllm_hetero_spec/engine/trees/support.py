@@ -22,17 +22,17 @@ GRAPHS_V1 = (CUDAGraphMode.PIECEWISE,)
 GRAPHS_V2 = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
-def agree(runner: Any, sides: "BranchSequences", graphs: Collection[CUDAGraphMode]) -> bool:
+def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraphMode]) -> bool:
     """Return whether drafts may be trees, the same on all ranks; log the reason if not.
 
     Every rank of the target has to call it.
 
     Args:
         runner: vLLM's, with its KV cache.
-        sides: Its trees.
+        branches: Its trees.
         graphs: Of this runner, `GRAPHS_V1` or `GRAPHS_V2`.
     """
-    reason = _why_not(runner, sides)
+    reason = _why_not(runner, branches)
     if reason:
         logger.warning("Drafts are chains, not trees: %s.", reason)
     supported = _on_every_rank(not reason)
@@ -60,7 +60,7 @@ def _on_every_rank(supported: bool) -> bool:
     return bool(votes[0])
 
 
-def _why_not(runner: Any, sides: "BranchSequences") -> str:
+def _why_not(runner: Any, branches: "BranchSequences") -> str:
     """Return why drafts cannot be trees on this rank; empty if they can."""
     backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
     if untested := sorted(backends.difference(BACKENDS)):
@@ -68,13 +68,13 @@ def _why_not(runner: Any, sides: "BranchSequences") -> str:
             f"they are not tested on the attention backend {', '.join(untested)}; supported: "
             f"{', '.join(BACKENDS)}; choose one with --attention-backend"
         )
-    room = sides.room(1, runner.speculative_config.num_speculative_tokens)
+    room = branches.room(1, runner.speculative_config.num_speculative_tokens)
     if room is None:
         return (
             "the KV cache has no block to spare, or not only the KV of full and sliding-window "
             "attention; a larger one may help"
         )
-    if not room.sides:
+    if not room.branches:
         return (
             "one request alone leaves no sequence or too few KV blocks for a side path; raise "
             "max_num_seqs, or the KV cache"

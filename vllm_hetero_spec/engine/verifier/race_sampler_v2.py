@@ -65,5 +65,5 @@ class RaceSamplerV2:
         for part in slices(*logits.shape):
             probs = logits[part].softmax(-1, dtype=torch.float32)
             winners[part] = race(probs, seeds[part], places[part])
-        cold = self._states.temperature.gpu[requests] == 0
-        return torch.where(cold, fast_argmax(logits), winners)
+        is_greedy = self._states.temperature.gpu[requests] == 0
+        return torch.where(is_greedy, fast_argmax(logits), winners)

@@ -111,17 +111,17 @@ class HeteroRejectionSamplerV1(RejectionSampler):
             raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
         )
         last = bonus.sampled_token_ids[:, 0].long()
-        cold: torch.Tensor | bool = sampling_metadata.all_greedy
-        if not (cold or sampling_metadata.all_random):
-            cold = sampling_metadata.temperature == 0
+        is_greedy: torch.Tensor | bool = sampling_metadata.all_greedy
+        if not (is_greedy or sampling_metadata.all_random):
+            is_greedy = sampling_metadata.temperature == 0
         walk = None
         if view.trees is not None:  # before the rule puts probabilities over the logits
-            walk = self._walk(view.trees, drafts, metadata, logits, sampling_metadata, cold)
+            walk = self._walk(view.trees, drafts, metadata, logits, sampling_metadata, is_greedy)
         verdict = verdict_of(
             self._rule,
             drafts,
             last,
-            cold,
+            is_greedy,
             lambda: fast_argmax(target),
             lambda: _target_probs(
                 target, drafts.request_of, sampling_metadata, wanted and processed
@@ -190,7 +190,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         metadata: SpecDecodeMetadata,
         logits: torch.Tensor,
         sampling: SamplingMetadata,
-        cold: torch.Tensor | bool,
+        is_greedy: torch.Tensor | bool,
     ) -> Walk:
         """What the trees of a batch emit; their requests have no parameters but those of a row.
 
@@ -200,15 +200,15 @@ class HeteroRejectionSamplerV1(RejectionSampler):
             metadata: vLLM's, of the rows.
             logits: [R, V], of all rows of the batch.
             sampling: The requests' parameters.
-            cold: See `verdict_of`.
+            is_greedy: See `verdict_of`.
         """
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
         trees = TreeBatch.of(fed, view.parents, self._send)
         best, walks, of = fast_argmax(logits), view.is_tree, trees.request_of
         if self._racing is None:
-            walks = walks & cold  # a walk takes the likeliest tokens
-        elif cold is not True:
+            walks = walks & is_greedy  # a walk takes the likeliest tokens
+        elif is_greedy is not True:
             assert drafts.seeds is not None
             assert drafts.places is not None
             seeds, places = drafts.seeds[of], drafts.places[of] + trees.depths.clamp_min(0)
@@ -217,7 +217,11 @@ class HeteroRejectionSamplerV1(RejectionSampler):
                 rows = logits[part].to(torch.float32, copy=True)
                 probs = _target_probs(rows, of[part], sampling, False)
                 raced[part] = race(probs, seeds[part], places[part])
-            best = torch.where(cold[of], best, raced) if isinstance(cold, torch.Tensor) else raced
+            best = (
+                torch.where(is_greedy[of], best, raced)
+                if isinstance(is_greedy, torch.Tensor)
+                else raced
+            )
         starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
         place_of = torch.arange(len(fed), device=fed.device) - starts[of]
         return walk_of(trees, best, walks, place_of)

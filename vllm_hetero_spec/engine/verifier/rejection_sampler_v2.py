@@ -132,9 +132,9 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             bonus = best[ends]
         else:
             bonus = self._drawn(processed[ends], idx_mapping, pos[ends])
-        cold: torch.Tensor | bool = greedy
+        is_greedy: torch.Tensor | bool = greedy
         if not (greedy or random):
-            cold = states.temperature.gpu[idx_mapping] == 0
+            is_greedy = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
         trees, walk = self._trees(part), None
         if trees is not None and self._view.trees is not None:
@@ -142,14 +142,14 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             if self._races is not None:
                 chosen = self._races.winners(processed, expanded_idx_mapping, pos)
             else:
-                walks = walks & cold  # a walk takes the likeliest tokens
+                walks = walks & is_greedy  # a walk takes the likeliest tokens
             if chosen is not None:
                 walk = walk_of(trees, chosen, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
             bonus,
-            cold,
+            is_greedy,
             lambda: fast_argmax(processed)[rows] if best is None else best[rows],
             lambda: _target_probs(processed, rows, kept=kept),
         )

@@ -18,7 +18,7 @@ def verdict_of(
     rule: Rule,
     drafts: DraftBatch,
     bonus: torch.Tensor,
-    cold: torch.Tensor | bool,
+    is_greedy: torch.Tensor | bool,
     best: Callable[[], torch.Tensor],
     target_probs: Callable[[], torch.Tensor],
 ) -> Verdict:
@@ -28,22 +28,22 @@ def verdict_of(
         rule: For the random ones.
         drafts: N draft tokens of B requests.
         bonus: int64 [B], the target's choice behind each draft.
-        cold: bool [B], the greedy requests; one value where all are alike.
+        is_greedy: bool [B], the greedy requests; one value where all are alike.
         best: Gives the target's first choice at each draft token, int64 [N]; called before
             `target_probs`, and where it is needed.
         target_probs: Gives float32 [N, V], see `verify.rules`; called where it is needed.
     """
-    greedy = None if cold is False else greedy_rule(drafts, best(), bonus)
-    if cold is True:
+    greedy = None if is_greedy is False else greedy_rule(drafts, best(), bonus)
+    if is_greedy is True:
         assert greedy is not None
         return greedy
     verdict = rule(drafts, target_probs(), bonus)
     if greedy is None:
         return verdict
-    assert isinstance(cold, torch.Tensor)
+    assert isinstance(is_greedy, torch.Tensor)
     return Verdict(
-        torch.where(cold[:, None], greedy.tokens, verdict.tokens),
-        torch.where(cold, greedy.accepted, verdict.accepted),
+        torch.where(is_greedy[:, None], greedy.tokens, verdict.tokens),
+        torch.where(is_greedy, greedy.accepted, verdict.accepted),
     )
 
 
