@@ -41,11 +41,11 @@ FAST = {  # scenarios of the fast tier, by way
 
 def of_each_scenario(*ways: str) -> pytest.MarkDecorator:
     """Parametrize a test by way of speculating and scenario, each with its tier."""
-    buckets = {True: (), False: pytest.mark.full}
+    marks = {True: (), False: pytest.mark.full}
     return pytest.mark.parametrize(
         ("way", "scenario"),
         [
-            pytest.param(way, scenario, marks=buckets[scenario in FAST.get(way, ())])
+            pytest.param(way, scenario, marks=marks[scenario in FAST.get(way, ())])
             for way in ways
             for scenario in ALL
         ],
