@@ -20,8 +20,8 @@ from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.engine.trees.scratch import (
     branches_per_request,
     nodes_of,
+    reserve_rows,
     scratch_of,
-    settle,
 )
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -108,8 +108,8 @@ def test_the_scheduler_does_not_know_them() -> None:
 )
 def test_rows_of_drafts(nodes: int, lookahead: int, rows: int) -> None:
     config = config_of(nodes, lookahead)
-    settle(config)
-    settle(config)
+    reserve_rows(config)
+    reserve_rows(config)
     assert config.speculative_config.num_speculative_tokens == rows
 
 
@@ -141,7 +141,7 @@ def test_chains_elsewhere(
         else:
             setattr(config, name, value)
     with caplog.at_level(logging.WARNING, "vllm.hetero_spec"):
-        settle(config)
+        reserve_rows(config)
     assert nodes_of(config) == 0
     assert config.speculative_config.num_speculative_tokens == 5
     (said,) = caplog.messages
@@ -167,7 +167,7 @@ def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> No
     tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}
     assert nodes_of(config_of(**tight)) == 8
     config = config_of(**tight, **adapters)
-    settle(config)
+    reserve_rows(config)
     assert config.speculative_config.num_speculative_tokens == 5
     assert "trees want max_num_batched_tokens to be at least 680, 17 for each of" in caplog.text
 
