@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second model: its requests, its KV, and the loop that drafts."""
+"""The drafter: its model, KV pool, requests, and the decode loop."""

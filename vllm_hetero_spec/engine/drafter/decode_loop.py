@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop: one forward that catches every request up, then single-token steps.
+"""The decode loop of the drafter: one catch-up forward, then single-token steps.
 
-A round has two halves. `begin` queues everything without waiting for the device: all lengths are
-known on the host, and the next input is what the last step picked. `finish` waits once, for what
-was picked. On a CPU controllers and judges of first tokens are asked between steps. On a device
-first tokens are judged while the steps behind them run, which begin anew where another is wanted;
-or before those steps, where that is often so, or tokens are drawn, which cannot be drawn anew.
-A round of many requests does not restart: the draft whose first token is replaced is that token.
+`begin` queues a round without waiting for the device. All lengths are known on the host, and a step
+feeds the tokens that the step before picked on the device. `finish` waits once, for the picked
+tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,39 +30,31 @@ from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
-# requests; a larger round does not restart for a replaced first token, because its steps cost more
-# than the rest of one draft brings (estimated).
+# requests; a larger round does not repeat its steps for a replaced first token, because they cost
+# more than the rest of one draft gains (estimated).
 _FEW = 2
-# Packets that what is drawn, penalised or judged in one round may take.
+# packets; upper bound for sampling, penalties and token healing in one round.
 _OWN_PACKETS = 8
 
 
 class Drafter:
-    """Greedy and sampled drafting over `DrafterModel`.
+    """Greedy and sampled drafting with a `DrafterModel`, one round at a time.
+
+    A context may contain ids beyond `vocab_size` if both tokenizers are the same: a prompt may have
+    padding ids of the target. The drafter reads id 0 instead.
 
     Args:
-        model: The drafter.
-        banned: Ids that are never drafted.
-        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond are never drafted.
-        lookahead: Longest draft in target tokens.
-        max_requests: Most requests of a round.
-        sampling: What sampled drafts propose; None where all are greedy.
-        ends: Ids after which a draft ends.
-        confidences: Whether drafts are to come with confidences.
-        beside: Tokens of each row that are fetched beside the one that is picked, for trees.
-        token_healing: Drafts may begin in the place of a text's last token.
+        vocab_size: Ids of the drafter's tokenizer. Embedding rows beyond are never drafted.
+        lookahead: Largest draft length in target tokens.
+        ends: Ids that end a draft.
+        beside: Number of top candidates that are fetched for each position, for draft trees.
+        token_healing: Allow drafts that replace the last token of a request by a longer one.
 
     Attributes:
-        sampling, beside: As given.
-        max_length: Most tokens of a sequence.
-        most_steps: Most drafter tokens of one round.
-        forwards: How many there were.
-        waits: Whether a look at what was drafted waits for a device; `begin` may if `may_wait`.
-        restarted_rounds: Rounds whose steps ran again, because a first token was replaced.
-        shortened_drafts: Drafts of one token: it was replaced, and the round did not restart.
-
-    Contexts may have ids beyond, which are the target's own where both tokenizers are the same: a
-    prompt may name padding rows that only the target has. The drafter reads id 0 in their place.
+        most_steps: Largest number of drafter tokens per request and round.
+        waits: True on a device, where reading a result synchronizes.
+        may_wait: Allow `begin` to synchronize; True with asynchronous scheduling.
+        shortened_drafts: Drafts that were shortened to a replaced first token.
     """
 
     def __init__(
@@ -108,7 +97,7 @@ class Drafter:
             token_healing=token_healing,
         )
         self._planner = Planner(model.block_size)
-        # Not of the packets of rounds: it feeds in the middle of one.
+        # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._forwards = Forwards(model, self._rules, Sender(device).send)
         self._steps: Steps = EagerSteps(model, self._rules, self._send, picked)
         self._round: Round | None = None
@@ -116,14 +105,9 @@ class Drafter:
     def record(
         self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
     ) -> None:
-        """Run rounds by graphs from now on.
-
-        Args:
-            graphs: Records them.
-            shapes: (requests, tokens of each) to record for.
-            support: What the attention of the drafter can be recorded with.
-        """
-        # A look back at tokens that no graph takes would be made without one each time.
+        """Record CUDA graphs for (requests, tokens per request), and use them from now on."""
+        # Token healing feeds two tokens per request. If graphs take one token only, every catch-up
+        # forward would run eagerly.
         self._rules = replace(
             self._rules, token_healing=self.token_healing and support.several_tokens
         )
@@ -133,28 +117,26 @@ class Drafter:
 
     @property
     def token_healing(self) -> bool:
-        """Whether drafts may begin in the place of a text's last token."""
+        """True if a draft may replace the last token of a request by a longer one."""
         return self._rules.token_healing
 
     @property
     def forward_seconds(self) -> float:
-        """What forwards, and picking tokens, have taken so far where they run."""
+        """Seconds of all forwards so far, token picking included, measured on their device."""
         return self._stopwatch.seconds
 
     @property
     def replays(self) -> int:
-        """Forwards so far that were replayed graphs."""
+        """Number of forwards so far that replayed a graph."""
         return self._steps.replays
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:
-        """Feed every row's pending ids and draft its steps; `finish` has to follow.
+        """Feed the pending ids of every row and queue the draft steps. `finish` must follow.
 
-        All pending ids may be one forward: the caller keeps their sum within its token budget.
-
-        Args:
-            rows: The requests of the round, none with more than `most_steps`.
-            control: Asked after every step whether to go on, if it wants to be, at a wait's cost.
+        All pending ids may go into one forward. The caller limits their sum to its token budget. No
+        row has more than `most_steps` steps. If `control` can stop early, it is called after every
+        step, which synchronizes with the device.
         """
         spans = [False] * len(rows)
         if self.merges:
@@ -187,7 +169,7 @@ class Drafter:
 
     @torch.inference_mode()
     def finish(self) -> list[DrafterTokens]:
-        """Wait for the round that was begun: what was drafted for each row, in their order."""
+        """Wait for the round; return the drafter tokens of each row, in the order of `begin`."""
         current, self._round = self._round, None
         assert current is not None
         if current.candidates is not None and not current.taken:
@@ -205,38 +187,34 @@ class Drafter:
         return restored
 
     def run(self, rows: Sequence[DraftRow], control: Control | None = None) -> list[DrafterTokens]:
-        """A whole round."""
+        """Run a whole round."""
         self.begin(rows, control)
         return self.finish()
 
     def has_room(self, places: int) -> bool:
-        """Whether a round may have so many requests and forks, at the speed of any other."""
+        """Return True if a round of this many requests and forks fits buffers and graphs."""
         size = self._steps.picked.packet.shape[2]
         recorded = self._steps.shape(1, 1, 1).size > 0
         return places <= size and (not recorded or self._steps.shape(places, 1, 1).size > 0)
 
     @property
     def merges(self) -> bool:
-        """Whether drawn drafts look ahead, by SLRS-n."""
+        """True if sampled drafts use SLRS-n."""
         return self.sampling is not None and self.sampling.merging is not None
 
     def span(self, task: DraftTask) -> MergeSpan:
-        """How SLRS-n looks ahead for a request; one token where it is drafted otherwise."""
+        """Return the merge span of a request; one token if the request does not use SLRS-n."""
         return self._rules.span(task)
 
     @torch.inference_mode()
     def step(self, batch: int) -> None:
-        """One step of decoding for so many requests, on the padding block, to be timed."""
+        """Queue one decode step of a batch size, on the padding block, for timing."""
         nowhere, shape = self._planner.nowhere([1] * batch), self._steps.shape(batch, 1, 1)
         self._steps.begin(self._planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
 
     @torch.inference_mode()
     def read(self, tokens: int) -> None:
-        """Read so many context tokens as rounds do, on the padding block, to be timed.
-
-        Args:
-            tokens: Of one text, or of several where the drafter takes none that long.
-        """
+        """Queue a prefill of this many tokens as in a round, on the padding block, for timing."""
         lengths = [min(self.max_length, tokens - at) for at in range(0, tokens, self.max_length)]
         nowhere, texts = self._planner.nowhere(lengths), [[0] * length for length in lengths]
         left = read_texts(nowhere, texts, self._steps, self._planner, nullcontext())
@@ -258,7 +236,14 @@ class Drafter:
         return Round(rows, order, plan, own)
 
     def _queue_steps(self, current: Round, behind: CaughtUp, control: Control | None) -> None:
-        """Everything behind catching up, to the way of what was picked to the host."""
+        """Queue everything after catch-up, up to the copy of the picked tokens to the host.
+
+        Token healing checks first tokens on the host. On a CPU it does so before the steps. On a
+        device the steps are queued first. If a first token was replaced, a small round repeats
+        them. A large round shortens the draft to that token. The check precedes the steps if tokens
+        are often replaced. It also does if the round samples or has penalties, because its steps
+        cannot be repeated.
+        """
         if current.others is not None:
             self._begin_with(current, current.others)
         elif any(row.choose for row in current.rows):
@@ -302,7 +287,6 @@ class Drafter:
             current.stand_ins = self._receiver_own.fetch(stand_ins)
 
     def _choose_first(self, current: Round) -> None:
-        """Replace first tokens that do not continue their text."""
         self._begin_with(current, self._others(current))
 
     def _others(self, current: Round) -> dict[int, HealedStart]:
@@ -312,7 +296,11 @@ class Drafter:
         return self._first.choose(current.rows, candidates)
 
     def _judge_before_drawing(self, current: Round, behind: CaughtUp) -> None:
-        """A draft that begins in the place of a last token is greedy: its first bytes are given."""
+        """Choose first tokens before sampling.
+
+        A draft that replaces the last token of its request becomes greedy, because the first bytes
+        of its first token are given.
+        """
         count, rows = current.plan.active[0], current.rows
         candidates = self._first.fetch(behind, count)
         current.others = self._first.choose(rows, candidates, drawn=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round of drafting for a batch: admit, catch up, draft until covered, translate.
+"""Run one drafting round of a batch: admission, catch-up, drafting, translation.
 
-The lookahead counts TARGET tokens. How many drafter tokens they take depends on the text, so a
-round drafts the expected number, translates, and goes on only for requests still short of it.
+The lookahead counts target tokens, and the number of drafter tokens that they need depends on the
+text. A round therefore drafts the expected number and translates it. On a CPU it continues for
+requests whose draft is still too short.
 """
 
 import time
@@ -30,16 +31,16 @@ from vllm_hetero_spec.engine.trees.drafts import BranchTokens, TreeDrafts
 from vllm_hetero_spec.engine.trees.forks import Forks
 from vllm_hetero_spec.text.bridge import Bridge
 
-# A request that found the pool full waits this many steps before it asks again.
+# steps; pause of a request after the pool had no blocks for it.
 _STEPS_BETWEEN_TRIES = 8
 
 
 @dataclass(slots=True)
 class _Greedy:
-    """A greedy draft in the making: what came of `steps`, and what of it the target may read.
+    """A greedy draft in progress, over one or more rounds.
 
-    `row` is of the newest round. `known` is as in `DrafterTokens`. `beside` is what is known of the
-    rows of `drafted`, in parts, and `forks` are other paths; empty for a chain.
+    `row` belongs to the newest round, and `beside` has the top candidates of `drafted` in parts. A
+    chain has neither `beside` nor `forks`.
     """
 
     row: DraftRow
@@ -52,7 +53,6 @@ class _Greedy:
     proposal: list[int] = field(init=False)
 
     def go_on(self, tokens: DrafterTokens) -> None:
-        """Take in a further round."""
         self.drafted = [*self.drafted, *tokens.tokens]
         self.peaks = [*self.peaks, *tokens.confidences]
         if tokens.beside is not None:
@@ -60,15 +60,7 @@ class _Greedy:
 
 
 class _Round(NamedTuple):
-    """A round that has begun.
-
-    Attributes:
-        rows: Its requests.
-        control: Of this round.
-        before: Counters as they stood.
-        began: When it was begun, by `time.perf_counter`.
-        seconds: That this took.
-    """
+    """A round between `begin` and `finish`, with the counters and the time of its start."""
 
     rows: list[DraftRow]
     control: Control | None
@@ -78,15 +70,7 @@ class _Round(NamedTuple):
 
 
 class DraftBatchRunner:
-    """Runs rounds over one drafter.
-
-    Args:
-        bridge: Between the two tokenizers.
-        drafter: The decode loop.
-        pool: The drafter's KV blocks.
-        stats: Counters to add to.
-        budget: Context tokens that the drafter may read in one round.
-    """
+    """Runs the rounds of one drafter. A round reads at most `budget` context tokens."""
 
     def __init__(
         self, bridge: Bridge, drafter: Drafter, pool: KVPool, stats: DraftStats, budget: int
@@ -98,7 +82,7 @@ class DraftBatchRunner:
         self._budget = budget
         self._length = DraftLength(bridge, drafter)
         self._forks = Forks(pool, stats)
-        self._lent = BlockTable()  # blocks for side branches of this round
+        self._lent = BlockTable()  # blocks of this round's SLRS-n side branches
         self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
 
@@ -108,12 +92,12 @@ class DraftBatchRunner:
         outside: Iterator[RequestState],
         control: Control | None = None,
     ) -> None:
-        """Begin to draft as far as tokens, blocks and lengths allow; `finish` has to follow.
+        """Admit requests and begin a round. `finish` must follow.
 
         Args:
-            tasks: Requests whose text has been read and whose KV is aligned.
-            outside: Requests outside the batch, whose KV may be taken.
-            control: Asked between drafter steps whether to go on, and told what they took.
+            tasks: Requests with updated context and aligned KV.
+            outside: Requests outside the batch. The round may take their KV blocks.
+            control: Decides between drafter steps whether to continue, and receives the timing.
         """
         before, began = self._counts(), time.perf_counter()
         rows = self._admit(tasks, outside)
@@ -125,13 +109,14 @@ class DraftBatchRunner:
         self._round = _Round(rows, control, before, began, time.perf_counter() - began)
 
     def finish(self) -> list[Draft]:
-        """What was begun: a draft for each request that is drafted for, in target tokens."""
+        """Finish the round and return a draft in target tokens for each drafted request."""
         current, self._round = self._round, None
         assert current is not None
         began = time.perf_counter()
         drafts = self._drafts(current) if current.rows else []
         if current.control is not None:
-            # Scheduled ahead, a step of the target alone hides what is done between the halves.
+            # With asynchronous scheduling, the time between `begin` and `finish` counts as well.
+            # In a step without drafts the target's forward hides that host work.
             began = current.began if self._drafter.may_wait else began - current.seconds
             took = time.perf_counter() - began
             seconds, tree_seconds, *counts = (
@@ -173,7 +158,7 @@ class DraftBatchRunner:
         return drafts + self._cover(greedy, control) if greedy else drafts
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
-        """Give out the round's token budget and KV blocks: drafts first, then long prompts."""
+        """Assign token budget and KV blocks: requests to draft first, shortest catch-up first."""
         rows, budget, drafter = [], self._budget, self._drafter
         judged, ratio = not self._bridge.identity, self._length.mean_ratio(tasks)
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
@@ -204,7 +189,7 @@ class DraftBatchRunner:
         return rows
 
     def _reserve(self, state: RequestState, tokens: int, outside: Iterator[RequestState]) -> bool:
-        """KV room for `tokens` more; requests outside the batch give theirs up for it."""
+        """Grow a request's KV by `tokens`. If blocks are missing, close requests of `outside`."""
         assert state.sequence is not None
         need = len(state.sequence.kv_ids) + tokens
         while not self._pool.grow(state.sequence.table, need):
@@ -215,10 +200,9 @@ class DraftBatchRunner:
         return True
 
     def _lend_side_blocks(self, rows: list[DraftRow]) -> list[DraftRow]:
-        """Blocks for side branches, for as many requests as they, the round's tokens and the lines
-        that attention has room for allow.
+        """Lend blocks for SLRS-n side branches, as long as budget, blocks and `max_lines` permit.
 
-        A token fed there takes those of its block along, which are read anew.
+        A side branch also feeds again the tokens that share its block, at most one block of tokens.
         """
         self._lent, tokens = BlockTable(), self._budget
         lines = self._drafter.model.max_lines - len(rows)
@@ -239,17 +223,17 @@ class DraftBatchRunner:
         return with_blocks
 
     def _publish(self, rows: Sequence[DraftRow], drafted: Sequence[DrafterTokens]) -> None:
-        """Let later requests find the KV of what was caught up."""
+        """Publish the KV of the caught-up context for prefix reuse."""
         for row, tokens in zip(rows, drafted, strict=True):
             state = row.task.state
             state.num_kv_valid += len(row.pending) - bool(tokens.known)
-            row.sequence.table.sound = bool(row.steps)  # else its logits were not looked at
+            row.sequence.table.sound = bool(row.steps)  # no steps: its logits are not checked
             if tokens.finite:
                 stable = state.num_kv_valid - UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
 
     def _cover(self, every: Sequence[_Greedy], control: Control | None) -> list[Draft]:
-        """Translate greedy drafts, and draft on for those that do not cover their lookahead yet."""
+        """Translate greedy drafts. Continue those that are shorter than their lookahead."""
         making = every
         self._translate(making)
         while making := [made for made in making if self._goes_on(made)]:
@@ -280,12 +264,12 @@ class DraftBatchRunner:
             made.proposal = proposal
 
     def _goes_on(self, made: _Greedy) -> bool:
-        """Plan another round for a draft that is still short of its lookahead; whether there is."""
+        """Plan another round for a draft that is too short. Return True if one is planned."""
         row, drafted = made.row, made.drafted
         missing = row.task.lookahead - len(made.proposal)
         if self._drafter.waits or missing <= 0:
             return False
-        stopped = len(drafted) < made.steps  # the logits were not finite, or it does not pay
+        stopped = len(drafted) < made.steps  # logits were not finite, or the controller stopped
         ended = not self._bridge.drafter_eos.isdisjoint(drafted)
         if stopped or ended or (left := self._length.most_steps(row.task) - made.steps) <= 0:
             return False
@@ -298,7 +282,7 @@ class DraftBatchRunner:
         return True
 
     def _confidences(self, made: _Greedy) -> list[float]:
-        """The drafter's confidence in each proposed token; none where it was not asked for."""
+        """Return the confidence of each proposed target token; empty without confidences."""
         if not made.peaks:
             return []
         covering = self._bridge.ids_covering(made.drafted, made.proposal, made.known)

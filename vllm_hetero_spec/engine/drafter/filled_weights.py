@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a model's weights, and refuse parameters that no tensor filled.
 
-vLLM's own check leaves out all layers of a model without quantisation that have a quantisation
-method, so a missing `lm_head.weight` stays uninitialised memory. Names do not show a fused
-parameter that lacks one of its parts either. Therefore the elements that are written are counted.
+vLLM's own check skips layers with a quantization method if the model is not quantized, so a missing
+`lm_head.weight` stays uninitialized memory. A check of names also misses a fused parameter that
+lacks one of its parts. Therefore this module counts the written elements.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from vllm_hetero_spec.errors import ConfigError
 
-_NAMED = 8  # parameters in a message
-_FROM_CONFIG = {"g_idx", "input_scale_ub"}  # quantised layers compute them from their configuration
+_NAMED = 8  # parameter names; limit of an error message
+_FROM_CONFIG = {"g_idx", "input_scale_ub"}  # quantized layers compute these from their config
 
 
 def load_filled(config: VllmConfig) -> torch.nn.Module:
     """Load the model of `config`, in any format that vLLM reads.
 
-    Loaders that do not call the model's `load_weights`, such as those of dummy weights or sharded
-    states, are not checked.
+    Loaders that do not call the model's `load_weights` are not checked, such as those of dummy
+    weights or sharded states.
 
     Raises:
         ConfigError: No tensor fills a parameter, or a part of a fused one.
@@ -47,7 +47,7 @@ def load_filled(config: VllmConfig) -> torch.nn.Module:
 
 
 def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
-    """The model's `load_weights`, with the check behind it."""
+    """Return the model's `load_weights`, followed by the check."""
     original: Any = model.load_weights
     before = {path: _storage(param) for path, _, param in _parameters(model)}
 
@@ -56,7 +56,7 @@ def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
             loaded = original(*args, **kwargs)
         blank = []
         for path, module, param in _parameters(model):
-            if before.get(path) != _storage(param):  # replaced, by one that was filled
+            if before.get(path) != _storage(param):  # replaced by a filled parameter
                 continue
             found = writes.counts[_storage(param)]
             if not found:
@@ -76,23 +76,23 @@ def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Name, module and data of each parameter that only a tensor can fill."""
+    """Yield path, module and data of each parameter that only a tensor can fill."""
     for path, module in model.named_modules():
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             continue  # scales of the KV cache have defaults
         for name, param in module.named_parameters(recurse=False):
-            # Elements of a subclass of tensors are kept in other tensors.
+            # Subclasses of `Tensor` keep their elements in other tensors.
             if name not in _FROM_CONFIG and param.numel() and type(param.data) is torch.Tensor:
                 yield f"{path}.{name}".lstrip("."), module, param
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identifies memory, also on the meta device, as long as a tensor is in it."""
+    """Return an identity of the tensor's memory, valid while a tensor uses it; also on meta."""
     return tensor.untyped_storage()._cdata
 
 
 class _Writes(TorchDispatchMode):
-    """Counts the elements that operations write while it is entered, by storage."""
+    """Counts by storage the elements that operations write inside this context."""
 
     def __init__(self) -> None:
         super().__init__()

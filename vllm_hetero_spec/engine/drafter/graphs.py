@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that is recorded once and replayed without Python: CUDA graphs.
+"""Record device work once and replay it without Python: CUDA graphs.
 
-What is recorded reads and writes tensors that are made once and stay where they are; nothing that
-Python computes while recording is computed again. `Graphs` is the border: a test has another
-implementation, which replays the very operations on a CPU.
+Recorded work reads and writes tensors that keep their address. A replay does not repeat what Python
+computed during the recording. Tests implement `Graphs` on a CPU.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 
 Work = Callable[[], None]
 
-# Runs before the recording: kernels are compiled and libraries make their work space.
+# runs before a recording; they compile kernels, and libraries allocate their workspace.
 _WARM_UPS = 2
 
 
@@ -21,23 +20,20 @@ class Graphs(Protocol):
     """Records work."""
 
     def capture(self, work: Work) -> Work:
-        """What replays the operations that `work` queues; whatever `work` holds is kept alive."""
+        """Record the operations of `work`; return a function that replays them and keeps `work`."""
 
 
 class CudaGraphs:
-    """Graphs of one drafter, in a memory pool of their own.
-
-    The target's graphs may be replayed, or thrown away, while ours wait.
-    """
+    """CUDA graphs of one drafter, in a pool of their own: vLLM may discard the target's graphs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def rehearse(self, work: Work) -> None:
-        """Run it where graphs are recorded.
+        """Run `work` on the recording stream, and wait for it.
 
-        Kernels may keep work space for each stream, and vLLM lets none be made once it is warm.
+        Kernels may allocate workspace per stream, and vLLM locks the workspace after warm-up.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -45,11 +41,11 @@ class CudaGraphs:
         self._stream.synchronize()
 
     def capture(self, work: Work) -> Work:
-        """Record on a stream of its own; replays run on the current one."""
+        """Record on a separate stream. Replays run on the current stream."""
         for _ in range(_WARM_UPS):
             self.rehearse(work)
         graph = torch.cuda.CUDAGraph()
-        with (  # the first one: a capture that fails leaves its stream the current one
+        with (  # the first restores the current stream if a capture fails
             torch.cuda.stream(self._stream),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
         ):

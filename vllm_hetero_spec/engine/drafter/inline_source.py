@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts made in this process, between two steps of the target."""
+"""Make drafts in the worker process, between two steps of the target."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -30,23 +30,17 @@ from vllm_hetero_spec.options import HeteroOptions
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
-# Tokens of each of the drafter's rows that may be in a tree: the rest of a row is hardly worth a
-# node, however many there may be.
+# tokens; candidates per position that may become nodes of a tree. The probability of less likely
+# ones is too small for a node of any tree.
 _BESIDE = 12
 
 
 class InlineSource:
-    """The drafter beside the target, on its device. See `DraftSource`.
+    """A `DraftSource` whose drafter runs in the worker process, on the target's device.
 
     Args:
-        vllm_config: The worker's configuration.
-        drafter_config: The drafter's model.
-        options: The user's.
-        pair: The two tokenizers.
-        device: Where the target runs.
-        stats: Counters to add to.
         group: The target's tensor parallel group.
-        likeliest: From how many of the likeliest tokens drafts are drawn; None for all.
+        likeliest: Number of top drafter tokens that sampling is limited to; None for all.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -66,10 +60,11 @@ class InlineSource:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
         config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
         self._alone = IsolatedParallelState(Groups.of_drafter(solo=solo), vllm_config, config)
-        # As the target, it lies in memory that sleeps, where there is any.
+        # The drafter uses vLLM's sleep mode memory if the target does.
         config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config
-        # Ranks verify with the same random numbers: building the drafter on one must not draw any.
+        # All ranks verify with the same random numbers. Building the drafter must not consume any,
+        # because it may be built on one rank only.
         used = [device] if device.type != "cpu" else []
         with self._alone, torch.random.fork_rng(used, device_type=device.type):
             model = DrafterModel(
@@ -93,14 +88,14 @@ class InlineSource:
             beside=_BESIDE if options.tree_nodes else 0,
             token_healing=pair.token_healing,
         )
-        self.drafter.may_wait = scheduler.async_scheduling  # both halves come one after the other
+        self.drafter.may_wait = scheduler.async_scheduling  # `begin` and `finish` run together
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
-        # vLLM's sleep mode keeps what it has allocated, and would not give it back for graphs.
+        # vLLM's sleep mode allocator keeps freed memory, so that graphs could not use it.
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
         measured = measured and not vllm_config.model_config.enable_cumem_allocator
         mode = drafting_mode(options, vllm_config)
         rows = scheduler.max_num_seqs * options.num_speculative_tokens if self.draws else 0
-        later = 4 * width * min(rows, most_rows(width))  # the draft_probs of a round
+        later = 4 * width * min(rows, most_rows(width))  # bytes; the draft_probs of a round
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
@@ -110,51 +105,44 @@ class InlineSource:
 
     @property
     def early(self) -> bool:
-        """See `DraftSource`. On a CPU nothing runs beside anything: the step's tokens go first."""
+        """True on a device. On a CPU a round would delay the output of the step's own tokens."""
         return self.drafter.waits
 
     def begin(
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
-        """See `DraftSource`."""
         with self._alone:
             self.rounds.begin(tasks, outside, control)
 
     def finish(self) -> list[Draft]:
-        """See `DraftSource`."""
         with self._alone:
             return self.rounds.finish()
 
     def record(self) -> int:
-        """See `DraftSource`."""
         with self._alone:
             return self._recording.record()
 
     def step(self, batch: int) -> None:
-        """See `DraftSource`."""
         with self._alone:
             self.drafter.step(batch)
 
     def read(self, tokens: int) -> None:
-        """See `DraftSource`."""
         with self._alone:
             self.drafter.read(tokens)
 
     def reset(self) -> None:
-        """See `DraftSource`."""
         self.pool.reset()
 
     def sleep(self, level: int) -> None:
-        """See `DraftSource`: the drafter lies where vLLM keeps what outlives every level."""
+        """Do nothing: vLLM's allocator keeps the drafter's weights at every sleep level."""
 
     def wake(self) -> None:
-        """See `DraftSource`."""
+        pass
 
     def close(self) -> None:
-        """See `DraftSource`."""
+        pass
 
     def export_to(self, stats: DraftStats) -> None:
-        """See `DraftSource`."""
         stats.kv_blocks_held = self.pool.held
         stats.reused_tokens = self.pool.reused_tokens
         stats.forward_seconds = self.drafter.forward_seconds

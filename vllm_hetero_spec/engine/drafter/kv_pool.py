@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's paged KV pool: reference counts, prefix reuse, roll back.
+"""The drafter's paged KV pool: reference counts, prefix reuse, rollback.
 
-vLLM's own KVCacheManager cannot roll back, which a drafter does in every step, and changes with
-every release. This pool is plain Python over block numbers; the tensors belong to the drafter.
-
-A block is in exactly one of three states: held (reference count > 0), cached (count 0, contents
-still findable by prefix, oldest evicted first) or free. Only full blocks of accepted context are
-ever published for reuse. A block is never written while it is findable, or while a second sequence
-holds it: rolling back into one gives it up.
+vLLM's own KVCacheManager cannot roll back, which a drafter does in every step, and it changes with
+every release. This pool is plain Python over block numbers. The drafter owns the tensors.
 """
 
 from collections import OrderedDict
@@ -17,21 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What a full block holds is named by its parent's name and its own ids: exact, so no collision can
-# ever hand one request the KV of another text. The root's name is the request's cache salt.
+# The name of a full block: its parent's name and its own ids. Names are exact, not hashes, so no
+# collision can give a request the KV of another context. The root's name is the cache salt.
 _Name = tuple[object, tuple[int, ...]]
 
 
 @dataclass
 class BlockTable:
-    """The blocks of one sequence.
+    """The KV blocks of one sequence.
 
     Attributes:
-        salt: Prefixes are shared only between equal salts.
-        blocks: Block numbers in order of position; `row` mirrors them for the attention kernels.
-        names: Names of the leading blocks that are published, or whose contents another
-            sequence had published before.
-        sound: Whether the drafter's logits behind all of it were finite, as far as they were read.
+        salt: Cache salt. Only sequences of equal salt share prefixes.
+        row: int32 copy of `blocks` for the attention kernels, padded at the end.
+        names: Names of the leading full blocks that this sequence, or another one, has published.
+        sound: False if the last forward of this sequence was not checked for finite logits.
     """
 
     salt: str | None = None
@@ -42,11 +36,10 @@ class BlockTable:
 
     @property
     def parent(self) -> object:
-        """What the next full block's name builds on."""
+        """The name that the next full block's name extends."""
         return self.names[-1] if self.names else ("salt", self.salt)
 
     def push(self, block: int) -> None:
-        """Append a block."""
         if len(self.blocks) == len(self.row):
             self.row = np.concatenate([self.row, np.zeros_like(self.row)])
         self.row[len(self.blocks)] = block
@@ -54,12 +47,10 @@ class BlockTable:
 
 
 class ForkedTable(NamedTuple):
-    """A second sequence with the beginning of another.
+    """A second sequence that shares a prefix with another one.
 
-    Attributes:
-        table: Its blocks.
-        copy: A block to copy, and where to, before either sequence is written again; None where
-            the beginning ends with a block.
+    `copy` is (source block, destination block), to copy before either sequence is written again. It
+    is None if the prefix ends at a block boundary.
     """
 
     table: BlockTable
@@ -67,12 +58,14 @@ class ForkedTable(NamedTuple):
 
 
 class KVPool:
-    """Block numbers 1..num_blocks-1; block 0 is never handed out (padding writes go there).
+    """Allocates the blocks 1..num_blocks-1. Block 0 is reserved for padding writes.
 
-    Args:
-        num_blocks: Blocks in the tensors, with block 0.
-        block_size: Tokens per block.
-        clean: Puts finite numbers into blocks; nothing to do for a pool without tensors.
+    A block is held (reference count > 0), cached (count 0, contents findable by prefix, evicted
+    oldest first) or free. Only full blocks of accepted context are published for reuse. A block is
+    never written while it is findable, or while two sequences hold it: a rollback into such a block
+    releases it.
+
+    `clean` overwrites blocks with finite numbers.
     """
 
     def __init__(
@@ -87,50 +80,47 @@ class KVPool:
         self.reused_tokens = 0
         self._free = list(range(num_blocks - 1, 0, -1))
         self._refs = [0] * num_blocks
-        self._cached: OrderedDict[int, None] = OrderedDict()  # count 0 but findable, oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._by_name: dict[_Name, int] = {}
         self._name_of: dict[int, _Name] = {}
         self._uid_of: dict[int, int] = {}
         self._next_uid = 0
 
     def reset(self) -> None:
-        """Forget everything; every BlockTable handed out before is void."""
+        """Forget all blocks. Every `BlockTable` returned before becomes invalid."""
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._refs = [0] * self.num_blocks
         for known in (self._cached, self._by_name, self._name_of, self._uid_of):
             known.clear()
 
     def suspect(self) -> None:
-        """Some KV is not finite: what is in a block is cleaned before that is handed out again.
+        """Mark all blocks as possibly non-finite. Each is cleaned before it is allocated again.
 
-        Kernels may read a block to its end, and weigh what is behind a text by 0: NaN stays NaN.
+        Kernels may read a block beyond the end of a sequence and multiply by 0, and 0 times NaN is
+        NaN.
         """
         self._suspect = set(range(1, self.num_blocks))
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out in all."""
+        """Number of blocks that can be allocated in total."""
         return self.num_blocks - 1
 
     @property
     def held(self) -> int:
-        """Blocks in use by some sequence."""
+        """Number of blocks that sequences hold."""
         return self.capacity - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that `grow` can hand out now, evicting cached ones."""
+        """Number of blocks that `grow` can allocate now, by eviction of cached ones."""
         return len(self._free) + len(self._cached)
 
     def open(self, ids: Sequence[int], salt: str | None) -> tuple[BlockTable, int]:
-        """A table for a new sequence, with the longest findable prefix of its context.
+        """Create a table with the longest findable prefix of a context.
 
-        Args:
-            ids: Drafter ids of the context. At least the last is left to compute.
-            salt: The request's cache salt.
-
-        Returns:
-            The table, and the number of leading tokens whose KV it holds already.
+        Also return its number of leading tokens whose KV exists. At least the last of the drafter
+        `ids` is left to compute.
         """
         table = BlockTable(salt=salt)
         size = self.block_size
@@ -147,7 +137,7 @@ class KVPool:
         return table, reused
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens. All or nothing; False where blocks do not suffice."""
+        """Allocate blocks for `num_tokens` tokens in total, or return False without a change."""
         need = -(-num_tokens // self.block_size) - len(table.blocks)
         if need <= 0:
             return True
@@ -163,10 +153,10 @@ class KVPool:
         return True
 
     def publish(self, table: BlockTable, ids: Sequence[int], num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` of `ids`. O(new blocks).
+        """Make full blocks among the first `num_tokens` of `ids` findable. O(new blocks).
 
-        Their KV must be written, and they should not change any more: a published block that is
-        rolled back has to be given up.
+        Their KV must be written. They should be final, because a rollback into a published block
+        releases it.
         """
         size = self.block_size
         while (len(table.names) + 1) * size <= num_tokens:
@@ -182,14 +172,10 @@ class KVPool:
             table.names.append(self._uid_of[block])
 
     def fork(self, table: BlockTable, num_tokens: int) -> ForkedTable | None:
-        """A second sequence behind the first `num_tokens` tokens of a table, whose KV is written.
+        """Create a second sequence after the first `num_tokens` tokens of a table.
 
-        Args:
-            table: Of the first, which may go on or be closed as if there were no other.
-            num_tokens: Tokens that both have; full blocks of them are shared.
-
-        Returns:
-            None where a block has to be copied and none is left.
+        Their KV must be written; full blocks are shared. Either sequence may continue or be closed
+        independently. Return None if a block must be copied and none is available.
         """
         whole, rest = divmod(num_tokens, self.block_size)
         if rest and not self.available:
@@ -204,27 +190,21 @@ class KVPool:
         return ForkedTable(forked, (table.blocks[whole], forked.blocks[whole]))
 
     def adopt(self, table: BlockTable, branch: BlockTable) -> None:
-        """Let a table go on as one of its forks: it takes those blocks, and gives back its own.
-
-        Args:
-            table: Goes on.
-            branch: From `fork`; empty afterwards.
-        """
+        """Replace the blocks of a table by those of its fork, which is empty afterwards."""
         self.close(table)
         table.blocks, table.row, table.names = branch.blocks, branch.row, branch.names
         branch.blocks, branch.row, branch.names = [], np.zeros(16, np.int32), []
 
     def rollback(self, table: BlockTable, num_tokens: int) -> int:
-        """Keep the KV of the first `num_tokens` tokens; the rest will be written anew.
+        """Keep the KV of the first `num_tokens` tokens; later positions may be overwritten.
 
-        Returns:
-            How many tokens are kept: fewer than asked where the last of them lie in a block that
-            others may read, which is then given up rather than overwritten.
+        Return the number of kept tokens. It is smaller if the last ones are in a findable or shared
+        block, which must not be overwritten and is released.
         """
         keep = num_tokens // self.block_size
         del table.names[keep:]
         for block in table.blocks[keep:]:
-            if self._refs[block] > 1 or block in self._name_of:  # others than its holder may read
+            if self._refs[block] > 1 or block in self._name_of:  # shared or findable
                 break
         else:
             return num_tokens
@@ -232,13 +212,13 @@ class KVPool:
         return keep * self.block_size
 
     def close(self, table: BlockTable) -> None:
-        """Give all blocks back; published ones stay findable until evicted."""
+        """Release all blocks. Published ones stay findable until eviction."""
         self._give_back(table, 0)
         table.names.clear()
         table.sound = True
 
     def _give_back(self, table: BlockTable, keep: int) -> None:
-        """Give back all blocks but the first; unsound ones are cleaned before others get them."""
+        """Release all blocks from index `keep` on; mark those of an unsound table for cleaning."""
         if not table.sound:
             self._suspect.update(table.blocks[keep:])
         for block in reversed(table.blocks[keep:]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second model with KV tensors and attention groups of its own, built without a model runner.
+"""Load the drafter with KV tensors and attention groups of its own, without a model runner.
 
-Who owns which KV: the target's blocks belong to vLLM's scheduler, the drafter's tensors to the
-drafter and their block numbers to `KVPool`. Both models register their layers in separate
-static_forward_contexts, so neither sees the other's.
+vLLM's scheduler owns the target's KV blocks. The drafter owns its KV tensors, and `KVPool` their
+block numbers. Both models register their layers in separate `static_forward_context`s, so neither
+finds the other's layers.
 """
 
 import os
@@ -43,21 +43,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.worker.utils import AttentionGroup
 
-# From (bytes of KV for a number of tokens) to the bytes that may be used.
+# Argument: a function from a number of tokens to KV bytes. Result: the KV budget in bytes.
 KVBudget = Callable[[Callable[[int], int]], int]
 
 
 class LoadedDrafter(NamedTuple):
-    """The drafter's weights, and all that its attention needs.
-
-    Attributes:
-        model: The weights; its layers hold the KV tensors.
-        groups: Layers that share attention metadata. All of them share one block table.
-        layers: Names of all layers with attention.
-        num_blocks: Blocks in the KV tensors.
-        block_size: Tokens per block.
-        kv_caches: The KV tensors, by layer.
-    """
+    """The drafter's weights and attention state. All `groups` of layers share one block table."""
 
     model: torch.nn.Module
     groups: "list[AttentionGroup]"
@@ -69,15 +60,15 @@ class LoadedDrafter(NamedTuple):
 
 @contextmanager
 def faults_named(drafter: ModelConfig) -> Iterator[None]:
-    """While a drafter is built: name the reason of what vLLM and its kernels raise.
+    """Context that adds the drafter and a reason to errors of vLLM and its kernels.
 
     Raises:
-        ConfigError: Its folder tells why it cannot be built, or its weights are quantised.
+        ConfigError: The drafter's folder lacks weights, or its quantization fails on this platform.
     """
     name = drafter.model
     try:
         yield
-    except (ConfigError, torch.OutOfMemoryError):  # vLLM's words about memory say what to do
+    except (ConfigError, torch.OutOfMemoryError):  # vLLM's message has the remedy
         raise
     except Exception as error:
         reason = missing_weights(name) if os.path.isdir(name) else ""
@@ -93,22 +84,19 @@ def faults_named(drafter: ModelConfig) -> Iterator[None]:
 
 
 def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:
-    """Load the drafter, for whatever platform the target runs on.
+    """Load the drafter for the target's platform. Sets the block size and KV layout of `config`.
 
-    Args:
-        config: From `drafter_vllm_config`. Its block size and KV layout are settled here.
-        device: Where the target runs.
-        kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
+    `kv_budget` maps a function from tokens to KV bytes to the KV budget in bytes.
 
     Raises:
-        ConfigError: Its weights are not whole, its layers cannot share KV blocks, or the budget
-            does not hold two.
+        ConfigError: The weights are incomplete, the layers cannot share KV blocks, or the budget is
+            smaller than two blocks.
     """
     with set_current_vllm_config(config):
         with _offloader_of(config), _own_rotary_embeddings(), set_model_tag("draft_model"):
             model = load_filled(config)
-        # vLLM settles the target's block size once its layers exist, which is after this; the
-        # drafter's is its own, of what its own attention backends take.
+        # The drafter's attention backends determine its block size. vLLM sets the target's later,
+        # after the target's layers exist.
         current_platform.update_block_size_for_backend(config)
         plan = _planned_kv(config, kv_budget)
         (group,) = plan.kv_cache_groups
@@ -132,7 +120,7 @@ def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) 
 
 @contextmanager
 def _offloader_of(config: VllmConfig) -> Iterator[None]:
-    """Load weights under a model's own offloading; the process has one offloader, the target's."""
+    """Use the drafter's own offloader while loading. vLLM has one per process, the target's."""
     held = get_offloader()
     set_offloader(create_offloader(config.offload_config))
     try:
@@ -143,9 +131,10 @@ def _offloader_of(config: VllmConfig) -> Iterator[None]:
 
 @contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    """Share no rotary embedding with the target: equal ones are one module, of who came first.
+    """Create rotary embeddings for the drafter instead of sharing the target's.
 
-    The target's is compiled with it, and would run in single operations elsewhere.
+    vLLM caches equal modules. The target's is built for compilation, and without it would run as
+    single operations.
     """
     held, rotary_embedding._ROPE_DICT = rotary_embedding._ROPE_DICT, {}
     try:
@@ -155,7 +144,7 @@ def _own_rotary_embeddings() -> Iterator[None]:
 
 
 def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":
-    """The drafter's KV tensors: one block number stands for the same tokens in every layer."""
+    """Plan the drafter's KV tensors. A block number covers the same tokens in every layer."""
     cache, planning = config.cache_config, kv_cache_planning()
     if cache.kv_cache_layout is None:
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -173,7 +162,7 @@ def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":
     size = group.kv_cache_spec.block_size
     block_bytes = planned(1).kv_cache_tensors[0].size
     budget = kv_budget(lambda tokens: block_bytes * (-(-tokens // size) + 1))
-    # One block for padding and one to work with.
+    # One block for padding and at least one for tokens.
     num_blocks = budget // block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -184,9 +173,9 @@ def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":
 
 
 def _one_group(config: VllmConfig) -> KVCacheGroupSpec:
-    """All layers with attention in one group, those with a sliding window beside full ones.
+    """Put all attention layers into one group, sliding-window layers included.
 
-    Their KV is kept at full length; attention still looks no further back than the window.
+    The KV of sliding-window layers is kept at full length. Attention still reads the window only.
     """
     specs: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()}))
@@ -196,7 +185,7 @@ def _one_group(config: VllmConfig) -> KVCacheGroupSpec:
             kv_cache_planning().unify_hybrid_kv_cache_specs(specs)
             uniform = UniformTypeKVCacheSpecs.from_specs(specs)
         except ValueError:
-            pass  # neither are they one kind, nor can they be
+            pass  # different kinds that vLLM cannot unify
     if uniform is None:
         raise ConfigError(
             f"the drafter's layers keep {kinds or 'no KV cache'}, which cannot share KV blocks; "

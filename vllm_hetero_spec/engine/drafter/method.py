@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The method of a deployment: its row in the table of methods, made ready for its pair of models.
+"""Select and build the sampling method of a deployment.
 
-Requests at temperature 0 and under a grammar are drafted greedily whatever the method is, request
-by request; the method is about the others.
+Requests at temperature 0 and requests with structured output are drafted greedily, independent of
+the method. The method applies to all other requests.
 """
 
 import logging
@@ -25,7 +25,7 @@ from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# The order of methods for sampled requests is the same at all temperatures above nearly greedy.
+# The order of methods is the same at all temperatures that are not nearly 0.
 _TEMPERATURE = 1.0
 
 
@@ -37,24 +37,22 @@ def sampling_of(
     ranks: int,
     likeliest: int | None = None,
 ) -> SampledMethod | None:
-    """How drafts are sampled; None for a method that is always greedy.
+    """Return the method of sampled drafts; None for a method that is always greedy.
 
     Args:
-        options: The user's; `method` decides, or is decided on here.
-        pair: The tokenizers and the bridge between them.
+        options: The user's options. Method `hetero` is resolved here.
         width: Columns of the target's logits.
-        device: Where the drafter runs.
-        ranks: That draft together.
-        likeliest: From how many of the likeliest drafter tokens drafts are drawn; None for all.
-            Rows of SLRS-n have more target tokens than that: it is `push_forward` then.
+        ranks: Number of ranks that share the drafter.
+        likeliest: Number of top drafter tokens that sampling is limited to; None for all. SLRS-n
+            then becomes `push_forward`, because its rows have more target tokens than this.
     """
     maps, size = None, pair.drafter.vocab_size
     if options.method != SLEM and not pair.bridge.identity:
         maps = build_maps(pair.target, pair.drafter, cache=default_cache())
         maps = maps.with_control(pair.bridge.special)
     if options.method == HETERO:
-        # Races take the row of one drafter token at a time; and what looks further waits for the
-        # device at every token.
+        # SLRS-n cannot be combined with race verification, which needs the row of one drafter token
+        # at a time. On a device it would synchronize at every token.
         merges = options.verification != "race" and device.type == "cpu" and likeliest is None
         choice = _choose(pair, maps, merges=merges, ranks=ranks)
     else:
@@ -68,7 +66,7 @@ def sampling_of(
         torch.from_numpy(array.astype(np.int64)).to(device)
         for array in (spelling.first, spelling.lengths)
     )
-    # Where both tokenizers are the same, all methods are: the drafter's rows as they are.
+    # With equal tokenizers all methods are the same: they use the drafter's rows unchanged.
     tokens = TokenMap(first, width, maps is None or method.renormalise)
     sampled = SampledMethod(tokens, lengths, spelling.tokens, likeliest=likeliest)
     if likeliest is not None:
@@ -82,7 +80,7 @@ def sampling_of(
 
 
 def first_token_sampling(tokens: TokenMap, device: torch.device) -> SampledMethod:
-    """What a drafter samples by that knows nothing of target tokens but the first of each draw."""
+    """Return a sampling method that only uses the first target token of each drafter token."""
     first = tokens.first.to(device)
     map_there = TokenMap(first, tokens.width, tokens.renormalise)
     spell = lambda drawn: tokens.first[drawn : drawn + 1].tolist()  # noqa: E731
@@ -92,13 +90,11 @@ def first_token_sampling(tokens: TokenMap, device: torch.device) -> SampledMetho
 def _choose(
     pair: TokenizerPair, maps: VocabularyMaps | None, *, merges: bool, ranks: int
 ) -> Choice:
-    """The first method in the order for a pair that a deployment can run.
+    """Return the best method for a pair that the deployment can run.
 
     Args:
-        pair: The tokenizers and the bridge between them.
-        maps: Between their vocabularies; None where both are the same.
-        merges: Whether it may be a method that looks beyond a drafter token.
-        ranks: That draft together; where they are several, all would have to draw the same.
+        maps: Maps between the vocabularies; None if both tokenizers are the same.
+        merges: Allow methods that look beyond one drafter token.
     """
     if ranks > 1:
         return Choice(SLEM, "a drafter that is split over ranks drafts greedily")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second model: its forward on our own paged KV."""
+"""The drafter's forward on its own paged KV."""
 
 import contextlib
 from collections.abc import Sequence
@@ -16,28 +16,28 @@ from vllm_hetero_spec.engine.drafter.loading import KVBudget, load_drafter
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
-# Of FlashInfer's metadata builder: TensorRT-LLM's decoding kernel, if any.
+# Attribute of FlashInfer's metadata builder: TensorRT-LLM's decode kernel, or None.
 _KERNEL = "flashinfer_trtllm_api_decode_kernel"
 
-# What the attention layers read of a forward, by layer.
+# Attention metadata of a forward, by layer.
 Metadata: TypeAlias = "dict[str, AttentionMetadata]"
 
 
 class ForwardBatch(NamedTuple):
-    """One forward over N tokens of B requests; on the device but for the `_cpu` ones.
+    """One forward over N tokens of B requests. Tensors are on the device, except `*_cpu`.
 
     Attributes:
-        ids: [N] int32 drafter ids, requests one after the other.
-        positions: [N] int64, of each token in its sequence.
-        slots: [N] int64, block number * block size + offset; -1 where no KV is to be written.
+        ids: [N] int32 drafter ids, request after request.
+        positions: [N] int64, position of each token in its sequence.
+        slots: [N] int64, block number * block size + offset; -1 to write no KV.
         starts: [B+1] int32, offset of each request among the N tokens.
         lengths: [B] int32, tokens of each sequence after this forward.
-        table: [B, W] int32, its KV blocks.
-        max_query: Most tokens of one request.
-        max_length: At least the longest of `lengths`.
-        rows: int64 [B], each request's last token, or [2B] with the ones before behind them; None
-            where every request has `max_query`.
-        back: See `round_plan.Feed`.
+        table: [B, W] int32, KV blocks of each sequence.
+        max_query: Largest number of tokens of one request.
+        max_length: Upper bound of `lengths`.
+        rows: int64 [B], index of each request's last token; [2B] if `back`, with the tokens before
+            them in the second half. None if every request has `max_query` tokens.
+        back: Same as `BatchFeed.back`.
     """
 
     ids: torch.Tensor
@@ -55,12 +55,12 @@ class ForwardBatch(NamedTuple):
 
 
 class GraphSupport(NamedTuple):
-    """What attention can be recorded with.
+    """CUDA graph features of the drafter's attention.
 
     Attributes:
-        in_graph: Its metadata is brought up to date by operations of the graph itself; otherwise it
-            is made on the host before every replay.
-        several_tokens: Of each request in one forward.
+        in_graph: Operations in the graph update the metadata. If False, the host builds the
+            metadata before every replay.
+        several_tokens: Graphs may have several tokens per request.
     """
 
     in_graph: bool
@@ -70,15 +70,10 @@ class GraphSupport(NamedTuple):
 class DrafterModel:
     """The drafter's weights and KV tensors.
 
-    Args:
-        config: From `drafter_vllm_config`.
-        device: Where the target runs.
-        kv_budget: Called with a function from tokens to bytes of KV; returns the budget in bytes.
-
     Attributes:
-        num_blocks: Blocks in the KV tensors, block 0 reserved for padding.
-        block_size: Tokens per block.
-        max_lines: Most sequences of a forward.
+        num_blocks: Blocks in the KV tensors; block 0 is reserved for padding.
+        max_length: Longest sequence in tokens.
+        max_lines: Largest number of sequences in a forward.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -100,22 +95,20 @@ class DrafterModel:
         self._kv_caches = loaded.kv_caches
         self.max_lines: int = config.scheduler_config.max_num_seqs
         builders = [group.get_metadata_builder() for group in self._groups]
-        # FlashInfer, but with TensorRT-LLM's kernels, plans each forward in one and the same place,
-        # from where the device copies it.
+        # Without TensorRT-LLM's kernels, FlashInfer plans every forward in the same host buffer.
+        # The device copies it asynchronously; the event marks the end of that copy.
         plans = [getattr(builder, _KERNEL, _KERNEL) is None for builder in builders]
         self._planned = torch.cuda.Event() if any(plans) else None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """One forward, its metadata made on the host: see `logits`."""
+        """Build the metadata on the host, run the forward and return its `logits`."""
         with self.context(self.metadata(batch), batch):
             return self.logits(batch)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """The model itself, inside a `context`.
+        """Run the model inside a `context`; return [B, V] logits after each request's last token.
 
-        Returns:
-            [B, V] logits after each request's last token; [2B, V] where `back`: those in its place
-            behind them.
+        If `back`, return [2B, V]: the second half has the logits at the position of the last token.
         """
         hidden = self.model(input_ids=batch.ids, positions=batch.positions)
         if batch.rows is not None:
@@ -127,12 +120,7 @@ class DrafterModel:
         return logits
 
     def metadata(self, batch: ForwardBatch, *, to_capture: bool = False) -> Metadata:
-        """What the attention layers read of a forward, by layer.
-
-        Args:
-            batch: The forward.
-            to_capture: For a graph that is going to be recorded.
-        """
+        """Build the attention metadata of a forward, by layer."""
         common = CommonAttentionMetadata(
             query_start_loc=batch.starts,
             query_start_loc_cpu=batch.starts_cpu,
@@ -159,20 +147,16 @@ class DrafterModel:
         return metadata
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of blocks in all layers.
-
-        Args:
-            copies: (from, to); no block is both.
-        """
+        """Copy KV blocks in all layers, given as (source, destination). No block is both."""
         copy_kv_cache_blocks_inplace(self._kv_caches.values(), self.num_blocks, copies)
 
     def clean_blocks(self, blocks: Sequence[int]) -> None:
-        """Have nothing but finite KV in blocks: that of block 0, which is no text's."""
+        """Overwrite blocks with the KV of block 0, which is always finite."""
         self.copy_blocks([(0, block) for block in blocks])
 
     @property
     def graph_support(self) -> GraphSupport | None:
-        """What its attention can be recorded with; None where it cannot."""
+        """CUDA graph features of the attention backends; None if they support no graphs."""
         builders = [group.get_metadata_builder() for group in self._groups]
         least = min(
             (
@@ -183,8 +167,8 @@ class DrafterModel:
         )
         if least == AttentionCGSupport.NEVER:
             return None
-        # A backend that orders batches takes a request of several tokens for a prompt, unless its
-        # configuration speaks of speculation: such forwards are planned anew each time.
+        # A backend that reorders batches treats a request of several tokens as a prefill, unless
+        # its configuration has speculative decoding. Every prefill needs a new plan.
         several = all(builder.reorder_batch_threshold is None for builder in builders)
         return GraphSupport(
             all(group.supports_draft_decode_metadata_update for group in self._groups),
@@ -192,14 +176,14 @@ class DrafterModel:
         )
 
     def update(self, metadata: Metadata) -> None:
-        """Bring metadata up to date with the tensors it was built from, by operations alone."""
+        """Update metadata from its tensors, by device operations only."""
         for group in self._groups:
             group.update_draft_decode_metadata(metadata)
 
     def context(
         self, metadata: Metadata, batch: ForwardBatch
     ) -> "contextlib.AbstractContextManager[None]":
-        """In which a forward finds its metadata and slots."""
+        """Return the context in which a forward finds its metadata and slots."""
         return set_forward_context(
             metadata,
             self.config,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are too long to catch up by one graph are read by several, but for their ends.
+"""Prefill long contexts by several CUDA graph replays instead of one eager forward.
 
-A forward without a graph takes the host as long as a dozen with one, however few tokens it has.
+A forward without a graph takes the host as long as a dozen replays, independent of its number of
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +14,12 @@ from vllm_hetero_spec.engine.drafter.round_plan import Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 
-# Forwards beyond what catches up in any case: more take as long as a single one without a graph.
+# forwards before the catch-up forward; more of them take as long as a single eager forward.
 _MOST = 4
 
 
 class Part(NamedTuple):
-    """One forward of a few texts.
-
-    Attributes:
-        width: Tokens of each that are read, from where its KV ends.
-        texts: Which ones, ascending.
-    """
+    """One forward that reads `width` tokens of each context, from the end of its KV."""
 
     width: int
     texts: Sequence[int]
@@ -32,16 +28,16 @@ class Part(NamedTuple):
 def parts(
     pending: Sequence[int], contexts: Sequence[int], widths: Callable[[int], Sequence[int]]
 ) -> list[Part]:
-    """What to read before a round catches all of its texts up.
+    """Plan the forwards that precede the catch-up forward of a round.
 
     Args:
-        pending: Tokens of each text that are to be read, at least one.
-        contexts: Tokens of each text in all.
-        widths: Of the graphs for so many texts, rising; none where there are none.
+        pending: Number of tokens to read of each context, at least one.
+        contexts: Length of each context in tokens.
+        widths: Returns the graph widths for a number of contexts, ascending; empty without graphs.
 
     Returns:
-        Parts in turn, behind which each text has at least one token left to read, and no more than
-        a graph for all of them takes; none where nothing has to be read before, or it is too much.
+        Parts in order. After them each context has at least one token left, and no more than the
+            widest graph for all contexts. Empty if no parts are necessary, or if too many would be.
     """
     left, shortest = list(pending), min(contexts)
     last = max((width for width in widths(len(left)) if width <= shortest), default=0)
@@ -60,14 +56,7 @@ def parts(
 def read_in_parts(
     rows: list[DraftRow], steps: Steps, planner: Planner, stopwatch: AbstractContextManager[object]
 ) -> None:
-    """Read `parts` of the rows of a round, and leave it the rest.
-
-    Args:
-        rows: Of the round; changed in place.
-        steps: Runs the forwards.
-        planner: Plans them.
-        stopwatch: Times them.
-    """
+    """Read `parts` of a round's rows. Their `pending` is replaced in place by the rest."""
     pending = [row.pending for row in rows]
     left = read_texts([row.sequence for row in rows], pending, steps, planner, stopwatch)
     if left is not pending:
@@ -81,14 +70,9 @@ def read_texts(
     planner: Planner,
     stopwatch: AbstractContextManager[object],
 ) -> Sequence[Sequence[int]]:
-    """Read `parts` of some texts; what is left of each, `pending` itself where nothing was read.
+    """Read `parts` of some contexts, which extends `kv_ids` of their sequences.
 
-    Args:
-        sequences: Of the texts.
-        pending: Drafter ids of each that are to be read.
-        steps: Runs the forwards.
-        planner: Plans them.
-        stopwatch: Times them.
+    Return the remaining ids of each context; `pending` itself if nothing was read.
     """
     if not steps.widths(len(pending)):
         return pending

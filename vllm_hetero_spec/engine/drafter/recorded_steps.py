@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds by graphs: recorded once for every size, replayed without Python.
+"""Run rounds by CUDA graphs, recorded once per shape and replayed without Python.
 
-Every tensor that a graph touches is made once and stays where it is. A round's plan is copied into
-them, and each step finds its own line of it by a counter on the device: one recording per size
-serves all steps. What no graph fits (prompts, batches beyond the largest) runs eagerly. Where
-drafts may be trees, each is recorded twice: rounds of chains do not look beside their tokens.
+All tensors that a graph uses are allocated once and keep their address. A round's plan is copied
+into them. Each step selects its row of the plan by a counter on the device, so that one recording
+per size serves all steps. Prompts and batches that fit no graph run eagerly. If drafts may be
+trees, each shape is recorded twice, because chains do not need top candidates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,13 +29,7 @@ from vllm_hetero_spec.staging import Send
 
 
 class _Recording(NamedTuple):
-    """A graph of one size and width, for chains or for trees.
-
-    Attributes:
-        batch: Its forward, over the tensors that stay.
-        replay: Runs it.
-        keep: What it must not outlive.
-    """
+    """A graph of one size and width, for chains or for trees. `keep` must live as long."""
 
     batch: ForwardBatch
     replay: Work
@@ -43,17 +37,9 @@ class _Recording(NamedTuple):
 
 
 class RecordedSteps:
-    """Runs rounds by graphs.
+    """Runs rounds by CUDA graphs; implements `Steps`.
 
-    Args:
-        model: The drafter.
-        rules: What may be picked.
-        send: Brings arrays to the device.
-        picked: Where each row's best goes; stays where it is.
-        graphs: Records.
-        shapes: (requests, tokens of each) to record for; what a request has to read first and has
-            more tokens is read eagerly.
-        support: What the drafter's attention can be recorded with.
+    `shapes` are (requests, tokens per request) to record. A longer catch-up runs eagerly.
     """
 
     def __init__(
@@ -84,21 +70,18 @@ class RecordedSteps:
         with torch.inference_mode():
             for size, width in sorted(shapes, reverse=True):
                 for picked.wide in (True, False) if rules.beside else (False,):
-                    for each in (1, 0) if width == 1 else (width,):  # the steps, as number 0
+                    for each in (1, 0) if width == 1 else (width,):  # width 0: the steps
                         recorded = self._record(graphs, size, each)
                         self._recordings[size, each, picked.wide] = recorded
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        """See `Steps`."""
         fitting = (width for width in self.widths(count) if pending <= width <= context)
         return Shape(self._size(count), next(fitting, 0))
 
     def widths(self, count: int) -> Sequence[int]:
-        """See `Steps`."""
         return self._widths.get(self._size(count), ())
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        """See `Steps`."""
         size, count, feed, on = len(plan.table), plan.count, plan.feed, self._on
         self._plan = plan
         self._replays_round = (size, 0, False) in self._recordings
@@ -119,7 +102,6 @@ class RecordedSteps:
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
-        """See `Steps`."""
         if not self._replays_round:
             return self._eager.step(number)
         assert self._plan is not None
@@ -129,7 +111,6 @@ class RecordedSteps:
         return self._on.logits[:count]
 
     def moved(self) -> None:
-        """See `Steps`."""
         if not self._replays_round:
             self._eager.moved()
             return
@@ -137,18 +118,17 @@ class RecordedSteps:
         self._on.put(self._plan)
 
     def again(self) -> None:
-        """See `Steps`."""
         self._on.step.fill_(1)
 
     def _size(self, count: int) -> int:
         return next((size for size in self._sizes if size >= count), 0)
 
     def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
-        """The graph that catches up with `width` tokens each, or that of a step where it is 0."""
+        """Record the catch-up forward of `width` tokens per request, or a step if `width` is 0."""
         on = self._on
         batch = on.batch(size, max(1, width), back=self._rules.token_healing and width > 1)
         on.clear()
-        # What is built here is referred to by the graph for as long as it lives.
+        # The graph refers to this metadata as long as it lives.
         metadata = self._model.metadata(batch, to_capture=True)
 
         def work() -> None:
@@ -162,7 +142,7 @@ class RecordedSteps:
             return _Recording(batch, graphs.capture(work), metadata)
 
     def _move(self, size: int, width: int) -> None:
-        """To the next step, or to what catches up."""
+        """Copy the inputs of the catch-up forward, or those of the next step if `width` is 0."""
         if width:
             self._on.catch_up(size, width)
         else:
@@ -174,7 +154,7 @@ class RecordedSteps:
         if self._in_graph:
             recording.replay()
             return
-        # Metadata is made on the host, into tensors of the backend's that the graph reads.
+        # The host builds the metadata in tensors of the backend that the graph reads.
         self._move(size, width)
         lengths = plan.lengths[number, :size]
         batch = recording.batch._replace(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the drafter's graphs are recorded, and in what memory: after the target's own.
+"""Record the drafter's CUDA graphs, after the target's.
 
-vLLM measures what is left for the target's KV before anything is recorded. What the drafter's
-graphs will take is set aside while it measures, and given back just before they are recorded.
+vLLM measures the memory for the target's KV before graphs are recorded. During that measurement
+this module reserves the memory of the drafter's graphs. It releases the reservation just before it
+records them.
 """
 
 import gc
@@ -20,20 +21,19 @@ from vllm_hetero_spec.errors import ConfigError, one_line
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# Set aside for all graphs with their tensors, logits apart; a few MiB each, and one forward's
-# activations. Twice that where drafts may be trees, since each shape is recorded twice then.
+# bytes; reserved for all graphs and their tensors, without logits: a few MiB per graph, and the
+# activations of one forward. Doubled for draft trees, which need two recordings per shape.
 _BYTES = 256 << 20
-_LOGITS = 4  # of the largest shape: as they come, kept, of the place before, and beside their best
+# copies of the largest shape's logits: output, kept, those of the last token, and for their top-k.
+_LOGITS = 4
 
 
 class Recording:
     """Records the graphs of one drafter, once.
 
     Args:
-        drafter: Whose rounds.
-        mode: Whether there are to be graphs.
-        measured: Whether vLLM measures the memory that is left.
-        later: Bytes that rounds will take beside graphs and forwards, set aside as well.
+        measured: True if vLLM measures free memory to size the target's KV cache.
+        later: Bytes that rounds need besides graphs and forwards. They are reserved as well.
     """
 
     def __init__(
@@ -53,25 +53,22 @@ class Recording:
             self._set_aside = torch.empty(size, dtype=torch.uint8, device=device)
 
     def read_most(self, budget: int, requests: int) -> None:
-        """The largest forward that there will be, where a later one would come at a bad time.
+        """Run the largest possible forward during start-up.
 
-        vLLM lets no work space grow once it is warm, has measured by then what memory is left, and
-        a model is compiled for any number of tokens by a forward of several. Elsewhere a token
-        tells whether there is a kernel for its attention.
-
-        Args:
-            budget: Most tokens of a forward.
-            requests: Most of them.
+        vLLM measures free memory and locks the kernel workspace at the end of start-up, so a larger
+        forward later would fail. A compiled model needs one forward of several tokens to compile
+        for all sizes. On a CPU without compilation, one token is enough to find out if an attention
+        kernel exists.
 
         Raises:
-            ConfigError: The drafter cannot run here.
+            ConfigError: The drafter cannot run on this device.
         """
         model = self._drafter.model
         compiled = model.config.compilation_config.mode != CompilationMode.NONE
         largest = model.device.type != "cpu" or compiled
         try:
             self._drafter.read(min(budget, requests * model.max_length) if largest else 1)
-        except torch.OutOfMemoryError:  # what to do about that vLLM's words say
+        except torch.OutOfMemoryError:  # vLLM's message has the remedy
             raise
         except Exception as error:
             raise ConfigError(
@@ -83,10 +80,9 @@ class Recording:
             self._graphs.rehearse(lambda: self._drafter.read(1))
 
     def record(self) -> int:
-        """Record, or say why not. Later calls do nothing.
+        """Record the graphs, or log why the drafter runs eagerly. Return their device bytes.
 
-        Returns:
-            Bytes of device memory that the graphs take.
+        Later calls do nothing.
         """
         if self._done:
             return 0
@@ -104,11 +100,12 @@ class Recording:
             if free < self._bytes:
                 raise MemoryError(f"{free >> 20} MiB of device memory are left")
             gc.collect()
-            # A capture looks at all that lives; one that is interrupted by a collection may break.
+            # A garbage collection during a capture may break it. `freeze` shortens the collection
+            # that some releases of PyTorch run at the start of each capture.
             gc.freeze()
             gc.disable()
             shapes = self._record(self._graphs, support)
-        except Exception as error:  # the target's own requests must not suffer from it
+        except Exception as error:  # must not affect the target's requests
             logger.warning(
                 "The drafter runs eagerly, which is several times slower: its CUDA graphs could "
                 "not be recorded (%s: %s).",
@@ -117,11 +114,11 @@ class Recording:
             )
             return 0
         finally:
-            if not frozen:  # vLLM does so in the end
+            if not frozen:  # if vLLM froze the heap, vLLM unfreezes it
                 gc.unfreeze()
             if collects:
                 gc.enable()
-        taken = max(0, free - torch.cuda.mem_get_info()[0])  # others may have given some back
+        taken = max(0, free - torch.cuda.mem_get_info()[0])  # other code may have freed some
         logger.info(
             "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
             len(shapes),
@@ -131,7 +128,7 @@ class Recording:
         return taken
 
     def _record(self, graphs: CudaGraphs, support: GraphSupport) -> Sequence[tuple[int, int]]:
-        """Record the shapes, or those alone that rounds cannot do without; which."""
+        """Record all shapes; if this fails, only the narrow ones. Return the recorded shapes."""
         shapes: Sequence[tuple[int, int]] = self._mode.shapes
         try:
             self._drafter.record(graphs, shapes, support)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace first tokens of drafts before the steps that follow them."""
+"""Replace first tokens of drafts before their later steps run."""
 
 from collections.abc import Mapping
 
@@ -15,20 +15,13 @@ from vllm_hetero_spec.staging import Send
 def replace_first(
     current: Round, others: Mapping[int, HealedStart], steps: Steps, planner: Planner, send: Send
 ) -> None:
-    """Write the replaced tokens to the device, in place of the picked ones.
+    """Overwrite picked first tokens on the device; changes the plan and the KV of the rows.
 
-    A token that replaces the last one of the text moves the steps of its request back by one.
-
-    Args:
-        current: The round; its plan and the KV of its rows change.
-        others: At least one replaced token, by row.
-        steps: The drafter's steps.
-        planner: The planner that made the round's plan.
-        send: Sends arrays to the device.
+    If a token replaces the last one of its request, the later steps move back by one position.
     """
     picked, plan = steps.picked, current.plan
     forced = {index: other.id for index, other in others.items()}
-    for index, chosen in list(forced.items()):  # what follows the chain at first, too
+    for index, chosen in list(forced.items()):  # forks that still follow the chain
         forced |= {at: chosen for at, step in plan.forks_of(index) if step}
     current.known = {index: other.known for index, other in others.items() if other.known}
     moved = list(current.known)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafter knows of each request: its text in drafter ids, and the KV written for it."""
+"""The drafter's state of each request: its context in drafter ids, and the KV written for it."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,42 +15,33 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.text.bridge import Bridge, Context
 
-# The last drafter tokens of a text may still merge with what follows, so that their KV would be
-# given up again: not published for reuse. Longer than any word is in tokens.
+# tokens; longer than any word. The last drafter tokens of a context may merge with later text, so
+# their KV is not published for reuse.
 UNSTABLE_TAIL = 32
 
 
 class Pool(Protocol):
-    """Where the drafter's KV of each request is accounted for: see `KVPool`.
-
-    Attributes:
-        block_size: Tokens per block.
-    """
+    """Accounts for the drafter's KV blocks; the part of `KVPool` that requests use."""
 
     block_size: int
 
     @property
     def capacity(self) -> int:
-        """Blocks in all."""
+        """Number of blocks in total."""
 
     def open(self, ids: Sequence[int], salt: str | None) -> tuple[BlockTable, int]:
-        """A table for a text, and its leading tokens whose KV is there already."""
+        """Create a table; also return its number of leading tokens whose KV exists."""
 
     def rollback(self, table: BlockTable, num_tokens: int) -> int:
-        """Keep the KV of the first `num_tokens` tokens, or of fewer: how many are kept."""
+        """Keep the KV of at most the first `num_tokens` tokens; return the kept number."""
 
     def close(self, table: BlockTable) -> None:
-        """Give all blocks back."""
+        """Release all blocks."""
 
 
 @dataclass
 class DraftSequence:
-    """What the drafter holds of one request.
-
-    Attributes:
-        table: Its KV blocks.
-        kv_ids: Drafter ids whose KV is written, context first, then drafted ones.
-    """
+    """The drafter's KV of one request: blocks, and the ids written (context, then draft tokens)."""
 
     table: BlockTable
     kv_ids: list[int] = field(default_factory=list)
@@ -58,20 +49,18 @@ class DraftSequence:
 
 @dataclass
 class RequestState:
-    """One request.
+    """One request, from its first step to its end.
 
     Attributes:
-        req_id: vLLM's name for it.
-        context: Its text in drafter ids.
-        salt: Its cache_salt.
-        num_prompt: Leading context ids that were its prompt when it was opened.
-        num_media: Target ids of its prompt that are no text, and not in the context.
-        sequence: Its KV; None before the first round and after its blocks were given back.
-        num_kv_valid: Leading ids of `sequence.kv_ids` that equal `context.ids`.
-        last_target: The last target id taken into the context.
-        retired: Why this request is not drafted any more, "" while it is.
-        wait: Steps to let pass before asking the full pool again.
-        counts: How often its text has each drafter token, where it is penalised.
+        context: The request's tokens in drafter ids.
+        num_prompt: Number of leading context ids that belonged to the prompt when it was opened.
+        num_media: Prompt ids of the target that are not text, and not in the context.
+        sequence: Its KV; None before the first round and after its blocks were released.
+        num_kv_valid: Number of leading ids of `sequence.kv_ids` that equal `context.ids`.
+        last_target: Last target id that was appended to the context.
+        retired: Reason why the request is not drafted any more; "" while it is drafted.
+        wait: Number of steps to skip before the next try to allocate KV blocks.
+        counts: Counts of drafter tokens in the context; None without penalties.
     """
 
     req_id: str
@@ -88,42 +77,40 @@ class RequestState:
 
     @property
     def num_uncached(self) -> int:
-        """Context ids whose KV is not written yet."""
+        """Number of context ids without KV."""
         return len(self.context.ids) - self.num_kv_valid
 
     @property
     def num_target(self) -> int:
-        """Target ids taken in."""
+        """Number of target ids read, media included."""
         return self.context.num_target + self.num_media
 
     def new_tokens_of(self, request: RequestView) -> Sequence[int] | None:
-        """Target ids to take in; None where vLLM has taken some back (resumed, or edited)."""
+        """Return the new target ids; None if vLLM has removed or changed earlier ones."""
         known, ids = self.num_target, request.token_ids
         if known and (known > len(ids) or ids[known - 1] != self.last_target):
             return None
         return request.since(known)
 
     def close(self, pool: Pool) -> None:
-        """Give the KV back."""
+        """Release the KV."""
         if self.sequence is not None:
             pool.close(self.sequence.table)
         self.sequence = None
         self.num_kv_valid = 0
 
     def retire(self, reason: str, pool: Pool) -> None:
-        """Draft no more for this request."""
+        """Stop drafting for this request."""
         self.retired = reason
         self.close(pool)
 
     def align(self, pool: Pool, unchanged: int) -> None:
-        """Keep of the written KV what the text so far agrees with; at least one id stays uncached.
+        """Keep the written KV that agrees with the context. At least one id stays without KV.
 
-        Args:
-            pool: Where the KV lives.
-            unchanged: Leading context ids that have not changed since the last call.
+        The first `unchanged` context ids have not changed since the last call.
         """
         ids = self.context.ids
-        if unchanged <= 1:  # leading ids were given up, perhaps
+        if unchanged <= 1:  # leading ids may have been dropped
             self.counts = None
         if self.counts is not None:
             self.counts.update(ids, unchanged)
@@ -141,7 +128,7 @@ class RequestState:
         del written[self.num_kv_valid :]
 
     def count_tokens(self, vocab_size: int, device: torch.device) -> TokenCounts:
-        """How often the text that is kept has each drafter token; counted, then kept up to date."""
+        """Return the counts of drafter tokens in the kept context. `align` updates them."""
         if self.counts is None:
             num_prompt = max(0, self.num_prompt - self.context.num_dropped)
             self.counts = TokenCounts(vocab_size, num_prompt, device)
@@ -149,14 +136,11 @@ class RequestState:
         return self.counts
 
     def draw_of(self, request: RequestView, *, races: bool) -> DraftSampling | None:
-        """How the next draft is drawn; None where it has to be greedy.
+        """Return how the next draft is sampled; None for a greedy draft.
 
-        Greedy are requests at temperature 0, those under a grammar (which shortens drafts by what
-        is in them), and drafts that begin inside a character, whose first bytes are given.
-
-        Args:
-            request: The request.
-            races: Tokens are raced for.
+        A draft is greedy at temperature 0. It is also greedy under structured output, because the
+        grammar would shorten it depending on its tokens. A draft that begins inside a character is
+        greedy too, because its first bytes are given.
         """
         params = request.params
         if not params.random or params.structured or self.context.held:
@@ -172,14 +156,7 @@ class RequestState:
 
 
 class Requests:
-    """The states of all live requests, kept in step with the target's.
-
-    Args:
-        bridge: Between the two tokenizers.
-        pool: The drafter's KV blocks.
-        stats: Where skipped requests are counted.
-        longest: Drafter ids kept of a request's text at most.
-    """
+    """The states of all live requests. A request keeps at most `longest` drafter ids."""
 
     def __init__(self, bridge: Bridge, pool: Pool, stats: DraftStats, longest: int) -> None:
         self._bridge = bridge
@@ -187,7 +164,7 @@ class Requests:
         self._stats = stats
         self._longest = longest
         self._states: dict[str, RequestState] = {}
-        self._salts: dict[str, str] = {}  # of live requests, told once: a state may be opened late
+        self._salts: dict[str, str] = {}  # live requests; vLLM sends a salt once
 
     def __len__(self) -> int:
         return len(self._states)
@@ -196,14 +173,14 @@ class Requests:
         return req_id in self._states
 
     def clear(self) -> None:
-        """Forget every request; their KV must be void already."""
+        """Forget all requests. Their KV must be invalid already."""
         self._states.clear()
 
     def forget(self, step: StepView) -> None:
-        """Drop requests that are gone, or whose id a new request has taken.
+        """Drop requests that have ended, or whose id belongs to a new request.
 
-        A step without tokens never reaches the proposer, so a step's list of finished requests
-        alone would miss some.
+        A step without tokens does not reach the proposer. A list of the requests that finished in
+        this step would therefore be incomplete.
         """
         known = self._states.keys()
         for req_id in (known - step.live) | (known & step.started.keys()):
@@ -216,13 +193,13 @@ class Requests:
                 self._salts[req_id] = salt
 
     def outside(self, step: StepView) -> Iterator[RequestState]:
-        """States of requests that wait or are preempted, whose KV others may take."""
+        """Yield states with KV whose requests are not in the batch: waiting or preempted."""
         for req_id in self._states.keys() - step.index_of.keys():
             if self._states[req_id].sequence is not None:
                 yield self._states[req_id]
 
     def num_unread(self, step: StepView) -> list[int]:
-        """Context tokens that the drafter has yet to read of each request, roughly."""
+        """Estimate for each request the number of context tokens that the drafter has not read."""
         unread = []
         for request in step.requests:
             state = self._states.get(request.req_id)
@@ -235,14 +212,9 @@ class Requests:
         return unread
 
     def read(self, step: StepView, wanted: Iterable[int]) -> list[tuple[int, RequestState]]:
-        """Take in what the batch's requests have gained since the last call.
+        """Append the new target tokens of the requests at batch indices `wanted`.
 
-        Args:
-            step: The step.
-            wanted: Batch indices of the requests to read.
-
-        Returns:
-            The index of every one that can be drafted for, and its state, KV aligned.
+        Return (batch index, state) of every request that can be drafted, with aligned KV.
         """
         known, news = [], []
         for index in wanted:
@@ -280,7 +252,7 @@ class Requests:
         return unchanged
 
     def _open(self, request: RequestView) -> RequestState:
-        """A new state that has read its prompt; an old one of the same id gives its KV back."""
+        """Create a state that has read the prompt. An older state of the same id is closed."""
         old = self._states.get(request.req_id)
         if old is not None:
             old.close(self._pool)

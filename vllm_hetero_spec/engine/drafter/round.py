@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round of drafting that has begun."""
+"""State of a drafting round between `Drafter.begin` and `Drafter.finish`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,24 +16,19 @@ from vllm_hetero_spec.staging import Fetched
 
 @dataclass
 class Round:
-    """A round on its way.
+    """A round in progress.
 
     Attributes:
-        rows: Its requests, those with more steps first, those drafted by SLRS-n last.
-        order: Where each came from.
-        plan: Where everything goes.
-        own: What is not the drafter's best.
-        taken: Steps that were queued, catching up included; 0 where nothing is drafted.
-        confidences: By request, of the tokens so far, where a controller looks at them.
-        candidates: For the first tokens, on their way: see `TokenHealing`.
-        others: What drafts begin with, where that had to be known before tokens were drawn.
-        cut: By row, the replaced first token of a draft that has no other: the steps followed the
-            drafter's own.
-        known: Of the requests whose draft begins in the place of the text's last token, the bytes
-            of that.
-        fetched: What was picked, on its way.
-        stand_ins: See `BatchSampler`, on their way.
-        spans: What SLRS-n drafted, already there.
+        rows: Its requests, sorted: SLRS-n requests last, before them by falling number of steps.
+        order: Index of each row in the caller's order.
+        taken: Queued steps, catch-up included; 0 if nothing is drafted.
+        confidences: Confidences so far by request id, if a controller reads them.
+        candidates: Candidates for the first tokens, in transfer to the host.
+        others: First tokens that were replaced before sampling; None if they were not checked then.
+        cut: Replaced first tokens by row, for drafts that consist of this token only. Their steps
+            followed the drafter's own first token.
+        known: By row, if the draft replaces the last token of its request: the bytes of that token.
+        spans: Finished drafts of the SLRS-n requests.
     """
 
     rows: list[DraftRow]
@@ -51,11 +46,9 @@ class Round:
     spans: list[DrafterTokens] = field(default_factory=list)
 
     def looked_at(self, number: int, peaks: Sequence[float]) -> dict[str, list[float]]:
-        """The confidences so far of the requests that are drafted for in a step.
+        """Return the confidences so far of the requests that still draft in step `number`.
 
-        Args:
-            number: Of the step.
-            peaks: Those of the step before, of all that were in it.
+        `peaks` has the confidences of the step before, for all rows that were active in it.
         """
         before = self.rows[: self.plan.active[number - 1]]
         rows = [row for row in before if row.steps >= number]
@@ -66,13 +59,7 @@ class Round:
     def drafted(
         self, confidences: bool, ends: frozenset[int], sampling: SampledMethod | None
     ) -> list[DrafterTokens]:
-        """What was fetched, for each row that was drafted for step by step; waits for it.
-
-        Args:
-            confidences: Whether drafts are to come with confidences.
-            ends: Ids after which a draft ends.
-            sampling: What sampled drafts propose.
-        """
+        """Return the drafter tokens of each row that drafted step by step. Waits for the copy."""
         assert self.fetched is not None
         active = self.plan.active[: self.taken]
         packet = self.fetched.wait()[:, :, : max(active)]
@@ -87,14 +74,14 @@ class Round:
             wanted = min(row.steps, self.taken)
             count = min(wanted, sound)
             del ids[count:]
-            # The last drafted token has been picked but never fed: it has no KV.
+            # The last draft token was not fed, so it has no KV.
             row.sequence.kv_ids += ids[:-1]
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
                 forks = [
                     DrafterBranch(picked.ids[at][:sound], picked.beside(at, sound), leaves)
                     for at, leaves in self.plan.forks_of(index)
-                    if wanted > leaves + 1  # it was fed what it leaves with
+                    if wanted > leaves + 1  # it was fed its own first token
                     and (sound := min(wanted, picked.sound[at])) > leaves + 1
                 ]
                 tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
@@ -103,10 +90,11 @@ class Round:
             drafted[index] = drafted[index]._replace(known=known)
         if (draws := self.own.draws) is not None and sampling is not None:
             stand_ins = None if self.stand_ins is None else self.stand_ins.wait()
-            probs = draws.draft_probs  # one tensor for all
+            probs = draws.draft_probs  # shared by all drafts
             for index, lines in self.own.row_of(self.taken).items():
                 tokens, task = drafted[index], self.rows[index].task
-                # Up to a row that was not finite: what was drawn in front of it has to be verified.
+                # If logits are not finite, the tokens sampled before are still proposed. Otherwise
+                # the sampled token would affect the draft length.
                 drawn = SampledDraft(tokens.tokens, lines, tokens.confidences)
                 draft = drawn.draft(task, sampling, ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
@@ -120,7 +108,7 @@ class Round:
         picked: PickedTokens,
         index: int,
     ) -> DrafterTokens:
-        """A draft of one token. The KV of the steps does not belong to the text, so it is void."""
+        """Return a draft of one token. The KV of its later steps belongs to another token."""
         finite = picked.sound[index] > 0
         if other.known:
             row.sequence.kv_ids.pop()

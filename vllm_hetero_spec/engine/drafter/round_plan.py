@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every token of a round goes, worked out on the host before anything is queued.
+"""Compute all positions, KV slots and lengths of a round on the host, before it is queued.
 
-A round catches every request up in one forward and then takes single steps. All lengths are known
-from the start, so positions and KV slots of all steps are too: they cross to the device at once.
+A round runs one catch-up forward, then single-token steps. All lengths are known at the start, so
+the plan of all steps goes to the device in one transfer.
 """
 
 import math
@@ -16,26 +16,26 @@ import numpy as np
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 
-# The slot of a token whose KV is not to be written.
+# Slot of a token whose KV is not written.
 NOWHERE = -1
-# Tables of blocks are as wide as vLLM's: for whole numbers of so many tokens.
+# tokens; a row of a block table covers a multiple of this, as in vLLM.
 _WHOLE_TOKENS = 128
-# What a fork leaves with: the likeliest token is the chain's.
+# Column of a fork's own token among the top candidates. Column 0 is the chain's token.
 _SECOND = 1
 
-# Drafter tokens that a draft may take for each of its target tokens.
+# drafter tokens per target token of a draft; upper bound.
 STEPS_PER_TOKEN = 8
 
 
 class BatchFeed(NamedTuple):
-    """The tokens of one forward, one request's after the other's.
+    """The tokens of one forward, request after request.
 
     Attributes:
-        tokens: int64 [3, N], of each its drafter id, its position in the sequence, and its slot:
-            block number * block size + offset, NOWHERE where its KV is written already.
+        tokens: int64 [3, N]: drafter id, position in the sequence, and slot of each token. The slot
+            is block number * block size + offset, or NOWHERE if the KV exists.
         starts: int32 [B+1], offset of each request among the N tokens.
-        most: Most tokens of one request.
-        back: What comes in the place of each last token is asked for, too.
+        most: Largest number of tokens of one request.
+        back: Also compute the logits at the position of each last token, for token healing.
     """
 
     tokens: np.ndarray
@@ -45,8 +45,11 @@ class BatchFeed(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """int64 [B], each request's last token; behind them, [2B] where `back`, the ones before, of
-        a request with one token itself."""
+        """Index of each request's last token, int64 [B].
+
+        If `back`, [2B]: then the tokens before them, or the last token itself if it is the only
+        one.
+        """
         starts = self.starts.astype(np.int64)
         last = starts[1:] - 1
         return np.concatenate([last, np.maximum(last - 1, starts[:-1])]) if self.back else last
@@ -54,21 +57,18 @@ class BatchFeed(NamedTuple):
 
 @dataclass
 class RoundPlan:
-    """A round of B requests, those with more steps first; behind the n real ones, idle places.
+    """A round of B rows: n requests, those with more steps first, then forks, then idle rows.
 
     Attributes:
-        count: n.
-        feed: What catches the requests up.
-        table: int32 [B, W], their KV blocks, 0 behind the last.
-        lengths: int32 [S, B], tokens of each sequence after catching up and after each step.
-        places: int64 [S, 2, B], position and slot of the token that each step feeds; row 0, which
-            catches up, is not read.
-        active: Places that are still drafted for in each of the S steps: those behind the last of
-            them need not be computed. The first is n where all requests draft.
-        forks: int64 [3, F], of each place behind the n: the request whose path it follows at first,
-            the step behind which it leaves that, and the token that it leaves with, as a column of
-            what is kept beside those that are picked.
-        uniform: Whether every place is fed as many tokens, idle ones too.
+        table: int32 [B, W], KV blocks of each row, padded with 0.
+        lengths: int32 [S, B], length of each sequence after catch-up and after each step.
+        places: int64 [S, 2, B], position and slot of the token that each step feeds. Row 0, of the
+            catch-up forward, is unused.
+        active: For each of the S steps, the number of leading rows that are still drafted; later
+            rows need not be computed. The first is n if all requests draft.
+        forks: int64 [3, F]: for each fork its request, the step after which it leaves the request's
+            chain, and the column of `TopCandidates` with its own first token.
+        uniform: True if every row feeds the same number of tokens, idle rows included.
     """
 
     count: int
@@ -86,7 +86,7 @@ class RoundPlan:
         return len(self.lengths)
 
     def forks_of(self, request: int) -> list[tuple[int, int]]:
-        """The places of a request's forks, and the steps behind which they leave it."""
+        """Return (row, step after which it leaves) of each fork of a request."""
         if not self.forks.size:
             return []
         own = np.flatnonzero(self.forks[0] == request)
@@ -94,17 +94,13 @@ class RoundPlan:
 
 
 def table_width(blocks: int, block_size: int) -> int:
-    """Columns of a table of so many blocks: of whole 128 tokens, as some kernels demand."""
+    """Return the columns of a block table: a multiple of 128 tokens, as some kernels require."""
     step = _WHOLE_TOKENS // math.gcd(_WHOLE_TOKENS, block_size)
     return -(-blocks // step) * step
 
 
 class Planner:
-    """Plans the rounds of one drafter.
-
-    Args:
-        block_size: Tokens of a KV block.
-    """
+    """Plans the rounds of one drafter."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -120,19 +116,18 @@ class Planner:
         *,
         back: bool = False,
     ) -> RoundPlan:
-        """A round.
+        """Plan a round.
 
         Args:
-            sequences: Of the n requests.
-            pending: Drafter ids that each is to be fed first, at least one.
-            steps: Drafter tokens that each is to draft, not increasing; may be 0.
-            size: Places of the round, B; n where smaller.
-            width: Feed every place so many tokens, the last of its text, in the place of `pending`,
-                of which none may have more: those whose KV is written already are read again and
-                written nowhere. 0 feeds what is pending.
-            forks: Of each request; they are drafted for as far as it is. Each leaves it a step
-                later than the one before.
-            back: As in `BatchFeed`. If one token is pending, the one before is read again.
+            pending: Drafter ids that each request feeds first, at least one.
+            steps: Drafter tokens that each request drafts, not increasing; may be 0.
+            size: Number of rows B; raised to n plus forks if smaller.
+            width: Feed exactly this many tokens in every row: the last tokens of its sequence. No
+                request may have more pending ids. Tokens that already have KV are read again
+                without writing KV. 0 feeds the pending ids only.
+            forks: KV of each request's forks. They draft as many steps as the request. Each fork
+                leaves the chain one token later than the one before.
+            back: Same as `BatchFeed.back`. If one token is pending, the one before is read again.
         """
         count, rounds = len(sequences), max(1, steps[0])
         pairs = [(line, step) for line, own in enumerate(forks) for step in range(len(own))]
@@ -153,7 +148,7 @@ class Planner:
         positions, slots = places[:, 0], places[:, 1]
         np.add(begin, step, out=positions)
         active, uneven = [count] * rounds, bool(idle) or steps[-1] < rounds
-        if uneven:  # those that end sooner stay at their last token, and write nothing
+        if uneven:  # shorter drafts stay at their last token and write no KV
             drafted = np.array([steps[line] for line in lines] + idle)
             ended = step >= drafted
             np.minimum(positions, begin + np.maximum(drafted - 1, 0), out=positions)
@@ -163,7 +158,7 @@ class Planner:
             slots[ended] = NOWHERE
         lengths = (positions + 1).astype(np.int32)
         if pairs:
-            lengths[0, count:] = 1  # they begin behind the request that is caught up
+            lengths[0, count:] = 1  # forks begin after the catch-up forward
             forking = [sum([steps[line] > n for line, _ in pairs]) for n in range(1, rounds)]
             active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
@@ -172,7 +167,7 @@ class Planner:
         )  # fmt: skip
 
     def nowhere(self, lengths: Sequence[int]) -> list[DraftSequence]:
-        """Texts of such lengths, on the padding block."""
+        """Return sequences of these lengths on the padding block."""
         found = []
         for length in lengths:
             blocks = [0] * -(-length // self.block_size)
@@ -181,7 +176,7 @@ class Planner:
         return found
 
     def step_back(self, plan: RoundPlan, requests: Sequence[int]) -> None:
-        """Let the steps of some requests begin in the place of their last token."""
+        """Move the steps of some requests back by one position, to replace their last token."""
         positions, slots = (plan.places[1:, line][:, requests] for line in (0, 1))
         positions -= 1
         plan.places[1:, 0, requests] = positions
@@ -190,7 +185,7 @@ class Planner:
         plan.lengths[1:, requests] -= 1
 
     def table(self, sequences: Sequence[DraftSequence], size: int = 0) -> np.ndarray:
-        """int32 [B, W], the KV blocks of each sequence, 0 behind the last."""
+        """Return the KV blocks of each sequence, int32 [B, W], padded with 0."""
         most = max(len(sequence.table.blocks) for sequence in sequences)
         width = table_width(most, self.block_size)
         table = np.zeros((max(size, len(sequences)), width), np.int32)
@@ -202,13 +197,7 @@ class Planner:
     def ragged(
         self, table: np.ndarray, cached: Sequence[int], pending: Sequence[Sequence[int]]
     ) -> BatchFeed:
-        """Every line's pending ids, behind the tokens that it has cached.
-
-        Args:
-            table: int32 [n or more, W], the KV blocks of each line.
-            cached: Tokens of each line whose KV is written.
-            pending: Drafter ids to feed, at least one for each line.
-        """
+        """Build a forward of every row's pending ids (at least one), after its cached tokens."""
         counts = [len(ids) for ids in pending]
         starts = np.array([0, *accumulate(counts)], np.int32)
         ranges = [range(start, start + n) for start, n in zip(cached, counts, strict=True)]
@@ -219,13 +208,12 @@ class Planner:
         return BatchFeed(tokens, starts, max(counts))
 
     def _slots(self, table: np.ndarray, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where tokens at some positions of some lines of a table go."""
         blocks, offsets = np.divmod(positions, self.block_size)
         return table[lines, blocks] * self.block_size + offsets
 
     @staticmethod
     def _one_before(ragged: BatchFeed, sequences: Sequence[DraftSequence]) -> BatchFeed:
-        """With the token before that of each request that has one alone."""
+        """Add the token before it to each request that feeds only one."""
         starts, queries = ragged.starts, np.diff(ragged.starts)
         alone = (queries == 1) & np.array([bool(sequence.kv_ids) for sequence in sequences])
         at = starts[:-1][alone]
@@ -243,7 +231,7 @@ class Planner:
         after: Sequence[int],
         width: int,
     ) -> BatchFeed:
-        """As many tokens for every line of the table, padded to the left with what is known."""
+        """Build a forward of `width` tokens per row, padded on the left with cached tokens."""
         size, count = len(table), len(sequences)
         tokens = np.zeros((3, size, width), np.int64)
         ids, positions, slots = tokens

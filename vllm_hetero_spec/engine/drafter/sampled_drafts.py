@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was drawn for one request, as a draft in the target's tokens."""
+"""Convert the sampled drafter tokens of one request to a draft in target tokens."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -13,13 +13,10 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 
 
 class SampledDraft(NamedTuple):
-    """The draws of one request.
+    """The sampled drafter tokens of one request.
 
-    Attributes:
-        ids: Drafter tokens.
-        rows: The row of draft_probs that each was drawn from, -1 for one that was certain; there
-            may be more of them.
-        confidences: Of each, where asked for.
+    `rows` has the row of `draft_probs` that each token was sampled from; -1 if it was certain. It
+    may be longer than `ids`.
     """
 
     ids: Sequence[int]
@@ -34,16 +31,11 @@ class SampledDraft(NamedTuple):
         probs: torch.Tensor,
         stand_ins: np.ndarray | None,
     ) -> Draft:
-        """The first target token of each draw with its row, the rest certain.
+        """Return the draft in target tokens.
 
-        The draft ends by count or with a draw that says so itself, never by how likely it was.
-
-        Args:
-            task: The request.
-            sampling: How it was drawn.
-            ends: Ids after which a draft ends.
-            probs: float32 [R, V_T], the draft_probs of the round.
-            stand_ins: int64 [R], see `BatchSampler`.
+        Each sampled drafter token spells one sampled target token, and then certain ones. The draft
+        ends at the lookahead, or at a sampled token that ends a draft. It never ends because of the
+        probability of a token. `probs` is float32 [R, V_T], and `stand_ins` is int64 [R].
         """
         proposal: list[int] = []
         row_of: list[int] = []

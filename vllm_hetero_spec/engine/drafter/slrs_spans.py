@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SLRS-n on the drafter's KV: each request along a path of its own, with side branches.
+"""SLRS-n on the drafter's KV: each request follows its own path with side branches.
 
-A side branch is fed into blocks lent for the round, beside what its own last block holds already,
-which is fed again there. Nothing of it stays.
+A side branch writes KV to blocks that are lent for the round. The tokens of the request's last
+block are fed again there. Its KV is discarded after the round.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +18,13 @@ from vllm_hetero_spec.slrs.path import SlrsPath
 from vllm_hetero_spec.slrs.slrs import Slrs
 from vllm_hetero_spec.staging import Send
 
-# One forward of tokens, int32 [n, W] KV blocks and int32 [n] lengths after it: logits [n, V_D].
+# Arguments: tokens, KV blocks int32 [n, W], lengths after the forward int32 [n]. Result: logits
+# [n, V_D].
 Forward = Callable[[BatchFeed, np.ndarray, np.ndarray], torch.Tensor]
 
 
 class SlrsSpans:
-    """One round's requests that are drafted by SLRS-n.
-
-    Args:
-        rows: The requests, caught up.
-        rules: What holds for all.
-        planner: Says where tokens go.
-        forward: The drafter.
-        send: Brings arrays to the device.
-    """
+    """The SLRS-n requests of one round, after catch-up."""
 
     def __init__(
         self,
@@ -48,7 +41,7 @@ class SlrsSpans:
         self._paths = [_path_of(row) for row in rows]
 
     def run(self, logits: torch.Tensor) -> list[DrafterTokens]:
-        """Draft, from the logits [n, V_D] behind each request's text."""
+        """Draft from the logits [n, V_D] at the end of each request's context."""
         sampling = self._rules.sampling
         assert sampling is not None
         assert sampling.merging is not None
@@ -79,7 +72,6 @@ class SlrsSpans:
     def _feed(
         self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        """See `draft.path.BatchFeed`."""
         paths = self._paths
         cached = self._cached[indices] + [paths[index].written for index in indices]
         pending, lines = list(ids), self._table[indices]

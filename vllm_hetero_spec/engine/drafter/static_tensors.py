@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that graphs of the drafter read and write: made once, and never bound anew."""
+"""Allocate once the tensors that the drafter's CUDA graphs read and write."""
 
 from collections.abc import Collection
 
@@ -14,24 +14,17 @@ from vllm_hetero_spec.staging import Mirror
 
 
 class StaticTensors:
-    """Of rounds of up to B requests.
+    """The static tensors of rounds of up to B requests.
 
-    Args:
-        model: The drafter.
-        rules: What may be picked.
-        picked: Where each row's best goes; stays where it is.
-        size: B.
-        tokens: Of the largest forward.
-        widths: Tokens of each request in a forward.
+    `ids`, `positions`, `slots` and `lengths` are as in `ForwardBatch`; `plan_lengths`,
+    `plan_places`, `table` and `forks` as in `RoundPlan`.
 
     Attributes:
-        ids, positions, slots, lengths: See `ForwardBatch`; int32 ids.
-        fed: int64 [3, tokens], see `Feed.tokens`: what the round catches up with.
-        plan_lengths, plan_places, table, forks: See `RoundPlan`.
-        step: int64 [1], the number of the next step.
-        logits: [B, V_D], behind the last token of each request.
-        last: The same in the place of that token, where rounds look back.
-        now: What a step picks, before it is put into its place.
+        fed: int64 [3, tokens], `BatchFeed.tokens` of the catch-up forward.
+        step: int64 [1], number of the next step.
+        logits: [B, V_D], logits after the last token of each request.
+        last: [B, V_D], logits at the position of that token, for token healing.
+        now: Picked tokens of one step, before they are copied to their row of `picked`.
     """
 
     def __init__(
@@ -45,7 +38,7 @@ class StaticTensors:
     ) -> None:
         device, steps = model.device, len(picked.packet)
         self._max_length = model.max_length
-        # What is made in inference mode may not be written to outside.
+        # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
 
             def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -85,7 +78,7 @@ class StaticTensors:
             self.last = torch.zeros_like(self.logits) if rules.token_healing else self.logits[:0]
 
     def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
-        """A forward of the first `size` requests, `width` tokens each; `back` as in `BatchFeed`."""
+        """Return a forward of the first `size` requests; `back` as in `BatchFeed`."""
         tokens = size * width
         return ForwardBatch(
             ids=self.ids[:tokens],
@@ -102,7 +95,7 @@ class StaticTensors:
         )
 
     def clear(self) -> None:
-        """No text, no place: what a graph is recorded over, on tokens that stand somewhere."""
+        """Set valid positions and lengths that write no KV. Graphs are recorded over them."""
         places = self.plan_places.unbind(1)
         for positions, slots in ((self.positions, self.slots), self.fed[1:], places):
             positions.zero_()
@@ -112,7 +105,7 @@ class StaticTensors:
         self.step.fill_(1)
 
     def put(self, plan: RoundPlan) -> None:
-        """A round's plan, in one packet; what it catches up with only where that is `uniform`."""
+        """Send a round's plan in one packet; with the catch-up tokens if it is `uniform`."""
         fed, forks, places, lengths, table = self._mirror.write()
         size, blocks = plan.table.shape
         if plan.uniform:
@@ -124,14 +117,14 @@ class StaticTensors:
         self._mirror.send(size)
 
     def catch_up(self, size: int, width: int) -> None:
-        """What the round catches up with, `width` tokens each, as its input."""
+        """Copy the tokens of the catch-up forward to the input."""
         tokens = size * width
         for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
             of[:tokens].copy_(row[:tokens])
         self.lengths[:size].copy_(self.plan_lengths[0, :size])
 
     def advance(self, size: int) -> None:
-        """The step's line of the plan, and what the step before picked, as its input."""
+        """Copy the plan of the next step, and the tokens picked before, to the input."""
         before = self._picked.packet[:, 0].index_select(0, self.step - 1)
         places = self.plan_places.index_select(0, self.step)
         lengths = self.plan_lengths.index_select(0, self.step)
@@ -141,12 +134,9 @@ class StaticTensors:
         self.lengths[:size].copy_(lengths[0, :size])
 
     def pick(self, logits: torch.Tensor, *, first: bool, back: bool = False) -> None:
-        """Each row's best of logits [n, V_D], which are kept; of the first step, or the next.
+        """Keep the logits [n, V_D], and pick each row's likeliest token.
 
-        Args:
-            logits: [2n, V_D] where `back`, see `DrafterModel.logits`.
-            first: Behind catching up.
-            back: As in `BatchFeed`.
+        If `back`, the logits are [2n, V_D], as from `DrafterModel.logits`.
         """
         count = len(logits) >> back
         kept = self.logits[:count]

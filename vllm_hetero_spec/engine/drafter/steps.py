@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round on the device: catch up, then one step after the other, none of which is waited for."""
+"""Run the forwards of a round on the device: catch-up, then steps, without waiting for results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -15,18 +15,18 @@ from vllm_hetero_spec.staging import Send
 
 
 class Shape(NamedTuple):
-    """How a round is to be planned: see `Planner.plan`."""
+    """Number of rows and catch-up width of a planned round, as in `Planner.plan`."""
 
     size: int = 0
     width: int = 0
 
 
 class CaughtUp(NamedTuple):
-    """What comes behind n texts that have been read: logits of the tokens that may be picked.
+    """Logits after the catch-up forward of n requests, restricted to tokens that may be picked.
 
     Attributes:
-        logits: [n, V_D], of the next tokens.
-        last: [n, V_D], in the place of the last ones; None where the plan's feed is not `back`.
+        logits: [n, V_D], for the next tokens.
+        last: [n, V_D], at the position of the last tokens; None if the feed is not `back`.
     """
 
     logits: torch.Tensor
@@ -34,12 +34,9 @@ class CaughtUp(NamedTuple):
 
 
 class Steps(Protocol):
-    """Runs a round's forwards, and leaves each row's best in `picked`.
+    """Runs a round's forwards, and writes each row's likeliest token to `picked`.
 
-    Attributes:
-        picked: Of the round.
-        replays: Forwards so far that were replayed graphs.
-        forks: `RoundPlan.forks` of the round, on the device.
+    `forks` is `RoundPlan.forks` on the device. `replays` counts forwards that replayed a graph.
     """
 
     picked: PickBuffers
@@ -47,49 +44,38 @@ class Steps(Protocol):
     forks: torch.Tensor
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        """How to plan a round.
+        """Return the shape to plan a round of `count` requests with.
 
-        Args:
-            count: Its requests.
-            pending: Most tokens that one of them is to be fed first.
-            context: Fewest tokens that one of them has in all.
+        `pending` is the largest number of pending tokens of a request. `context` is the smallest
+        sequence length after catch-up.
         """
 
     def widths(self, count: int) -> Sequence[int]:
-        """Tokens of each of so many requests that a graph feeds at once, rising; none without."""
+        """Return the graph widths for this many requests, ascending; empty without graphs."""
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        """Catch up."""
+        """Run the catch-up forward."""
 
     def step(self, number: int) -> torch.Tensor:
-        """Feed what step `number` - 1 picked; logits of the requests that still draft."""
+        """Feed the tokens that step `number` - 1 picked; return logits of the active rows."""
 
     def moved(self) -> None:
-        """The round's plan has changed behind what was caught up: the next steps go by it."""
+        """Send the plan again, after its later steps have changed."""
 
     def again(self) -> None:
-        """The steps of this round begin anew, behind what is picked now in step 0."""
+        """Restart the steps after the tokens that step 0 now has."""
 
 
 class Forwards:
-    """Single forwards, made on the host: whatever is not a plain step of a round.
-
-    Args:
-        model: The drafter.
-        rules: What may be picked.
-        send: Brings arrays to the device.
-    """
+    """Single forwards that are not steps of a round, planned on the host."""
 
     def __init__(self, model: DrafterModel, rules: PickConfig, send: Send) -> None:
         self._model, self._rules, self._send = model, rules, send
 
     def feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """One forward; logits [n, V_D] of the tokens that may be picked.
+        """Run one forward; return logits [n, V_D], restricted to tokens that may be picked.
 
-        Args:
-            feed: Its tokens.
-            table: int32 [n, W], the KV blocks of its requests.
-            lengths: int32 [n], their tokens after it.
+        `table` is int32 [n, W]. `lengths` is int32 [n], the sequence lengths after the forward.
         """
         tokens = real_tokens(feed.tokens, self._rules)
         sent = self._send(tokens, feed.starts, lengths, table, feed.rows)
@@ -98,7 +84,7 @@ class Forwards:
 
 
 def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
-    """`BatchFeed.tokens` with id 0, changed in place, where the drafter has no such id."""
+    """Replace ids that the drafter does not have by 0, in place."""
     tokens[0][tokens[0] >= rules.vocab_size] = 0
     return tokens
 
@@ -106,11 +92,11 @@ def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
 def ragged_batch(
     sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
 ) -> ForwardBatch:
-    """A forward over what was sent: tokens, starts, lengths, table, rows."""
+    """Build a forward from sent tensors: tokens, starts, lengths, table, rows."""
     tokens, starts, device_lengths, table, rows = sent
     ids, positions, slots = tokens
     return ForwardBatch(
-        ids=ids.int(),  # as those that are picked: a compiled model takes one type
+        ids=ids.int(),  # same dtype as picked ids: a compiled model takes one only
         positions=positions,
         slots=slots,
         starts=starts,
@@ -126,14 +112,7 @@ def ragged_batch(
 
 
 class _Sent(NamedTuple):
-    """A round's plan, and what of it is on the device.
-
-    Attributes:
-        plan: On the host.
-        lengths, places, table: See `RoundPlan`.
-        starts: int32 [n+1], where every request has one token.
-        longest: Of each step's `lengths`.
-    """
+    """A round's plan and its tensors on the device; `starts` is for one token per request."""
 
     plan: RoundPlan
     lengths: torch.Tensor
@@ -146,14 +125,7 @@ class _Sent(NamedTuple):
 
 
 class EagerSteps:
-    """Runs rounds of any shape.
-
-    Args:
-        model: The drafter.
-        rules: What may be picked.
-        send: Brings arrays to the device.
-        picked: Where each row's best goes.
-    """
+    """Runs rounds of any shape without graphs; implements `Steps`."""
 
     def __init__(
         self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers
@@ -166,15 +138,12 @@ class EagerSteps:
         self._starts = self._starts_cpu.to(model.device)
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        """See `Steps`: any shape will do."""
         return Shape()
 
     def widths(self, count: int) -> Sequence[int]:
-        """See `Steps`."""
         return ()
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        """See `Steps`."""
         feed, count = plan.feed, plan.count
         tokens, starts, rows, lengths, table, places, self.forks = self._send(
             *(real_tokens(feed.tokens, self._rules), feed.starts, feed.rows),
@@ -197,7 +166,6 @@ class EagerSteps:
         return CaughtUp(logits[:count], logits[count:] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
-        """See `Steps`."""
         sent = self._sent
         assert sent is not None
         count = sent.plan.active[number]
@@ -218,11 +186,10 @@ class EagerSteps:
         return logits
 
     def moved(self) -> None:
-        """See `Steps`."""
         assert self._sent is not None
         plan = self._sent.plan
         lengths, places = self._send(plan.lengths, plan.places)
         self._sent = self._sent._replace(lengths=lengths, places=places)
 
     def again(self) -> None:
-        """See `Steps`: every step is told its number."""
+        pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a round of drafting, and what its decode loop gives back."""
+"""Inputs and results of a drafting round."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -18,11 +18,9 @@ class DraftTask(NamedTuple):
     """One request of a round.
 
     Attributes:
-        state: Its text in drafter ids, and its KV.
-        lookahead: Target tokens that are useful to propose; 0 only catches up.
-        penalty: Its penalties; None where there are none.
-        draw: How its tokens are drawn; None for a greedy draft.
-        paths: How many paths the drafter follows for a tree; 0 for a chain.
+        lookahead: Largest useful number of target tokens; 0 only catches up.
+        draw: Sampling parameters; None for a greedy draft.
+        paths: Number of drafter paths for a tree; 0 for a chain.
     """
 
     state: RequestState
@@ -33,7 +31,6 @@ class DraftTask(NamedTuple):
 
     @property
     def req_id(self) -> str:
-        """The request."""
         return self.state.req_id
 
 
@@ -41,17 +38,15 @@ class DraftRow(NamedTuple):
     """One request in one call of the decode loop.
 
     Attributes:
-        task: What is wanted of it.
-        sequence: Its KV; the table must have room for `pending` and `steps` tokens.
+        sequence: Its KV. The table must have room for `pending` and `steps` tokens.
         pending: Drafter ids to feed first, at least one.
-        steps: Drafter tokens to draft; 0 only writes the KV of `pending`.
-        choose: Picks the first token among the drafter's best candidates, next ones and such for
-            the place of the text's last token (none where they are not known); the drafter's best
-            where None.
-        side_blocks: KV blocks in which SLRS-n may feed side branches, one for each.
-        forks: Its text once more for each path of a tree beside the chain, with as much room; each
-            leaves the chain one token later.
-        copies: Blocks of their KV, (from, to), once `pending` is written.
+        steps: Number of drafter tokens to draft; 0 only writes the KV of `pending`.
+        choose: Picks the first token. Its arguments are the likeliest next ids, and the likeliest
+            ids at the position of the last token, or none if unknown. None picks the likeliest id.
+        side_blocks: KV blocks for SLRS-n side branches, one block per branch.
+        forks: Sequences of the tree's other paths, with room for as many tokens. Each leaves the
+            chain one token later than the one before.
+        copies: (source, destination) KV blocks of the forks, to copy after `pending` is written.
     """
 
     task: DraftTask
@@ -64,21 +59,23 @@ class DraftRow(NamedTuple):
     copies: Sequence[tuple[int, int]] = ()
 
     def greedy(self) -> "DraftRow":
-        """With the drafter's likeliest tokens in the place of drawn ones."""
+        """Return the row with a greedy draft instead of a sampled one."""
         if self.task.draw is None:
             return self
         return self._replace(task=self.task._replace(draw=None))
 
 
 class TopCandidates(NamedTuple):
-    """What is known of the rows that a request's tokens were picked from: m tokens of each.
+    """The m top candidates at each of S positions of a request's draft, all [S, m].
+
+    Greedy drafts have drafter ids, the likeliest first. Races have target ids, the first arrival
+    first.
 
     Attributes:
-        tokens: int32 [S, m], the likeliest drafter ids; target ids where they are raced for, the
-            first to arrive first.
-        shares: float32 [S, m], their probabilities.
-        fed: int32 [S, m], where raced for, the drafter token to be fed behind each;
-        speeds: float32 [S, m], 1 / the times of arrival.
+        tokens: int32 ids.
+        shares: float32 probabilities.
+        fed: int32, drafter token to feed after each target id; races only.
+        speeds: float32, 1 / arrival time; races only.
     """
 
     tokens: np.ndarray
@@ -88,17 +85,15 @@ class TopCandidates(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TopCandidates"]) -> "TopCandidates":
-        """One behind the other, at least one."""
+        """Concatenate the positions of at least one part."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class DrafterBranch(NamedTuple):
-    """A path beside the chain.
+    """A branch of a draft tree in drafter tokens, from the end of the context.
 
-    Attributes:
-        tokens: Drafter ids, from the text on.
-        beside: What is known of their rows, as far as they are not the chain's.
-        leaves: Tokens that it has in common with the chain.
+    It shares its first `leaves` tokens with the chain. `beside` has its top candidates, unused at
+    the shared positions.
     """
 
     tokens: list[int]
@@ -107,19 +102,17 @@ class DrafterBranch(NamedTuple):
 
 
 class DrafterTokens(NamedTuple):
-    """What the decode loop made of one row.
+    """Result of the decode loop for one row.
 
     Attributes:
-        tokens: Drafter ids, cut at the first whose logits were not finite.
-        finite: Whether all logits were.
-        confidences: Of each token, where asked for: the largest probability that the drafter gave
-            any token in its place, known before one was picked.
-        proposal: The draft in target tokens, of a row whose tokens were drawn; greedy ones are
-            still to be translated.
-        beside: What else is known of the rows behind them, where the draft may be a tree.
-        forks: Other paths.
-        known: Leading bytes of them that the text has already: the first one takes the place of its
-            last token. 0 where they stand behind the text.
+        tokens: Drafter ids, up to the first non-finite logits.
+        finite: True if all logits were finite.
+        confidences: For each token, the largest probability at its position, known before the token
+            was picked. Empty without confidences.
+        proposal: The draft in target tokens of a sampled row. Greedy rows are translated later.
+        beside: Top candidates at the positions of `tokens`, if the draft may be a tree.
+        known: Leading bytes of the first token that the context already has, because the token
+            replaces its last one. 0 if the draft follows the context.
     """
 
     tokens: list[int]
@@ -132,17 +125,14 @@ class DrafterTokens(NamedTuple):
 
 
 class DraftTiming(NamedTuple):
-    """What a round of drafting took.
+    """Duration and size of a drafting round.
 
     Attributes:
-        seconds: In the drafter's forwards, picking tokens included.
+        seconds: Seconds in the drafter's forwards, token picking included.
         overhead: Seconds in everything else.
-        forwards: How many there were, the one that caught up included.
-        picked: Drafter tokens, over all requests.
         caught_up: Context tokens that were read.
-        trees: Trees that were found,
-        tree_seconds: and the seconds that they took besides.
-        exposed: Those of the forwards that the target waited for; all where None.
+        tree_seconds: Seconds to build the trees, not in `overhead`.
+        exposed: Number of forwards that the target waited for; None for all.
     """
 
     seconds: float
@@ -156,16 +146,19 @@ class DraftTiming(NamedTuple):
 
 
 class Control(Protocol):
-    """Who is asked, and told, while drafts are made."""
+    """Controls drafting, and receives its timing."""
 
     can_stop_early: bool
 
     @property
     def race_chances(self) -> Chances:
-        """What values children that are raced for."""
+        """Function that returns the probability of raced tokens to be the next one."""
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
-        """Whether the drafter takes another step, from what each request's tokens are worth."""
+        """Return True if the drafter should run another step. Called if `can_stop_early`.
+
+        `confidences` has those of each request's tokens so far.
+        """
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        """A round has ended."""
+        """Receive the timing and drafts of a finished round."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token comes next: the drafter's best for greedy drafts, a draw for others."""
+"""Pick the next tokens: the likeliest one for greedy drafts, a sample for others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,18 @@ from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
 
 _ONE_TOKEN = MergeSpan(1)
-_FED = 2  # the place of `TopCandidates.fed` among its columns
+_FED = 2  # index of `TopCandidates.fed` among its fields
 
 
 @dataclass(frozen=True)
 class PickConfig:
-    """What holds for all requests.
+    """Rules of token choice for all requests.
 
     Attributes:
-        vocab_size: Ids of the drafter's tokenizer; embedding rows beyond do not exist.
+        vocab_size: Ids of the drafter's tokenizer. Embedding rows beyond are no tokens.
         banned: int64 ids that are never picked.
-        ends: Ids after which a draft ends.
-        sampling: What sampled drafts propose; None where all are greedy.
-        confidences: Whether they are asked for.
-        beside: Tokens of each row that are known beside the one that is picked, for trees.
-        token_healing: Drafts may begin in the place of a text's last token.
+        ends: Ids that end a draft.
+        beside: Number of top candidates per position, for draft trees.
     """
 
     vocab_size: int
@@ -42,9 +39,9 @@ class PickConfig:
     token_healing: bool = False
 
     def span(self, task: DraftTask) -> MergeSpan:
-        """How SLRS-n looks ahead for a request; one token where it is drafted otherwise.
+        """Return the merge span of a request; one token if the request does not use SLRS-n.
 
-        SLRS-n neither races nor penalises.
+        SLRS-n supports neither race verification nor penalties.
         """
         draw, sampling = task.draw, self.sampling
         if sampling is None or sampling.merging is None or draw is None:
@@ -61,14 +58,10 @@ class PickConfig:
         *,
         keep: bool = True,
     ) -> BatchSampler:
-        """The draws of some rows of a round; `keep` makes room for as many as they have steps.
+        """Create the sampler of the rows `drawn` and of their forks.
 
-        Args:
-            rows: Of the round.
-            send: Brings arrays to the device.
-            drawn: Which of them.
-            forked: Places of their forks, which draw one token less, and whose they are.
-            keep: See above.
+        Forks are given as (index, row of the request), and sample one token less. If `keep`, there
+        is room for `draft_probs` of all steps.
         """
         assert self.sampling is not None
         each = [rows[index] for index in drawn] + [row for _, row in forked]
@@ -83,19 +76,16 @@ class PickConfig:
         )
 
     def only_real(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V_D] of tokens that exist and may be picked, changed in place."""
+        """Mask banned ids in logits [n, V_D] in place; cut columns that are no tokens."""
         logits = logits[:, : self.vocab_size]
         return logits.index_fill_(1, self.banned, float("-inf"))
 
 
 class RowPickers:
-    """The requests of a round whose tokens are not simply the drafter's best.
+    """Picks tokens for the rows of a round that are sampled or have penalties.
 
-    Args:
-        rows: The round's requests, those with more steps first.
-        rules: What holds for all of them.
-        send: Brings arrays to the device.
-        plan: Of the round; its forks are told what those of raced requests leave with.
+    For forks of raced requests, the constructor changes the column in `plan.forks` to
+    `TopCandidates.fed`. `drawn` are the indices of the sampled rows, and `draws` is their sampler.
     """
 
     def __init__(
@@ -132,12 +122,9 @@ class RowPickers:
         return self.draws is not None or self._penalties is not None
 
     def pick(self, logits: torch.Tensor, picked: PickBuffers, step: int) -> None:
-        """Overrule what was picked from logits [n, V_D] for the requests concerned.
+        """Overwrite picked tokens of the rows that are sampled or have penalties.
 
-        Args:
-            logits: Of the first n requests, changed in place.
-            picked: Of the round.
-            step: 0 after catching up.
+        The logits [n, V_D] of the first n rows are changed in place. Step 0 is catch-up.
         """
         if self._penalties is not None and (index := self._penalties.first(len(logits))).numel():
             rows = self._penalties.apply(logits)
@@ -151,13 +138,7 @@ class RowPickers:
                 picked.arrived(step, index, self.draws.arrivals)
 
     def branch_off(self, picked: PickBuffers, step: int, forks: torch.Tensor) -> None:
-        """Behind a step some forks leave, raced ones with a token that arrived.
-
-        Args:
-            picked: Of the round; see `PickBuffers.branch_off`.
-            step: Has been picked.
-            forks: See `RoundPlan`.
-        """
+        """Let forks leave the chain after a step. Forks of raced requests leave with an arrival."""
         if self._plan is None or not self._plan.forks.size:
             return
         if not (self._plan.forks[1] >= step).any():
@@ -173,16 +154,12 @@ class RowPickers:
         draws.skip(drawn, ids[places])
 
     def feed(self, ids: torch.Tensor) -> None:
-        """These int32 ids [n] of the first n requests are going to be fed."""
+        """Count int32 ids [n] of the first n rows for penalties, before they are fed."""
         if self._penalties is not None:
             self._penalties.add(ids)
 
     def row_of(self, steps: int) -> dict[int, list[int]]:
-        """For each request that is drawn, where its draft_probs lie: step by step, row by row.
-
-        Args:
-            steps: That were taken.
-        """
+        """Return the `draft_probs` rows of each sampled request, one for each step."""
         row_of: dict[int, list[int]] = {index: [] for index in self.drawn}
         position = 0
         for step in range(steps):
@@ -192,12 +169,15 @@ class RowPickers:
         return row_of
 
     def _num_drawn(self, step: int) -> int:
-        """Of those that are drawn, how many are in a step: those with most steps come first, then
-        forks, which are there only where all have as many."""
+        """Return the number of sampled rows in a step, forks included.
+
+        Requests with more steps come first. Sampled forks exist only if all sampled requests have
+        equal steps.
+        """
         requests = sum(self._steps[index] > step for index in self.drawn)
         return requests + len(self._forked) * (step > 0 and requests > 0)
 
 
 def wide(rows: Sequence[DraftRow]) -> bool:
-    """Whether a round has use for more than its next tokens: some of its drafts may be trees."""
+    """Return True if a round needs top candidates, because some drafts may be trees."""
     return any(row.task.paths for row in rows)

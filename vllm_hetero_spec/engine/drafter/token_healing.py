@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts begin with, where the text that they continue has a say in it."""
+"""Replace first tokens of drafts that do not continue their context.
+
+A first token may not follow the target's last token, or a longer token may replace that last token.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,26 +15,27 @@ from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 from vllm_hetero_spec.staging import Fetched, Receiver
 
-# How many of the drafter's best ids the first token is chosen from, and how many in the place of
-# the text's last token, most of which do not begin as that does.
+# ids; candidates for the next token, and for the position of the last token. The second number is
+# larger because most ids do not begin with the last token.
 _NEXT, _LAST = 8, 32
-# Bytes on their way for each request: ids, ids in the place of the last token, and their logits.
+# bytes per request: next ids, ids at the position of the last token, and logits of the latter.
 CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
-# The share of requests whose first token is replaced begins as if it were 5 % of 20 requests, and
-# follows about the last 200 of them.
+# Estimated share of requests whose first token is replaced. It starts as 5 % of 20 requests, and
+# averages about the last 200 requests.
 _SHARE, _SEEN_FIRST, _SEEN_MOST = 0.05, 20, 200
-_OFTEN = 0.3  # probability of a replaced token in a round, above which its steps wait for the judge
-# Below this share one round in 16 is judged: a lost draft for each hundredth request costs less
+# probability of a replaced token in a round; above this, the check runs before the steps.
+_OFTEN = 0.3
+# Below this share, only one round in 16 is checked: a lost draft per hundred requests costs less
 # than the copy of all candidates to the host (estimated).
 _SELDOM, _ROUNDS = 0.01, 16
 
 
 class Candidates(NamedTuple):
-    """For the first tokens of n requests, on their way to the host.
+    """Candidates for the first tokens of n requests, in transfer to the host.
 
     Attributes:
-        fetched: int32 [n, c] ids, best first; behind them, where they were asked for, 32 in the
-            place of each text's last token, and the bits of their float32 logits.
+        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
+            the position of the last token, and the bits of their float32 logits.
         num_next: c.
     """
 
@@ -40,13 +44,9 @@ class Candidates(NamedTuple):
 
 
 class HealedStart(NamedTuple):
-    """What a draft begins with in place of the drafter's best.
+    """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
 
-    Attributes:
-        id: A drafter id.
-        known: See `text.drafts.FirstToken`.
-        confidence: Of one in the place of the text's last token: its probability among all that
-            would have done.
+    If it replaces the last token, `confidence` is its probability among all candidates that fit.
     """
 
     id: int
@@ -55,29 +55,25 @@ class HealedStart(NamedTuple):
 
 
 class TokenHealing:
-    """Judges first tokens.
-
-    Args:
-        receiver: Brings the candidates to the host.
-    """
+    """Checks the first tokens of drafts."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._share, self._seen = _SHARE, _SEEN_FIRST
-        self._skipped = 0  # consecutive rounds that were not judged
+        self._skipped = 0  # consecutive rounds without a check
 
     def due(self) -> bool:
-        """Count a round. Return True if it judges its first tokens."""
+        """Count a round. Return True if its first tokens are to be checked."""
         seldom = self._share < _SELDOM and self._skipped < _ROUNDS - 1
         self._skipped = self._skipped + 1 if seldom else 0
         return not seldom
 
     def heals_often(self, requests: int) -> bool:
-        """Return True if a round of so many requests often has a replaced first token."""
+        """Return True if a round of this many requests often has a replaced first token."""
         return 1 - (1 - self._share) ** requests > _OFTEN
 
     def fetch(self, behind: CaughtUp, requests: int) -> Candidates:
-        """Begin to bring the candidates of the first so many requests to the host."""
+        """Start the copy of the first `requests` rows' candidates to the host."""
         size = behind.logits.shape[1]
         count = min(_NEXT, size)
         parts = [behind.logits[:requests].topk(count, -1).indices.int()]
@@ -89,16 +85,13 @@ class TokenHealing:
     def choose(
         self, rows: Sequence[DraftRow], candidates: Candidates, *, drawn: bool = False
     ) -> dict[int, HealedStart]:
-        """Of the rows whose draft does not begin with the drafter's best, what it begins with.
+        """Return the replaced first tokens by row. Waits for the copy of the candidates.
 
-        Args:
-            rows: The requests.
-            candidates: From `fetch`, for the first n of them; waited for.
-            drawn: Drafts that were to be drawn may begin in the place of the text's last token.
+        If `drawn`, sampled drafts may replace the last token as well.
         """
         fetched = candidates.fetched.wait()
         start = candidates.num_next
-        values = (fetched.shape[1] + start) // 2  # where they begin, behind the ids in the place
+        values = (fetched.shape[1] + start) // 2  # start of the logits
         found, judged = {}, 0
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
             task, own = row.task, ids[:start]

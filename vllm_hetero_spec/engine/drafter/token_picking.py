@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was picked in a round: it stays on the device, where the next step feeds it, and is fetched
-at the end.
+"""Buffers of the picked tokens of a round.
+
+Picked tokens stay on the device, because the next step feeds them. The host reads them once, at the
+end of the round.
 """
 
 import math
@@ -13,26 +15,21 @@ from vllm_hetero_spec.engine.drafter.tasks import TopCandidates
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.trees.race_tree import Arrivals
 
-_FIRST_BESIDE = 3  # of the lines of `PickBuffers.packet`
+_FIRST_BESIDE = 3  # index of the first top candidate in axis 1 of `PickBuffers.packet`
 
 
 class PickBuffers:
-    """What was picked in up to T steps for up to B requests: one tensor, fetched at once.
+    """Picked tokens of up to T steps for up to B rows, in one tensor that is fetched in one copy.
 
     Args:
         steps: T.
         size: B.
-        confidences: Whether the largest probability that each token competed with is kept.
-        beside: Tokens that are known of each row, m: where there are any, the likeliest; in their
-            place, where tokens are raced for, the first arrivals.
-        device: Where the drafter runs.
+        beside: Number of top candidates per position, m.
 
     Attributes:
-        packet: int32 [T, 3 + 4 m, B]: ids, then the bits of the float32 scores and confidences,
-            then the columns of `TopCandidates`.
-        confidences: See above.
-        beside: See above.
-        wide: Whether the present round keeps what is beside: only trees have use for it.
+        packet: int32 [T, 3 + 4 m, B]: ids, bits of float32 logits, bits of float32 confidences,
+            fields of `TopCandidates`.
+        wide: True if this round keeps top candidates; only trees need them.
     """
 
     def __init__(
@@ -52,20 +49,15 @@ class PickBuffers:
 
     @property
     def kept(self) -> torch.Tensor:
-        """The lines of the packet that the present round keeps."""
+        """The leading columns of the packet that this round uses."""
         return self.packet if self.wide else self.packet[:, :_FIRST_BESIDE]
 
     def ids(self, step: int, count: int) -> torch.Tensor:
-        """int32 [count], picked in a step."""
+        """Return the ids int32 [count] of a step."""
         return self._ids[step, :count]
 
     def best(self, logits: torch.Tensor, step: int) -> None:
-        """Pick each row's likeliest token.
-
-        Args:
-            logits: float [n, V_D], of the first n requests.
-            step: 0 after catching up.
-        """
+        """Pick each row's likeliest token from logits [n, V_D]. Step 0 is catch-up."""
         count = len(logits)
         ids = fast_argmax(logits)
         scores = logits.gather(1, ids[:, None])[:, 0]
@@ -73,7 +65,7 @@ class PickBuffers:
         self._scores[step, :count].copy_(scores)
         if not self.confidences and not self.wide:
             return
-        # In 16-bit arithmetic a logarithm of such a sum is off by up to an eighth.
+        # The sum is float32: the logarithm of a 16-bit sum has an error of up to 1/8.
         best = scores[:, None]
         total = (logits - best).exp_().sum(-1, dtype=torch.float32)
         if self.confidences:
@@ -87,19 +79,16 @@ class PickBuffers:
             self.packet[step, middle : middle + self.beside, :count].copy_(shares.T)
 
     def arrived(self, step: int, index: torch.Tensor, arrivals: Arrivals) -> None:
-        """What came first in the races of the requests `index`, int64 [n]."""
+        """Set the top candidates of rows `index`, int64 [n], to the first arrivals of races."""
         floats = (of.contiguous().view(torch.int32) for of in (arrivals.shares, arrivals.speeds))
         shares, speeds = floats
         columns = torch.cat([arrivals.tokens.int(), shares, arrivals.fed.int(), speeds], 1)
         self.packet[step, _FIRST_BESIDE:].index_copy_(1, index, columns.T)
 
     def branch_off(self, step: int, first: int, forks: torch.Tensor) -> None:
-        """Let those forks leave their requests' paths that do so behind a step.
+        """Set the tokens of forks that leave the chain after a step.
 
-        Args:
-            step: What has been picked in it stays for other forks; with 0 all begin.
-            first: Place of the first fork; the others are behind it.
-            forks: See `RoundPlan`.
+        Step 0 first copies each request's entry to its forks, which start at row `first`.
         """
         request, leaves, column = forks
         now = self.packet[step, :, first : first + forks.shape[1]]
@@ -109,41 +98,30 @@ class PickBuffers:
         now[0].copy_(torch.where(leaves == step, other, now[0]))
 
     def overrule(self, step: int, index: torch.Tensor, other: "PickBuffers", count: int) -> None:
-        """In place of what was picked for some requests, what `other` has in its first step.
-
-        Args:
-            step: Of the round.
-            index: int64 [count], the requests.
-            other: Has them in this order.
-            count: How many.
-        """
+        """Replace the entries of some rows in a step by those in step 0 of `other`."""
         self.kept[step].index_copy_(1, index, other.kept[0, :, :count])
 
     def put(self, step: int, index: torch.Tensor, ids: torch.Tensor) -> None:
-        """Other ids in place of what was picked for the requests `index`, int64 [n]."""
+        """Replace the ids of rows `index`, int64 [n], in a step."""
         self._ids[step].index_copy_(0, index, ids.to(torch.int32))
 
     def trust(self, step: int, index: torch.Tensor, confidences: torch.Tensor) -> None:
-        """Other confidences, float32 [n], for the requests `index`, int64 [n]."""
+        """Replace the confidences of rows `index`, int64 [n], in a step by float32 [n]."""
         self._peaks[step].index_copy_(0, index, confidences)
 
     def read(self, step: int, count: int) -> list[float]:
-        """The confidences of a step; only on a CPU, where nobody has to be waited for."""
+        """Return the confidences of a step. Used on a CPU only; a device would synchronize."""
         peaks: list[float] = self._peaks[step, :count].tolist()
         return peaks
 
 
 class PickedTokens:
-    """`PickBuffers.packet` on the host.
-
-    Args:
-        packet: int32 [S, 3 + 4 m, B].
-        confidences: Whether it has any.
+    """`PickBuffers.kept` on the host, int32 [S, 3 or 3 + 4 m, B].
 
     Attributes:
-        ids: Of each request, S of them; of one that ended earlier the first count.
-        peaks: As `ids`; none without confidences.
-        sound: Of each request, how many of its first logits were finite.
+        ids: S ids of each row. If a row ended earlier, only its first ones are valid.
+        peaks: Confidences as `ids`; empty without confidences.
+        sound: For each row, the number of leading steps with finite logits.
     """
 
     def __init__(self, packet: np.ndarray, *, confidences: bool) -> None:
@@ -160,7 +138,7 @@ class PickedTokens:
         self._packet = packet
 
     def beside(self, request: int, count: int) -> TopCandidates:
-        """What is known of the first `count` rows of a request."""
+        """Return the top candidates of a row's first `count` steps."""
         lines = self._packet[:count, _FIRST_BESIDE:, request].copy()
         tokens, shares, fed, speeds = np.split(lines, len(TopCandidates._fields), axis=1)
         return TopCandidates(tokens, shares.view(np.float32), fed, speeds.view(np.float32))
