@@ -85,6 +85,26 @@ def test_what_nobody_looked_at_is_cleaned_as_well() -> None:
     assert cleaned == blocks
 
 
+def test_no_suspect_block_is_found_by_its_prefix() -> None:
+    """Published KV, if logits were not finite since, or if they were never checked."""
+    ids = list(range(3 * SIZE))
+    for sound in (True, False):
+        cleaned: list[int] = []
+        pool = KVPool(8, SIZE, cleaned.extend)
+        table, _ = pool.open(ids, None)
+        pool.grow(table, len(ids))
+        pool.publish(table, ids, len(ids))
+        blocks, table.sound = sorted(table.blocks), sound
+        if sound:
+            pool.suspect()
+        pool.close(table)
+        assert pool.available == pool.capacity
+        other, reused = pool.open([*ids, 9], None)
+        assert reused == 0
+        pool.grow(other, 7 * SIZE)
+        assert set(blocks) <= set(cleaned)
+
+
 def test_grow_is_all_or_nothing() -> None:
     pool = KVPool(4, SIZE)
     table, _ = pool.open([1], None)

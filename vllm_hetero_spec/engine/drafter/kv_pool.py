@@ -6,7 +6,7 @@ every release. This pool is plain Python over block numbers. The drafter owns th
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,10 +96,12 @@ class KVPool:
     def suspect(self) -> None:
         """Mark all blocks as possibly non-finite. Each is cleaned before it is allocated again.
 
+        No block stays findable, so that no later request reads non-finite KV by its prefix.
         Kernels may read a block beyond the end of a sequence and multiply by 0, and 0 times NaN is
         NaN.
         """
         self._suspect = set(range(1, self.num_blocks))
+        self._forget(list(self._name_of))
 
     @property
     def capacity(self) -> int:
@@ -221,6 +223,7 @@ class KVPool:
         """Release all blocks from index `keep` on; mark those of an unsound table for cleaning."""
         if not table.sound:
             self._suspect.update(table.blocks[keep:])
+            self._forget([block for block in table.blocks[keep:] if self._refs[block] == 1])
         for block in reversed(table.blocks[keep:]):
             self._release(block)
         del table.blocks[keep:]
@@ -234,7 +237,16 @@ class KVPool:
                 self._free.append(block)
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        del self._by_name[self._name_of.pop(block)]
-        del self._uid_of[block]
-        return block
+        block = next(iter(self._cached))
+        self._forget([block])
+        return self._free.pop()
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Make blocks unfindable; cached ones become free."""
+        for block in blocks:
+            if block in self._name_of:
+                del self._by_name[self._name_of.pop(block)]
+                del self._uid_of[block]
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
