@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users name - model folders, tokenizers, prompts - read and checked before engines start."""
+"""Reading and checking the models, tokenizers and prompts that users name, before engines start."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a model from its name or folder, before an engine starts."""
+"""Checks and properties of a model, from its name or folder, before an engine starts."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf, tensors_of
 
 
 def check_model(name: str, role: str) -> str:
-    """The name of a model with a role, "target" or "drafter"; with `~` expanded for a folder.
+    """Return the name of a model. In the path of a folder, `~` is expanded.
 
     Raises:
-        ConfigError: The name can only be a folder and there is no model in it.
+        ConfigError: The name can only be a folder, and it contains no model.
     """
     folder = Path(name).expanduser()
     if any((folder / config).is_file() for config in ("config.json", "params.json")):
@@ -27,11 +27,7 @@ def check_model(name: str, role: str) -> str:
 
 
 def tokenizer_of(name: str, trust_remote_code: bool) -> Any:
-    """The transformers tokenizer of a model.
-
-    Raises:
-        ConfigError: It cannot be loaded.
-    """
+    """Load the tokenizer of a model with transformers. Raise ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
@@ -41,11 +37,7 @@ def tokenizer_of(name: str, trust_remote_code: bool) -> Any:
 
 
 def text_config(name: str, trust_remote_code: bool) -> Any:
-    """The transformers configuration of a model's text part.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Load the configuration of a model's text part. Raise ConfigError if that fails."""
     from transformers import AutoConfig
 
     try:
@@ -58,10 +50,10 @@ def text_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def kv_bytes_per_token(config: Any, element: int) -> int:
-    """Bytes of keys and values of one token, in numbers of `element` bytes.
+    """Return the bytes of one token's keys and values, for numbers of `element` bytes.
 
     Raises:
-        ConfigError: The configuration, of transformers, is of a model without attention.
+        ConfigError: The model has no attention.
     """
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -78,10 +70,10 @@ def kv_bytes_per_token(config: Any, element: int) -> int:
 
 
 def widened_columns(name: str) -> tuple[int, int] | None:
-    """Zero and all columns of the first MLP of a model that was made slower on purpose.
+    """Return the numbers of zero columns and of all columns in the first MLP of a widened model.
 
-    Such a model, as the demo's `target-wide`, costs as much as a larger one and has the output of
-    the small one inside it. None for any other model, or if its weights are not whole.
+    A widened model, such as the demo's `target-wide`, is slower than the model inside it and has
+    the same output. Return None for any other model, or if its weights are incomplete.
     """
     weights = Path(name) / "model.safetensors"
     try:

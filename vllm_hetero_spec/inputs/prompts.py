@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for measurements: from a JSONL file, or built in."""
+"""Prompts for measurements, from a JSONL file or built in."""
 
 import json
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ BUILT_IN = (
 
 
 def load_prompts(file: Path | None, count: int) -> list[str]:
-    """At most `count` prompts of a JSONL file, under "prompt", or of the built-in ones.
+    """Return at most `count` prompts: values of "prompt" in a JSONL file, or built-in ones.
 
     Raises:
-        ConfigError: The file cannot be read or a line is not as described.
+        ConfigError: The file cannot be read, or a line has no such value.
     """
     if file is None:
         return list(BUILT_IN[:count])
@@ -38,14 +38,14 @@ def load_prompts(file: Path | None, count: int) -> list[str]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file, each with the number of its line; empty lines are left out.
+    """Yield line number and object of each line of a JSONL file that is not blank.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is no JSON object.
+        ConfigError: The file cannot be read, or a line is not a JSON object.
     """
     try:
-        # With the mark that some editors write first. Not `splitlines`, for which a line also ends
-        # at characters that JSON may have in a string.
+        # "utf-8-sig" removes the byte order mark of some editors. `splitlines` would also split at
+        # characters that a JSON string may contain.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {file}: {error}.") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening a tokenizer as the engine does, without its model.
 
-transformers opens folders and Hugging Face names, because the engine works with what it builds,
-which may differ from the tokenizer.json. The library of a file's format reads a file.
+transformers opens folders and Hugging Face names, because the engine uses its tokenizer object,
+which may differ from the tokenizer.json. A single file is opened by the library of its format.
 """
 
 import json
@@ -20,7 +20,7 @@ from vllm_hetero_spec.text.token_bytes import SPACE_MARK, components
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 ROLES = ("bos", "eos", "unk", "pad")
-# Where a tokenizer's tokens can be; tokenizer_config.json alone has none.
+# Files that may contain a vocabulary. tokenizer_config.json alone has none.
 _VOCABULARIES = (
     "tokenizer.json",
     "tekken*.json",
@@ -35,18 +35,18 @@ _FORMATS = "tokenizer.json, tekken.json or tokenizer.model"
 
 @dataclass(frozen=True)
 class OpenTokenizer:
-    """A tokenizer and the facts that its library has about it."""
+    """A tokenizer, its adapter for the bridge, and properties that its library reports."""
 
-    backend: Any  # the object of its library
-    text: TextTokenizer  # the bridge's view of it, under the name that the user wrote
-    strings: frozenset[str]  # the keys of `get_vocab()`
+    backend: Any  # tokenizer object of its library
+    text: TextTokenizer  # adapter, with the name that the user wrote
+    strings: frozenset[str]  # keys of `get_vocab()`
     roles: Mapping[str, int]  # ids by roles of `ROLES`
     round_trip: Callable[[str], str]  # decode(encode(text)), special tokens added and kept
-    eos_ids: list[int] | None = None  # that end a generation; None if no configuration names any
-    normalizers: tuple[str, ...] = ()  # types of those that may change text
+    eos_ids: list[int] | None = None  # ids that end a generation; None if no configuration has any
+    normalizers: tuple[str, ...] = ()  # types of the normalizers that may change text
 
     def content(self, token_id: int) -> str:
-        """A token as text: a special token's content, the bytes of any other."""
+        """Return a token as text: the content of a special token, or the decoded bytes."""
         if token_id in self.text.special_text:
             return self.text.special_text[token_id]
         if 0 <= token_id < self.text.vocab_size:
@@ -55,10 +55,10 @@ class OpenTokenizer:
 
 
 def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> OpenTokenizer:
-    """Open a folder, a file or a Hugging Face name of a role, "target" or "drafter".
+    """Open the tokenizer of a role ("target", "drafter") from a folder, file or Hugging Face name.
 
     Raises:
-        ConfigError: There is no such tokenizer, it cannot be read, or its bytes cannot be known.
+        ConfigError: It does not exist, cannot be read, or its bytes cannot be determined.
     """
     path = Path(name).expanduser()
     where = f"the {role}'s tokenizer {name}"
@@ -83,7 +83,7 @@ def _one_sentence(where: str) -> Iterator[None]:
         raise
     except UnsupportedTokenizer as error:
         raise ConfigError(f"{where} cannot be bridged: {error}") from error
-    except Exception as error:  # a library's, of any kind, about what the user named
+    except Exception as error:  # libraries raise errors of any type for a wrong name or file
         raise ConfigError(
             f"{where} cannot be opened: {_reason(error)}; name a folder or a repository with a "
             f"whole {_FORMATS}."
@@ -97,7 +97,7 @@ def _reason(error: Exception) -> str:
 
 
 def _only_a_path(name: str) -> bool:
-    """Whether a name that is no file or folder cannot be a repository either."""
+    """Return True if a name cannot be that of a repository."""
     return (
         name.startswith(("/", ".", "~"))
         or name.count("/") > 1
@@ -119,7 +119,7 @@ def _open_folder(folder: Path, name: str, role: str, trust_remote_code: bool) ->
 
 
 def _mistral_file(folder: Path) -> Path | None:
-    """The file mistral_common is to read: as vLLM decides, or where there is no other way."""
+    """Return the file for mistral_common, if vLLM would choose it or there is no other file."""
     own = [*folder.glob("tekken*.json"), *folder.glob("tokenizer.model.v*")]
     others = [file for file in ("tokenizer.json", "tokenizer.model") if (folder / file).is_file()]
     if own and (any(folder.glob("consolidated*.safetensors")) or not others):
@@ -140,7 +140,7 @@ def _open_file(file: Path, name: str) -> OpenTokenizer:
 def _from_transformers(
     source: str, name: str, eos_ids: list[int] | None, trust_remote_code: bool
 ) -> OpenTokenizer:
-    # Half of the start-up time; a file needs neither transformers nor the torch it imports.
+    # This import takes half of the start-up time, because it imports torch. Files do not need it.
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -211,7 +211,7 @@ def _present(roles: Mapping[str, int | None]) -> dict[str, int]:
 
 
 def _normalizers(backend: Tokenizer | None) -> tuple[str, ...]:
-    """Types of the normalisers that may change text, beyond writing spaces as marks."""
+    """Return the types of normalizers that change text in other ways than marking spaces."""
     if backend is None or backend.normalizer is None:
         return ()
     return tuple(
@@ -235,7 +235,7 @@ def _hub_eos_ids(name: str) -> list[int] | None:
 
 
 def _eos_ids(locate: Callable[[str], Path | None]) -> list[int] | None:
-    """EOS ids of the generation configuration or, without such a file, of the model's."""
+    """Return EOS ids of generation_config.json or, without such a file, of config.json."""
     for file in ("generation_config.json", "config.json"):
         path = locate(file)
         if path is not None and path.is_file():

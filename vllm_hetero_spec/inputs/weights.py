@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's weights: whether they are on this machine, their download, their size."""
+"""Presence, download and size of a model's weights."""
 
 import json
 import math
@@ -10,20 +10,20 @@ from typing import Any
 
 from vllm_hetero_spec.errors import ConfigError, first_line
 
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # as vLLM looks for them: the first kind that is there
-_LENGTH = 8  # bytes in front of the header of a safetensors file, which say how long it is
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # vLLM loads the first kind that exists, in this order
+_LENGTH = 8  # bytes of the length field before the header of a safetensors file
 _POINTER = b"version https://git-lfs"
 NO_GGUF = (
     "this vLLM reads no GGUF; give a folder or Hugging Face name of the same model in safetensors"
 )
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that are converted on loading
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that loading converts
 _UNUSED = (".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
-# With these arguments of `vllm.LLM` weights lie elsewhere, or there are none.
+# With these arguments of `vllm.LLM`, weights are in another place or do not exist.
 _ELSEWHERE = frozenset({"load_format", "download_dir", "revision"})
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model's files on this machine; None if there is none."""
+    """Return the folder of a model's files on this machine, or None."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -37,7 +37,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def only_gguf(name: str) -> bool:
-    """Whether a model that cannot be read is a GGUF file, or a folder or repository of them."""
+    """Return True if an unreadable model consists of GGUF files, by its files or its name."""
     path = Path(name).expanduser()
     if path.is_dir():
         return any(path.glob("*.gguf")) and not _has_weights(path)
@@ -49,7 +49,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def missing_weights(name: str) -> str:
-    """Why a model's weights cannot be read here, in a clause; "" if they can."""
+    """Return a clause that explains why a model's weights cannot be read here, or ""."""
     folder = local_folder(name)
     if folder is not None:
         used = sorted(folder.glob("*.safetensors"))
@@ -61,7 +61,7 @@ def missing_weights(name: str) -> str:
             absent = sorted(file for file in files if not (folder / file).is_file())
             if absent:
                 return f"{name} lacks {absent[0]}"
-            used = [folder / file for file in sorted(files)]  # no others are read
+            used = [folder / file for file in sorted(files)]  # other files are not loaded
         try:
             for file in used:
                 tensors_of(file)
@@ -75,10 +75,10 @@ def missing_weights(name: str) -> str:
 
 
 def tensors_of(file: Path) -> list[dict[str, Any]]:
-    """The dtype, shape and data_offsets of each tensor of a safetensors file.
+    """Return the dtype, shape and data_offsets of each tensor of a safetensors file.
 
     Raises:
-        ConfigError: It is no such file, or not all of it is there.
+        ConfigError: It is not a safetensors file, or it is incomplete.
     """
     try:
         size = file.stat().st_size
@@ -107,12 +107,13 @@ def tensors_of(file: Path) -> list[dict[str, Any]]:
 
 
 def weight_bytes(folder: Path, element: int) -> int | None:
-    """Memory of a model's weights in numbers of `element` bytes; None if there are none.
+    """Return the memory of a model's weights, in bytes, or None if it has none.
 
-    Quantized tensors of safetensors files and files of older formats keep their size.
+    Floating-point numbers of safetensors files take `element` bytes. Other tensors and files of
+    older formats keep their size.
 
     Raises:
-        ConfigError: A safetensors file is not whole.
+        ConfigError: A safetensors file is incomplete.
     """
     files = list(folder.glob("*.safetensors"))
     if not files:
@@ -126,13 +127,13 @@ def weight_bytes(folder: Path, element: int) -> int | None:
 
 
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
-    """Download missing files of a model, with bars on stderr.
+    """Download missing files of a model, with progress bars on stderr.
 
-    An engine would do it without a sign, and within its time to start. Nothing if the arguments of
-    `vllm.LLM` name another place of the weights.
+    An engine would download them without progress bars and within its start-up timeout. Nothing is
+    downloaded if `engine`, the arguments of `vllm.LLM`, names another place of the weights.
 
     Raises:
-        ConfigError: They are in no folder, or cannot be downloaded.
+        ConfigError: Weights are missing in a folder, or cannot be downloaded.
     """
     elsewhere = "VLLM_USE_MODELSCOPE" in os.environ or _ELSEWHERE & engine.keys()
     if elsewhere or "://" in name:
@@ -147,16 +148,16 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
     try:
         files = HfApi().list_repo_files(name)
         snapshot_download(name, allow_patterns=wanted_files(files))
-    except Exception as error:  # without a network one of the HTTP library's own
+    except Exception as error:  # without a network, an error of the HTTP library
         raise ConfigError(f"{reason}; downloading them failed: {first_line(error)}.") from error
 
 
 def wanted_files(files: Sequence[str]) -> list[str]:
-    """The files of a repository that an engine reads: one format of weights, and other files."""
+    """Return the files of a repository that an engine reads, with one format of weights."""
     top = [file for file in files if "/" not in file]
     of_kind = {kind: [f for f in top if PurePosixPath(f).suffix == kind] for kind in _WEIGHTS}
     weights = next(filter(None, of_kind.values()), [])
-    # The same once more in Mistral's own format.
+    # Consolidated files have the same weights again, in Mistral's own format.
     once = [file for file in weights if not file.startswith("consolidated")] or weights
     others = [f for f in top if PurePosixPath(f).suffix not in (*_WEIGHTS, *_UNUSED)]
     return [*once, *others]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer bridge: bytes and ids. Imports neither torch nor vLLM."""
+"""Translation between two tokenizers, by bytes. Imports neither torch nor vLLM."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiktoken, SentencePiece and mistral_common tokenizers as a `TextTokenizer`.
+"""Adapters from tiktoken, SentencePiece and mistral_common tokenizers to `TextTokenizer`.
 
-All are recognised by their methods, so that none of these libraries has to be installed.
+A tokenizer is recognized by its methods, so that none of these libraries has to be installed.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, Unsuppo
 T = TypeVar("T", str, bytes)
 
 _MISTRAL_CORE = ("_model", "is_special", "id_to_piece")
-_RUST = "pyo3_runtime"  # module of the exception that stands for a panic
+_RUST = "pyo3_runtime"  # module of the exception that Python raises for a Rust panic
 
 
 def is_tiktoken(tokenizer: object) -> bool:
@@ -41,7 +41,7 @@ def is_slow_wrapper(tokenizer: object) -> bool:
 
 
 def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
-    """A `tiktoken.Encoding`; EOS is `<|endoftext|>` where it exists."""
+    """Adapt a `tiktoken.Encoding`. Its EOS is `<|endoftext|>`, if it has that token."""
     special = {encoding.encode_single_token(text): text for text in encoding.special_tokens_set}
     table = [b""] * encoding.n_vocab
     for token_id in range(encoding.n_vocab):
@@ -63,7 +63,7 @@ def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
 
 
 def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
-    """A `sentencepiece.SentencePieceProcessor`; a copy without dummy prefix encodes."""
+    """Adapt a `sentencepiece.SentencePieceProcessor`. A copy without dummy prefix encodes."""
     proto: bytes = model.serialized_model_proto()
     raw = type(model)()
     raw.LoadFromSerializedProto(proto + NO_DUMMY_PREFIX)
@@ -83,7 +83,8 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
         for i in range(size)
     ]
     bos_id, eos_id = model.bos_id(), model.eos_id()
-    own = [i for i in range(size) if model.is_byte(i)]  # before characters that have the same byte
+    # Byte pieces come first, because a character of one byte may have the same bytes.
+    own = [i for i in range(size) if model.is_byte(i)]
     spelled = [(i, table[i]) for i in (*own, *range(size))]
     reason = lossy_reason(proto)
 
@@ -112,7 +113,7 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
 
 
 def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
-    """mistral_common's Tekken or SentencePiece tokenizer, bare or wrapped; it always adds BOS."""
+    """Adapt a Tekken or SentencePiece tokenizer of mistral_common, which always adds BOS."""
     core = _mistral_core(tokenizer)
     model = core._model
     if is_sentencepiece(model):
@@ -145,10 +146,10 @@ def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
 
 
 def from_slow_wrapper(tokenizer: Any, name: str) -> TextTokenizer:
-    """A slow transformers tokenizer around a tiktoken or SentencePiece model.
+    """Adapt a slow transformers tokenizer that wraps a tiktoken or SentencePiece model.
 
-    The wrapper's ids must be the model's own; tokens it adds beyond them become special (or, where
-    it says they are not, ordinary text that encoding does not produce).
+    The ids of the wrapper must be those of the model. A token that the wrapper adds becomes a
+    special token if it is marked so. Otherwise it is text that encoding does not produce.
     """
     inner = _wrapped(tokenizer)
     build = from_tiktoken if is_tiktoken(inner) else from_sentencepiece
@@ -213,10 +214,10 @@ def _assemble(
 
 
 def _without_panics(encode: Callable[[T], list[int]]) -> Callable[[T], list[int]]:
-    """An encoder of tiktoken whose panics are errors.
+    """Raise ValueError instead of a Rust panic of tiktoken.
 
-    Its patterns panic on a long run of spaces (a million, of a few thousand ids), and what Python
-    gets then is no `Exception`: nothing that guards one request from another would catch it.
+    Its patterns panic on about a million consecutive spaces (a few thousand ids). A panic is not an
+    `Exception`, so the handlers that isolate one request's failure would not catch it.
     """
 
     def guarded(text: T) -> list[int]:
@@ -247,7 +248,7 @@ def _has(tokenizer: object, *names: str) -> bool:
 
 
 def _mistral_core(tokenizer: Any) -> Any:
-    """The object whose `_model` encodes, found through the (at most three) wrappers around it."""
+    """Remove at most three wrappers from the object whose `_model` encodes."""
     for _ in range(3):
         if _has(tokenizer, *_MISTRAL_CORE):
             break
@@ -257,6 +258,5 @@ def _mistral_core(tokenizer: Any) -> Any:
 
 
 def _wrapped(tokenizer: Any) -> Any:
-    """The model a slow tokenizer keeps under one of its customary names."""
     held = (getattr(tokenizer, name, None) for name in ("sp_model", "tokenizer", "model"))
     return next((model for model in held if is_tiktoken(model) or is_sentencepiece(model)), None)

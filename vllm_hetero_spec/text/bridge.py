@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge between a target's tokenizer and a drafter's: contexts one way, drafts the other."""
+"""Translation of contexts into drafter ids, and of drafts into target ids."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -25,13 +25,12 @@ class Bridge(ABC):
     """Translation for all requests of one pair of tokenizers.
 
     Attributes:
-        identity: Both tokenizers are the same, so that ids pass through unchanged.
-        special: Their control tokens.
-        drafter_eos: Drafter ids on which drafting stops.
+        identity: True if both tokenizers are the same, so that ids pass through unchanged.
+        drafter_eos: Drafter ids that end a draft.
         banned: Drafter ids that are never drafted.
-        failures: Why something could not be translated -> how often.
-        chat: What becomes of turn markers in prompts.
-        tokens_ratio: Drafter ids for each target id, in a text of many kinds.
+        failures: Number of failed translations by reason.
+        chat: Translation of the turn markers in prompts.
+        tokens_ratio: Drafter ids per target id, in the calibration text.
     """
 
     tokens_ratio: float = 1.0
@@ -44,51 +43,40 @@ class Bridge(ABC):
 
     @abstractmethod
     def open(self, longest: int | None = None) -> Context:
-        """The context of a new request, of which so many drafter ids are kept at most."""
+        """Return the context of a new request. It keeps at most `longest` drafter ids."""
 
     @abstractmethod
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
-        """Append to many contexts at once.
+        """Append target ids to each context. Return the number of unchanged leading ids of each.
 
-        Never raises for one request: a context that fails is marked broken and counted.
-
-        Returns:
-            For each context c such that its ids[:c] are unchanged.
+        A context that fails does not raise. It is marked broken and counted.
         """
 
     @abstractmethod
     def may_follow(self, context: Context, drafter_id: int, known: int = 0) -> bool:
-        """Whether the target may go on with an id, of which it has written `known` bytes already.
+        """Return True if the target, which has `known` bytes of this id, may continue with it.
 
-        A target that has ended a token does not go on with text that belongs to it: after "imp" it
-        does not write "ort", or it would have written "import". And the bytes of a character that
-        the target has begun are given. A drafter with the target's own tokenizer sees where its
-        tokens end and needs no advice.
+        The target does not continue a token that it has ended. After the token "imp" it does not
+        write "ort", because it would have written "import". An incomplete character of the target
+        limits the next bytes, too. If both tokenizers are the same, the result is always True.
         """
 
     def longer_last(self, context: Context, candidates: Sequence[int]) -> FirstToken | None:
-        """What the drafter would have in the place of the last token, where that is longer.
+        """Return the longer token that the drafter prefers to the last token, if there is one.
 
-        Behind "imp" a drafter that has a token for "import" expects anything but "ort". Where the
-        target's text ends inside of what the drafter would write as one token, a draft that is to
-        be of use begins with that token.
-
-        Args:
-            context: A request's.
-            candidates: The drafter's best ids in the place of the last one, best first.
+        After "imp", a drafter with a token "import" gives "ort" a low probability. A useful draft
+        must therefore begin with the whole token. `candidates` are the most likely ids at the
+        position of the last id, best first.
         """
         return None
 
     def first_choice(
         self, context: Context, candidates: Sequence[int], last: Sequence[int] = ()
     ) -> FirstToken:
-        """What a draft begins with.
+        """Return the first token of a draft, from the most likely next ids, best first.
 
-        Args:
-            context: A request's.
-            candidates: The drafter's best next ids, best first: the first that may follow is taken,
-                its best where none may.
-            last: Its best ids in the place of the text's last one, where they are known.
+        A result of `longer_last` for `last` comes first. Otherwise it is the first candidate that
+        may follow, or the best one if none may.
         """
         if last and (longer := self.longer_last(context, last)):
             return longer
@@ -96,7 +84,7 @@ class Bridge(ABC):
         return FirstToken(next(fitting, candidates[0]))
 
     def first_choices(self, context: Context, candidates: Sequence[int]) -> list[int]:
-        """All of them that may follow; the best where none may."""
+        """Return all candidates that may follow, or the best one if none may."""
         return [c for c in candidates if self.may_follow(context, c)] or [candidates[0]]
 
     @abstractmethod
@@ -107,33 +95,27 @@ class Bridge(ABC):
         limits: Sequence[int],
         known: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Drafted drafter ids as target ids that continue each context.
+        """Translate each draft into target ids that continue its context.
+
+        If a draft cannot be translated, its list is empty and a failure is counted.
 
         Args:
-            contexts: Of the requests.
-            drafts: Drafter ids of each.
-            limits: Target ids to give at most.
-            known: Leading bytes of each draft that the context has already; none where left out.
-
-        Returns:
-            Target ids of each; none, and a failure is counted, where they cannot be told.
+            limits: Maximum number of target ids for each request.
+            known: Number of leading bytes of each draft that the context already has. Default: 0.
         """
 
     @abstractmethod
     def ids_covering(
         self, draft: Sequence[int], proposal: Sequence[int], known: int = 0
     ) -> list[int]:
-        """Leading drafted ids that each id of the proposal needs, as far as bytes tell.
+        """Return the number of leading draft ids that spell the proposal up to each of its ids.
 
-        Args:
-            draft: Drafter ids.
-            proposal: What `to_target` made of them.
-            known: As there.
+        The proposal is the result of `to_target` for this draft and `known`.
         """
 
 
 class IdentityBridge(Bridge):
-    """The bridge of two equal tokenizers."""
+    """Bridge between equal tokenizers. Ids pass through unchanged."""
 
     identity = True
 
@@ -177,7 +159,7 @@ class IdentityBridge(Bridge):
 
 
 class TextBridge(Bridge):
-    """The bridge of two different tokenizers: everything goes through bytes."""
+    """Bridge between different tokenizers. Translation goes through bytes."""
 
     identity = False
 
@@ -237,7 +219,7 @@ class TextBridge(Bridge):
             if len(contexts) == 1:
                 self._draft_failed("a draft could not be translated")
                 return [[]]
-        # One of them raised: find it, so that the others keep their drafts.
+        # Translate one by one, so that only the draft that fails is lost.
         return [
             self.to_target([context], [draft], [limit], [cut])[0]
             for context, draft, limit, cut in zip(
@@ -274,7 +256,7 @@ class TextBridge(Bridge):
         step: Callable[[Sequence[int]], int],
         ids: Sequence[int],
     ) -> int:
-        """One half of an append; a context that raises is broken and keeps nothing."""
+        """Run one half of an append. A context that raises becomes broken and keeps no ids."""
         if context.broken:
             return 0
         try:
@@ -290,7 +272,6 @@ class TextBridge(Bridge):
 
 
 def _tokens_ratio(target: TextTokenizer, drafter: TextTokenizer) -> float:
-    """Drafter ids for each target id of the calibration text; 1 if one of them cannot encode it."""
     try:
         theirs, ours = (len(of.encode(CALIBRATION_TEXT)) for of in (target, drafter))
     except Exception:
@@ -308,21 +289,16 @@ def make_bridge(
     drafter_eos: Sequence[int] | None = None,
     chats: tuple[Chat | None, Chat | None] | None = None,
 ) -> Bridge:
-    """The bridge of a pair.
+    """Build the bridge of a pair.
 
     Args:
-        target: Its tokenizer.
-        drafter: Its tokenizer.
-        mode: "auto" passes ids through where the two tokenizers are equal, "text" always
-            translates, "identity" insists on equal tokenizers.
-        target_eos: All ids that end a generation, the preferred one first; None takes the
-            tokenizer's own.
-        drafter_eos: The same of the drafter.
-        chats: Chat templates of target and drafter (None where one has none); None to leave turn
-            markers alone.
+        mode: "auto" passes ids through if the tokenizers are equal. "text" always translates.
+            "identity" requires equal tokenizers.
+        target_eos: As in `SpecialTokens`, like `drafter_eos`.
+        chats: Chat templates of target and drafter. None: turn markers are not translated.
 
     Raises:
-        ValueError: The mode is unknown, or "identity" with different tokenizers.
+        ValueError: The mode is unknown, or it is "identity" and the tokenizers differ.
     """
     if mode not in MODES:
         raise ValueError(f"unknown bridge mode {mode!r}: choose one of {', '.join(MODES)}")

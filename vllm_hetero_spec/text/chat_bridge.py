@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turn markers of a target's prompt, replaced by the drafter's own.
+"""Replacement of the turn markers in a target's prompt by those of the drafter.
 
-A prompt is bridged where it begins as the target's template begins, or has a user's turn in it if
-that puts nothing before a system's text. Then every marker becomes what the drafter's template
-writes at that place of a conversation; the texts of turns are untouched, and so is whatever else
-the target's template adds: its default system prompt is a system turn, its tools are text. The
-drafter's own default system prompt stands before a conversation without one.
+A prompt is translated if it begins as the target's chat template does. A template that writes
+nothing before a system text requires a user turn in the prompt instead. Each marker becomes what
+the drafter's template writes at the same place of the conversation. The texts of turns stay as they
+are: a default system prompt of the target is a system turn, and its tools are text. The drafter's
+own default system prompt is inserted before a conversation that has no system turn.
 """
 
 import re
@@ -29,20 +29,19 @@ from vllm_hetero_spec.text.chat_template import (
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Where in a conversation: at its start, "in" a role's turn, or "after" one.
+# Position in a conversation: ("at", "") is its start, then "in" or "after" the turn of a role.
 _State = tuple[str, str]
 _START: _State = ("at", "")
-# A drafter without system turns reads the system's text at the head of the user's, set apart so.
-_FOLDED = b"\n\n"
+_FOLDED = b"\n\n"  # separates a system text from the user text, if the drafter has no system turns
 
 
 class Marker(NamedTuple):
-    """What the drafter sees in place of a turn marker.
+    """Drafter's replacement for a turn marker of the target.
 
     Attributes:
-        atoms: Its special tokens as ids, text as bytes.
-        drafter_space: A space of the drafter's comes with the text that follows, not before.
-        target_space: The same of the target's.
+        atoms: Special tokens as ids, and text as bytes.
+        drafter_space: True if the drafter's leading space belongs to the text that follows.
+        target_space: The same for the target.
     """
 
     atoms: tuple[int | bytes, ...]
@@ -50,19 +49,18 @@ class Marker(NamedTuple):
     target_space: bool
 
 
-Piece = int | bytes | Marker  # a control token of the target, text, a turn marker
+Piece = int | bytes | Marker  # control token of the target, text, or turn marker
 
 
 @dataclass(frozen=True)
 class ChatTemplateBridge:
-    """Recognises the target's turns in a prompt and says what the drafter sees in their place.
+    """Splits prompts of the target into text and turn markers, for all requests of a pair.
 
     Attributes:
-        reason: Why nothing is bridged, a clause; "" where something is.
-        roles: Whose turns are.
-        turn_end: Control tokens of target and drafter that end an assistant's turn, where both have
-            one.
-        counts: Prompts bridged and marker bytes replaced ("prompts", "bytes"), so far.
+        reason: Clause that explains why no markers are translated. "" if they are.
+        roles: Roles whose turns are translated.
+        turn_end: Control tokens that end an assistant's turn (target, drafter), if both have one.
+        counts: Number of translated prompts ("prompts") and of replaced marker bytes ("bytes").
     """
 
     reason: str = ""
@@ -81,13 +79,9 @@ class ChatTemplateBridge:
         return f"turn markers are not bridged: {self.reason}"
 
     def split(self, ids: Sequence[int]) -> list[Piece] | None:
-        """A prompt in pieces, in order; costs one scan of it.
+        """Split a prompt (target ids, -1 for an unknown token) into pieces, in one scan.
 
-        Args:
-            ids: Target ids, or -1 for an unknown one.
-
-        Returns:
-            The pieces; None where the prompt does not begin as a conversation does.
+        Return None if the prompt does not begin as a conversation does.
         """
         rules = self._alignment
         read = None if rules is None else rules.stream(ids)
@@ -99,7 +93,7 @@ class ChatTemplateBridge:
             return None
         pieces: list[Piece] = [*ids[:leading]]
         position, state = 0, _START
-        bare = False  # the last piece ended in a control token
+        bare = False  # the last piece ends in a control token
         self.counts["prompts"] += 1
         while match:
             literal = match[0]
@@ -121,7 +115,7 @@ def align(
     drafter_chat: Chat | None,
     special: SpecialTokens,
 ) -> ChatTemplateBridge:
-    """Bridge two chat templates, or say why not. Never raises."""
+    """Align two chat templates. The result has a `reason` if they cannot be aligned."""
     stream = Stream(target, special.target_control)
     try:
         theirs = Template("target", target_chat, stream)
@@ -135,11 +129,11 @@ def align(
 
 
 class _Alignment:
-    """Which marker of the target becomes which of the drafter, by where the conversation is."""
+    """Map from the target's markers to the drafter's, for each position in a conversation."""
 
     def __init__(self, stream: Stream, theirs: Template, ours: Template) -> None:
         self.stream, self._theirs, self._ours = stream, theirs, ours
-        # Target's marker -> where it is met -> what the drafter sees, and where that leads.
+        # Marker of the target -> position before it -> marker of the drafter, position after it.
         self.moves: dict[bytes, dict[_State, tuple[Marker, _State]]] = {}
         self.start = self._read_starts()
         for before in ROLES:
@@ -151,7 +145,7 @@ class _Alignment:
         self.marker = _any_of(literal for literal in self.moves if literal)
 
     def plain(self, stream: bytes, bare: bool) -> Iterator[Piece]:
-        """A stretch without markers, with the spaces that the stream leaves out."""
+        """Yield the pieces of a stretch without markers, with the spaces that `Stream` removed."""
         for index, part in enumerate(ESCAPED.split(stream)):
             if index % 2:
                 yield int(part, 16)
@@ -164,14 +158,15 @@ class _Alignment:
         system = self._theirs.open.get(SYSTEM, b"")
         first, user = self._theirs.steps["", USER], self._theirs.open[USER]
         starts = {system: SYSTEM} if system.strip() else {}
-        if not starts or not first.startswith(system):  # else a default system prompt: a turn
+        # If `first` begins with the system header, it has a default system prompt: a system turn.
+        if not starts or not first.startswith(system):
             starts[first] = USER
         if ESCAPE in user:
             starts.setdefault(user, USER)
         known = _any_of(starts)
         behind = self._theirs.steps.get((SYSTEM, USER), b"")
         if self._theirs.steps.get(("", SYSTEM)) == b"" and ESCAPE in behind:
-            # The system's text has nothing in front: it is one where a user's turn follows.
+            # Nothing marks the beginning of the system text, so require a user turn behind it.
             starts[b""] = SYSTEM
             known = re.compile(known.pattern + b"|(?=(?s:.*?)" + re.escape(behind) + b")")
         for literal, role in starts.items():
@@ -179,7 +174,10 @@ class _Alignment:
         return known
 
     def _read_step(self, before: str, after: str) -> None:
-        """A turn's end and the next one's beginning, which also ends turns of other roles."""
+        """Add the end of a turn with the beginning of the next one.
+
+        If it has a control token, it also ends turns of other roles, such as tools.
+        """
         step = self._theirs.step(before, after)
         for literal in self._theirs.prompts if (before, after) == (USER, ASSISTANT) else [step]:
             if literal and literal.strip():
@@ -190,7 +188,7 @@ class _Alignment:
                         self._add(("after", role), literal, ended, ("in", after))
 
     def _read_close(self, before: str) -> None:
-        """A turn's end alone. Text alone is too little to tell that a turn has ended."""
+        """Add the end of a turn alone. Text without a control token is no reliable end."""
         literal = self._theirs.close.get(before, b"")
         if ESCAPE in literal:
             self._add(("in", before), literal, self._end(before), ("after", before))
@@ -198,7 +196,6 @@ class _Alignment:
                 self._add(("after", role), literal, self._end(USER), ("after", USER))
 
     def _read_open(self, after: str) -> None:
-        """A turn's beginning alone."""
         literal = self._theirs.open.get(after, b"")
         if ESCAPE in literal:
             for role in ROLES:
@@ -208,7 +205,7 @@ class _Alignment:
                 self._add(("in", role), literal, step, ("in", after))
 
     def _between(self, before: str, after: str) -> bytes:
-        """The drafter's stream between two turns; without system turns, the user's stand in."""
+        """Return the drafter's stream between turns. User turns replace missing system turns."""
         step = self._ours.step(before, after)
         if step is not None:
             return step
@@ -219,7 +216,7 @@ class _Alignment:
         return self._ours.close[before] if step is None else step
 
     def _end(self, role: str) -> bytes:
-        """The drafter's stream behind a turn that is followed by none that is known."""
+        """Return the drafter's stream after a turn if the next turn is unknown."""
         return self._ours.close.get(role, self._ours.steps.get((SYSTEM, USER), b""))
 
     def _add(self, state: _State, literal: bytes, ours: bytes, then: _State) -> None:
@@ -236,16 +233,14 @@ class _Alignment:
 
 
 def _first_control(literal: bytes) -> int | None:
-    """The control token that a stream begins with, white space aside."""
     escape = ESCAPED.match(literal.lstrip())
     return int(escape[1], 16) if escape else None
 
 
 def _is_bare(literal: bytes) -> bool:
-    """Whether a stream ends in a control token."""
+    """Return True if a stream ends in a control token."""
     return literal[-7:-6] == ESCAPE
 
 
 def _any_of(literals: Iterable[bytes]) -> re.Pattern[bytes]:
-    """Matches the longest of the literals."""
     return re.compile(b"|".join(map(re.escape, sorted(literals, key=len, reverse=True))))

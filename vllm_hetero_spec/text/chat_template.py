@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat template writes before, between and behind the turns of a conversation.
+"""The text that a chat template writes before, between and after the turns of a conversation.
 
-It is asked by rendering conversations of sentinel texts, which are tokenized as a prompt is and
-cut at the sentinels. What is cut is a stream: the bytes of the ids, with an escape for each control
-token and without the spaces that a tokenizer itself puts before text. In a stream a marker is found
-wherever it stands and whatever its text was merged with, and text that merely looks like a control
-token is none.
+`Template` renders conversations of sentinel texts, tokenizes them like prompts and cuts them at the
+sentinels. The parts are streams. A stream consists of the bytes of the ids, with an escape for each
+control token and without the tokenizer's own leading spaces. In a stream a marker is found even if
+its text was merged with other text, and text that resembles a control token is not mistaken for it.
 """
 
 import re
@@ -16,7 +15,7 @@ from typing import Any
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 SYSTEM, USER, ASSISTANT = ROLES = ("system", "user", "assistant")
-# Never a byte of UTF-8; six hexadecimal digits of the id follow.
+# Never a byte of UTF-8. Six hexadecimal digits of the token id follow.
 ESCAPE = b"\xff"
 ESCAPED = re.compile(rb"\xff(.{6})")
 _SPACED = re.compile(rb"(\xff.{6}) ")
@@ -25,12 +24,12 @@ _SENTINELS = {role: f"Qz{role.title()}Zq" for role in (*ROLES, "again")}
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat template of a tokenizer with transformers' methods."""
+    """Chat template of a tokenizer that has the methods of transformers."""
 
     tokenizer: Any
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The conversation as text; raises whatever the template raises."""
+        """Return the conversation as text. Exceptions of the template are passed on."""
         rendered: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -39,26 +38,26 @@ class Chat:
         return rendered
 
     def encode(self, text: str) -> list[int]:
-        """Ids of rendered text: special tokens in it are such, and nothing is added."""
+        """Encode rendered text. Special tokens in it are recognized, and none are added."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
 
 def chat_of(tokenizer: Any) -> Chat | None:
-    """The chat template of a tokenizer object, None where it has none."""
+    """Return the chat template of a tokenizer object, or None if it has none."""
     return Chat(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
 class Unaligned(Exception):
-    """Why two templates cannot be bridged, as a clause."""
+    """Two chat templates cannot be aligned. The message is a clause."""
 
 
 class Stream:
-    """A tokenizer's ids as one byte string with escapes."""
+    """Converts ids of one tokenizer to a byte string with escapes."""
 
     def __init__(self, tokenizer: TextTokenizer, control: frozenset[int]) -> None:
         self.tokenizer = tokenizer
-        # One entry more than ids, for the id -1 of an unknown token.
+        # The additional last entry belongs to the id -1 of an unknown token.
         self._pieces = [*tokenizer.token_bytes, b""]
         for token_id in control:
             if -1 <= token_id < tokenizer.vocab_size:
@@ -70,7 +69,7 @@ class Stream:
         self._bos = b"" if tokenizer.bos_id is None else escaped(tokenizer.bos_id)
 
     def __call__(self, ids: Sequence[int]) -> tuple[int, bytes] | None:
-        """Number of leading BOS tokens and what follows; None for text that holds the escape."""
+        """Return the number of leading BOS tokens and the rest, or None if text has the escape."""
         if not self._confusing.isdisjoint(ids):
             return None
         body = b"".join([self._pieces[token_id] for token_id in ids])
@@ -83,7 +82,7 @@ class Stream:
         return count, _SPACED.sub(rb"\1", body) if self.spaced else body
 
     def literal(self, stream: bytes) -> bytes:
-        """A stream as a reader sees it: special tokens by their content."""
+        """Return a stream in which the content of special tokens replaces their escapes."""
         text = self.tokenizer.special_text
 
         def content(match: re.Match[bytes]) -> bytes:
@@ -93,15 +92,10 @@ class Stream:
 
 
 class Template:
-    """What one side's template writes before, between and behind turns, as streams.
-
-    Args:
-        side: "target" or "drafter", for the message.
-        chat: The template.
-        stream: Of its tokenizer.
+    """Streams of one chat template before, between and after turns.
 
     Raises:
-        Unaligned: A conversation cannot be found again in its rendering.
+        Unaligned: The texts of a conversation are not found in its rendering.
     """
 
     def __init__(self, side: str, chat: Chat | None, stream: Stream) -> None:
@@ -113,7 +107,7 @@ class Template:
         first, reply, again, end = self._between(turns)
         *_, prompt = self._between(turns, add_generation_prompt=True)
         *_, ended = self._between((USER, ASSISTANT))
-        # In "[/INST] Hi" the space is there only once there is a reply.
+        # In "[/INST] Hi" the space belongs to the reply: a prompt without a reply lacks it.
         self.space_before_reply = reply == prompt + b" "
         reply = prompt if self.space_before_reply else reply
         close_user, close_reply = _common(end, reply), _common(ended, again)
@@ -123,27 +117,27 @@ class Template:
         self.open = {USER: again[len(close_reply) :], ASSISTANT: opened}
         if not all(step.strip() for step in self.steps.values()) or self.open[USER] == opened:
             raise Unaligned(f"the {side}'s chat template does not mark turns by their role")
-        # A generation prompt that goes on past the header ("<think>") ends in text.
+        # A generation prompt that continues after the header ("<think>") is header and text.
         ends_turn = opened.strip() and prompt == end
         self.prompts = [reply, *([] if ends_turn or prompt.startswith(reply) else [prompt])]
         self._read_system(first)
 
     def _read_system(self, first: bytes) -> None:
-        """Steps of system turns, where the template has such."""
         try:
             start, then, *_ = self._between((SYSTEM, USER, ASSISTANT, USER))
         except Unaligned:
             return
         self.steps["", SYSTEM], self.steps[SYSTEM, USER] = start, then
-        if start != first:  # else it is text within the user's first turn
+        if start != first:  # otherwise the system text is part of the first user turn
             self.open[SYSTEM] = self._header(start)
         if then.endswith(self.open[USER]):
             self.close[SYSTEM] = then[: len(then) - len(self.open[USER])]
 
     def _header(self, start: bytes) -> bytes:
-        """What comes before a system's text, without the text that the template itself adds.
+        """Return the header before a system text, without text that the template itself adds.
 
-        Where turns begin alike but for the role's name, so does the system's.
+        If the headers of user and assistant differ only in the role's name, the system header is
+        expected to have the same form.
         """
         user, reply = (self._stream.literal(self.open[role]) for role in (USER, ASSISTANT))
         name = USER.encode()
@@ -154,14 +148,13 @@ class Template:
         return next((head for head in heads if self._stream.literal(head) == header), start)
 
     def step(self, before: str, after: str) -> bytes | None:
-        """What stands between two turns ("" before the first); None where that is not known."""
+        """Return the stream between two turns ("" is the start), or None if it is unknown."""
         known = self.steps.get((before, after))
         if known is None and before in self.close and self.open.get(after):
             return self.close[before] + self.open[after]
         return known
 
     def _between(self, roles: Sequence[str], add_generation_prompt: bool = False) -> list[bytes]:
-        """Streams before, between and behind the texts of turns of these roles."""
         texts = [_SENTINELS[role] for role in roles]
         if len(set(roles)) < len(roles):
             texts[-1] = _SENTINELS["again"]
@@ -192,7 +185,7 @@ def escaped(token_id: int) -> bytes:
 
 
 def _common(first: bytes, second: bytes) -> bytes:
-    """The longest common prefix that cuts no escape."""
+    """Return the longest common prefix that does not cut an escape."""
     pairs = enumerate(zip(first, second, strict=False))
     size = next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
     cut = first.rfind(ESCAPE, max(0, size - 6), size)

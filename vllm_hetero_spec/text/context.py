@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as drafter ids: what every kind of context offers, and the trivial kind."""
+"""The interface of a context, and the context for equal tokenizers."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Context(Protocol):
-    """One request: the target ids taken in so far, seen as drafter ids.
+    """The target ids of one request, translated into drafter ids.
 
     Attributes:
-        ids: Drafter ids of the text so far; read-only for callers.
-        held: Incomplete UTF-8 character at the end, not yet in `ids`.
-        broken: Translation failed: do not draft for this request.
-        num_dropped: Leading ids that were given up, because the text outgrew what is kept of it.
-            Ids are numbered by what is left.
+        ids: Drafter ids of the text so far. Read-only for callers.
+        held: Bytes of an incomplete UTF-8 character at the end. They are not yet in `ids`.
+        broken: True after a failed translation: do not draft for this request.
+        num_dropped: Number of old ids that were removed because the text became too long. They do
+            not count in an index into `ids`.
     """
 
     ids: list[int]
@@ -23,22 +23,20 @@ class Context(Protocol):
 
     @property
     def num_target(self) -> int:
-        """Number of target ids taken in."""
+        """Number of target ids appended so far."""
 
     @property
     def ratio(self) -> float:
-        """Drafter ids for each target id, in the text that is kept."""
+        """Drafter ids per target id, in the text that is kept."""
 
     def append(self, target_ids: Sequence[int]) -> int:
-        """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
+        """Append target ids. Return c, such that `ids[:c]` are unchanged by the call."""
 
 
 class IdentityContext:
-    """A context of two equal tokenizers: the target's ids themselves.
+    """Context for equal tokenizers. Its ids are the target's own.
 
-    Args:
-        longest: Ids kept at most: past it, the last half of them.
-        bos_id: Kept in front of them.
+    If there are more than `longest` ids, BOS and the last `longest // 2` of them are kept.
     """
 
     held = b""

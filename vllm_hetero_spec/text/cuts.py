@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the open tail of a context may be cut: no token and no normalisation looks across.
+"""Places at which the tail of a context may be cut: no token or normalization crosses them.
 
-All places are indices into the tail; 0 stands for none.
+A place is an index into the tail, in characters. 0 means that there is none.
 """
 
 from collections.abc import Sequence
@@ -9,23 +9,19 @@ from unicodedata import combining
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Drafter tokens a tail may have before the cut tries to move, and the length at which text without
-# any space (Chinese, base64) is cut between two tokens, this many of which stay in the tail.
-TAIL_TOKENS = 4
-SPACELESS_TOKENS = 64
-SPACELESS_KEEP = 24
-# Characters after which the tail is cut whether or not the check succeeds.
-TAIL_CHARACTERS = 1024
-# Stands for whatever follows the text.
-ANY_WORD = "x"
-# A forced cut looks at so many characters on either side of a place, and tries so many places.
+TAIL_TOKENS = 4  # drafter tokens; a longer tail is cut if possible
+# Text without spaces (Chinese, base64) is cut between two drafter tokens.
+SPACELESS_TOKENS = 64  # drafter tokens; a longer tail is cut this way
+SPACELESS_KEEP = 24  # drafter tokens that stay in the tail
+TAIL_CHARACTERS = 1024  # a longer tail is cut even if no safe place is found
+ANY_WORD = "x"  # stands for the word after the text
+# Characters that a forced cut normalizes on each side of a place, and places that it tries.
 FORCED_NEAR, FORCED_TRIES = 128, 64
-# Of a text that is given up, so many tokens more are for a line to begin with the first that stays.
-_LINE_WITHIN = 32
+_LINE_WITHIN = 32  # tokens in which `fresh_start` searches for the beginning of a line
 
 
 def word_cut(drafter: TextTokenizer, tail: str) -> int:
-    """The last space that follows a non-space and lies out of any token's reach."""
+    """Return the last space after a non-space, so far back that no later token merges across it."""
     at = tail.rfind(" ", 0, len(tail) - drafter.crossing_reach)
     while at > 0 and tail[at - 1].isspace():
         at = tail.rfind(" ", 0, at)
@@ -33,24 +29,24 @@ def word_cut(drafter: TextTokenizer, tail: str) -> int:
 
 
 def spaceless_cut(drafter: TextTokenizer, tail: str, tail_ids: Sequence[int]) -> int:
-    """Before the last SPACELESS_KEEP tokens, where ids and text agree there."""
+    """Return the place before the last SPACELESS_KEEP tokens if ids and text agree there."""
     if len(tail_ids) <= SPACELESS_TOKENS:
         return 0
     for keep in range(SPACELESS_KEEP, SPACELESS_KEEP + 4):
         left = drafter.decode_bytes(tail_ids[:-keep]).decode("utf-8", "surrogateescape")
         if left != tail and tail.startswith(left):
-            # Marks still to come may move before a mark: it stays with its character.
+            # Normalization may reorder later marks before this one, so do not cut in front of it.
             return 0 if combining(tail[len(left)]) else len(left)
     return 0
 
 
 def forced_cut(drafter: TextTokenizer, tail: str) -> int:
-    """The last word, else the middle, or the next place before it that normalisation parts at.
+    """Return the start of the last word, or the middle of the tail, moved to a safe place.
 
-    There may be none, in a run of combining marks as long as the tail: it is cut all the same. The
-    word that follows matters too: a tokenizer may take all characters between two words away, and
-    then they are one. Normalisation is asked for what is near alone, and not without end: a text
-    may be long, and it may be of a kind that it parts nowhere.
+    A place is safe if both sides can be normalized separately. The right side includes ANY_WORD,
+    because a tokenizer may remove all characters between two words and thereby join them. Only
+    nearby characters and FORCED_TRIES places are examined, so that the time is bounded. If no place
+    is safe, as in a tail of combining marks only, the tail is cut at the first choice.
     """
     first = word_cut(drafter, tail) or len(tail) // 2
     normalize, tries = drafter.normalize, 0
@@ -67,13 +63,9 @@ def forced_cut(drafter: TextTokenizer, tail: str) -> int:
 
 
 def fresh_start(drafter: TextTokenizer, ids: Sequence[int], first: int, last: int) -> int:
-    """Where what is kept of a longer text begins: a line, or else a word, or at least a character.
+    """Return the index, from `first` to `last`, at which the kept part of a long text begins.
 
-    Args:
-        drafter: Its tokenizer.
-        ids: The text.
-        first: Index of the first id that it may begin with.
-        last: Index of the last one.
+    It begins with a line if possible, otherwise with a word or at least with a whole character.
     """
     table, word = drafter.token_bytes, 0
     stop = min(first + _LINE_WITHIN, last)

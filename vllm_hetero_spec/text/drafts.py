@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafted ids as target ids, anchored in the target's own last tokens.
+"""Translation of drafts into target ids.
 
-A target rarely has the same token for a stretch of text wherever it stands, so the drafted bytes
-are encoded together with the word they continue. Where that encoding has a boundary exactly at the
-end of the known text, what follows is the draft; where a token spans that place the known text is
-not what the target would have written in one go, and the drafted bytes are encoded alone.
+The target's encoding of a text depends on the text before it. The drafted bytes are therefore
+encoded together with the last word of the context, the anchor. If the encoding has a token boundary
+at the end of the anchor, the ids after it are the draft. If a token spans that place, the drafted
+bytes are encoded alone, because the target has already ended its token there.
 """
 
 from codecs import utf_8_decode
@@ -19,41 +19,32 @@ from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-ANCHOR_TOKENS = 8
-# Pairs of a target and a drafter token that may_follow remembers.
-MEMO_PAIRS = 1 << 18
-# Stands for the word behind white space, which often has the last of it.
+ANCHOR_TOKENS = 8  # target tokens of an anchor at most
+MEMO_PAIRS = 1 << 18  # pairs of last target id and drafter id whose `may_follow` is cached
+# Stands for the word after white space, because pre-tokenizers often give it the last space.
 _WORD = "a"
-# How a token begins, where it matters: see `_starts`.
+# Kinds of `_starts`: the token begins with a space, inside a character, or is no text.
 _SPACE, _INSIDE, _CONTROL = 1, 2, 3
 
 
 class _Stretch(NamedTuple):
-    """Text of a draft between two control tokens.
+    """Text of a draft between two control tokens."""
 
-    Attributes:
-        place: The draft's, in the batch.
-        anchor: Target ids that spell the bytes before `data`.
-        data: Drafted bytes.
-        text: Anchor and data.
-        control: The target's control token behind the text, None where there is none.
-    """
-
-    place: int
-    anchor: list[int]
-    data: bytes
-    text: str
-    control: int | None
+    place: int  # index of the draft in the batch
+    anchor: list[int]  # target ids before the data
+    data: bytes  # drafted bytes
+    text: str  # of anchor and data
+    control: int | None  # control token of the target after the text
 
 
 class FirstToken(NamedTuple):
-    """What a draft begins with.
+    """First token of a draft.
 
     Attributes:
-        id: A drafter id.
-        known: Leading bytes of it that the text has already, as its last token: it takes the place
-            of that. 0 where it stands behind the text.
-        among: Places, among the candidates for that, of all that would have done.
+        id: Drafter id.
+        known: If the token replaces the last token of the text: number of its leading bytes that
+            the text already has. 0 if the token follows the text.
+        among: Indices of all candidates that could replace the last token.
     """
 
     id: int
@@ -62,7 +53,7 @@ class FirstToken(NamedTuple):
 
 
 class DraftTranslator:
-    """Turns the drafts of a batch into target ids; never raises for a draft it cannot turn."""
+    """Implements `Bridge` methods for drafts. A draft that cannot be translated is only counted."""
 
     def __init__(
         self,
@@ -73,7 +64,7 @@ class DraftTranslator:
     ) -> None:
         self._target, self._drafter = target, drafter
         self._special, self._failures = special, failures
-        # The bytes of a drafter token that is text; None for any other id.
+        # Bytes of a drafter token that is text, or None for any other id.
         self._piece = {
             token_id: piece
             for token_id, piece in enumerate(drafter.token_bytes)
@@ -89,7 +80,6 @@ class DraftTranslator:
         self._starts = _starts(target.token_bytes, special.target_control)
 
     def may_follow(self, context: TextContext, drafter_id: int, known: int) -> bool:
-        """See `Bridge.may_follow`."""
         if self._same:
             return True
         if not context.held:
@@ -102,22 +92,19 @@ class DraftTranslator:
         return data.startswith(context.held) or context.held.startswith(data)
 
     def _splits(self, last: int, drafter_id: int, known: int) -> bool:
-        """Whether the target, given the bytes of `last` and of a drafter token alone, parts them.
+        """Return True if the target's encoding of `last` and the drafter token separates them.
 
-        If not, then no text of the target goes on with tokens that spell the latter after `last`.
-        For a stretch of tokens of a longer text is what the target makes of the stretch alone: BPE
-        would merge the same neighbours in the whole, and a segmentation of the stretch that a
-        Unigram model scores higher would raise the score of the whole. (Equal scores, as of l|ll
-        and ll|l, may be decided either way.) The reverse does not hold: with more text before or
-        behind, a token may span a place where these two are parted. Nor does a drafter token need
-        to end where one of the target does, and some pre-tokenizers look further: they give the
-        last of several spaces to the word behind them, so that spaces are judged with a word. So
-        this is advice with which a draft begins; what is proposed is verified whatever it says.
+        If it does not, no encoding of a longer text continues `last` with the drafter token. With
+        BPE the same neighbors would merge in the whole text. With Unigram a better segmentation of
+        a stretch would improve the whole text. Equal scores, as of l|ll and ll|l, may be decided
+        either way. The reverse does not hold: with more text, a token may span the place between
+        the two. A drafter token need not end where a target token ends, and some pre-tokenizers
+        give the last of several spaces to the next word. The result is therefore only a heuristic
+        for the first token of a draft, and verification does not depend on it.
 
         Args:
-            last: Target id; -1 for none.
-            drafter_id: Any number: rows of an embedding may have no token.
-            known: Leading bytes of the drafter token that the target has written already.
+            last: Target id, or -1 if there is none.
+            drafter_id: Any number, because rows of an embedding may have no token.
         """
         piece = self._piece(drafter_id)
         if piece is None:
@@ -130,7 +117,7 @@ class DraftTranslator:
         left = len(self._target.token_bytes[last])
         text, used = utf_8_decode(self._target.token_bytes[last] + data, "surrogateescape", False)
         if used <= left:
-            return True  # nothing but the beginning of a character follows
+            return True  # the drafter token is only the beginning of a character
         if data.isspace():
             text += _WORD
         for token_id in self._target.encode(text):
@@ -140,12 +127,11 @@ class DraftTranslator:
         return left == 0
 
     def longer_last(self, context: TextContext, candidates: Sequence[int]) -> FirstToken | None:
-        """See `Bridge.longer_last`."""
         last = self._piece(context.ids[-1]) if context.ids else None
         if self._same or not last or context.held:
             return None
         if context.target_ids[-1] in self._special.target_control:
-            return None  # it stands between the last text and what follows
+            return None  # a control token stands between the last text and the draft
         among: list[int] = []
         for place, drafter_id in enumerate(candidates):
             piece = self._piece(drafter_id)
@@ -166,7 +152,7 @@ class DraftTranslator:
         limits: Sequence[int],
         known: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Target ids for each request's drafted ids: see `Bridge.to_target`."""
+        """Implement `Bridge.to_target`."""
         results: list[list[int]] = [[] for _ in contexts]
         stretches = [
             stretch
@@ -174,7 +160,7 @@ class DraftTranslator:
             if limits[index] > 0 and not context.broken
             for stretch in self._stretches(index, context, draft, known[index] if known else 0)
         ]
-        cut: set[int] = set()  # drafts of which the target's tokens have not spelled all so far
+        cut: set[int] = set()  # drafts with a stretch that target tokens do not spell completely
         for stretch, ids in zip(stretches, self._encoded(stretches), strict=True):
             index, room = stretch.place, limits[stretch.place] - len(results[stretch.place])
             if index in cut or not room:
@@ -190,9 +176,8 @@ class DraftTranslator:
         return results
 
     def ids_covering(self, draft: Sequence[int], proposal: Sequence[int], known: int) -> list[int]:
-        """See `Bridge.ids_covering`."""
         covering = []
-        count, spare = 0, -known  # drafted ids so far, and their bytes beyond those of the proposal
+        count, spare = 0, -known  # draft ids so far, and their surplus bytes over the proposal
         table, controls = self._target.token_bytes, self._special.target_control
         pieces = [*map(self._piece, draft)]
         for token_id in proposal:
@@ -217,7 +202,8 @@ class DraftTranslator:
         target_space, drafter_space = context.untouched
         for drafted, control in self._parts(draft):
             data, known_bytes = drafted[known_bytes:], 0
-            if drafter_space and data:  # the drafter's own space before text out, the target's in
+            # Replace the leading space of the drafter's tokenizer by that of the target's.
+            if drafter_space and data:
                 data = data.removeprefix(b" ")
             if target_space and data:
                 data = b" " + data
@@ -228,7 +214,7 @@ class DraftTranslator:
             known = self._target.decode_bytes(anchor)
             text, used = utf_8_decode(known + data, "surrogateescape", False)
             whole = used - len(known) == len(data)
-            if not whole:  # the beginning of a character
+            if not whole:  # the data end inside a character
                 data, control = data[: max(used - len(known), 0)], None
             if data or control is not None:
                 yield _Stretch(index, anchor, data, text, control)
@@ -238,7 +224,10 @@ class DraftTranslator:
             target_space, drafter_space = self._spaces_behind_control
 
     def _parts(self, draft: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
-        """Bytes up to each control token, with what it proposes; ends with the draft or its EOS."""
+        """Yield the bytes before each control token, and the target id that the token proposes.
+
+        Stop at an EOS or at a token that proposes nothing.
+        """
         data, piece_of = b"", self._piece
         for token_id in draft:
             if (piece := piece_of(token_id)) is not None:
@@ -254,7 +243,6 @@ class DraftTranslator:
         yield data, None
 
     def _encoded(self, stretches: Sequence[_Stretch]) -> list[list[int]]:
-        """Target ids of the data of each stretch."""
         encoded = self._target.encode_batch([stretch.text for stretch in stretches])
         starts = [self._boundary(*pair) for pair in zip(encoded, stretches, strict=True)]
         alone = [place for place, start in enumerate(starts) if start is None]
@@ -267,7 +255,7 @@ class DraftTranslator:
         return ids_of
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
-        """The last target ids, back to the start of a word, a control token or ANCHOR_TOKENS."""
+        """Return the last ids from the start of a word, at most ANCHOR_TOKENS, no control ids."""
         starts, start = self._starts, len(target_ids)
         furthest = max(0, start - ANCHOR_TOKENS)
         while start > furthest:
@@ -285,7 +273,7 @@ class DraftTranslator:
         return self._target.token_bytes[token_id][-1:].isspace()
 
     def _boundary(self, ids: list[int], stretch: _Stretch) -> int | None:
-        """Index in ids where the drafted text starts, None where a token spans that place."""
+        """Return the index in ids at which the data begin, or None if a token spans that place."""
         count = len(stretch.anchor)
         if ids[:count] == stretch.anchor:
             return count
@@ -297,7 +285,7 @@ class DraftTranslator:
         return len(ids) if left == 0 else None
 
     def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> tuple[list[int], bool]:
-        """The longest prefix of ids that is text and spells drafted bytes; whether all of them."""
+        """Return the longest prefix of ids that spells drafted bytes, and True if it spells all."""
         proposal: list[int] = []
         position, data = 0, stretch.data
         table, control = self._target.token_bytes, self._special.target_control
@@ -311,17 +299,16 @@ class DraftTranslator:
 
 
 def _inner_pairs(table: Sequence[bytes]) -> bytes:
-    """For each two bytes, first << 8 | second, whether some token has them side by side."""
+    """Return a table, by first byte << 8 | second byte: 1 if some token has these neighbors."""
     data = np.frombuffer(b"".join(table), np.uint8).astype(np.int32)
     pairs = data[:-1] << 8 | data[1:]
-    ends = np.cumsum([len(token) for token in table]) - 1  # pairs that straddle two tokens
+    ends = np.cumsum([len(token) for token in table]) - 1  # indices of pairs across two tokens
     inner = np.delete(pairs, np.unique(ends[(ends >= 0) & (ends < len(pairs))]))
     return np.bincount(inner, minlength=1 << 16).astype(bool).tobytes()
 
 
 def _starts(table: Sequence[bytes], control: Collection[int]) -> bytes:
-    """How each target token begins: with a space, inside a character, or otherwise; and which are
-    no text. UNKNOWN_ID has the last place."""
+    """Return the kind of each target id, or 0. UNKNOWN_ID (-1) indexes the last entry."""
     kinds = bytearray(max(len(table), *control) + 2)
     for token_id, piece in enumerate(table):
         if piece:

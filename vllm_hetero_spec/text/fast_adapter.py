@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenizers.Tokenizer` and transformers' fast tokenizers as a `TextTokenizer`."""
+"""Adapters from `tokenizers.Tokenizer` and fast tokenizers of transformers to `TextTokenizer`."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from vllm_hetero_spec.text.token_bytes import (
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, unchanged
 from vllm_hetero_spec.text.words import encoder
 
-# Characters from which a batch goes to the thread pool. The tails and drafts of a decoding step are
-# short: waking threads for them saves little and, where other work keeps the cores busy, waits.
+# Characters; a larger batch uses the thread pool. The tails and drafts of a decode step are short:
+# threads would save little time, and on busy cores it takes long to wake them.
 _THREADS_FROM = 16_384
-_FEW_IDS = 1 << 16  # may be holes, whatever the number of tokens
+_FEW_IDS = 1 << 16  # ids without a token that any vocabulary may have
 
 
 def is_transformers_fast(tokenizer: object) -> bool:
@@ -36,7 +36,7 @@ def is_tokenizers(tokenizer: object) -> bool:
 
 
 def from_transformers(tokenizer: Any, name: str) -> TextTokenizer:
-    """A transformers fast tokenizer: its backend, with the wrapper's notion of special tokens."""
+    """Adapt a fast tokenizer of transformers: its backend and the wrapper's special tokens."""
     with_special = tokenizer.encode("a", add_special_tokens=True)
     bos_id = tokenizer.bos_token_id
     return _build(
@@ -50,7 +50,7 @@ def from_transformers(tokenizer: Any, name: str) -> TextTokenizer:
 
 
 def from_tokenizers(tokenizer: Tokenizer, name: str) -> TextTokenizer:
-    """A bare `tokenizers.Tokenizer`: BOS and EOS are what its post-processor adds."""
+    """Adapt a bare `tokenizers.Tokenizer`. BOS and EOS are the tokens its post-processor adds."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
@@ -162,7 +162,7 @@ def _fingerprint(
     added: Mapping[int, AddedToken],
     special: Mapping[int, str],
 ) -> str:
-    """Digest of everything that decides ids and bytes; templates and offsets do not."""
+    """Return a digest of everything that determines ids and bytes: no templates or offsets."""
     around = [
         {key: value for key, value in part.items() if key != "trim_offsets"}
         for section in (pipeline.normalizer, pipeline.pre_tokenizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of `tokenizers` can spell, and what it does with text that it cannot."""
+"""Properties of a model of `tokenizers`: the text it can spell, and its unknown token."""
 
 import json
 from codecs import charmap_decode
@@ -16,17 +16,12 @@ from vllm_hetero_spec.text.token_bytes import (
     single_byte_ids,
 )
 
-# A hidden piece: the noncharacter does not occur in text, and a space not in a pre-token.
+# Name of a hidden piece. The noncharacter does not occur in text, nor a space in a pre-token.
 _HIDDEN = "\U0010ffff hidden {}"
 
 
 class FastModel:
-    """A model and the rule by which its pieces are decoded.
-
-    Args:
-        model: BPE, Unigram, WordPiece or WordLevel of `tokenizers`.
-        rule: The decoder's.
-    """
+    """A BPE, Unigram, WordPiece or WordLevel model of `tokenizers`, and its decoder's rule."""
 
     def __init__(self, model: Any, rule: PieceRule) -> None:
         self.model, self.rule = model, rule
@@ -34,7 +29,7 @@ class FastModel:
 
     @cached_property
     def serialized(self) -> bytes:
-        """The model as JSON: everything that decides which ids it gives."""
+        """The model as JSON, with everything that determines its ids."""
         data: bytes = self.model.__getstate__()
         return data
 
@@ -51,7 +46,7 @@ class FastModel:
 
     @cached_property
     def spells_all(self) -> bool:
-        """Whether it has pieces for the bytes of any text."""
+        """True if the model has pieces for the bytes of any text."""
         affixes = ("continuing_subword_prefix", "end_of_word_suffix")
         if self.kind not in ("BPE", "Unigram") or any(
             getattr(self.model, affix, None) for affix in affixes
@@ -67,21 +62,18 @@ class FastModel:
 
     @property
     def fails(self) -> bool:
-        """Whether there is text that it raises an error for."""
+        """True if the model raises an error for some text."""
         if self.spells_all or self.unknown is not None:
             return False
         return self.kind != "BPE" or self.model.unk_token is not None
 
     @property
     def looks_words_up(self) -> bool:
-        """Whether it finds any of its pieces that text happens to contain, not by merges only."""
+        """True if any piece that text contains may be used, even if no merges lead to it."""
         return self.kind != "BPE" or self.model.ignore_merges
 
     def byte_ids(self, table: Sequence[bytes]) -> tuple[int, ...]:
-        """For each byte the id that spells it alone, -1 where there is none.
-
-        The piece made for a byte comes before the character that has the same byte.
-        """
+        """Return, for each byte, the id that spells it alone, or -1. `<0xNN>` pieces come first."""
         single = [(i, data) for i, data in enumerate(table) if len(data) == 1]
         pieces = {i: self.model.id_to_token(i) for i, _ in single}
         own = [(i, data) for i, data in single if pieces[i] is not None]
@@ -90,7 +82,7 @@ class FastModel:
         return single_byte_ids(own)
 
     def speller(self) -> Callable[[bytes], list[int]] | None:
-        """What gives the ids of any bytes, taken as one word, where the model is byte-level."""
+        """Return a function from bytes, as one word, to ids. None if not byte-level."""
         if not self.rule.byte_level:
             return None
         tokenize = self.model.tokenize
@@ -103,7 +95,7 @@ class FastModel:
         return spell
 
     def without(self, hidden: Mapping[int, str]) -> "FastModel":
-        """A copy in which text never has the `hidden` pieces, and the same text the same ids."""
+        """Return a copy that never uses the `hidden` pieces and has no BPE dropout."""
         state = json.loads(self.serialized)
         names = {piece: _HIDDEN.format(token_id) for token_id, piece in hidden.items()}
         if self.kind == "Unigram":
@@ -124,14 +116,10 @@ def byte_table(
     added: Mapping[int, str],
     special: Iterable[int],
 ) -> list[bytes]:
-    """[largest id + 1] bytes of each token, b"" for special tokens and holes.
+    """Return [largest id + 1] the bytes of each token, b"" for special tokens and holes.
 
-    Args:
-        vocabulary: All pieces.
-        model: Which of them are its own.
-        added: Content of the added tokens. Where the model has no such piece, a byte-level
-            tokenizer has it as it stands, not in its alphabet.
-        special: Special ids.
+    The vocabulary includes added tokens. A byte-level tokenizer stores their content as plain text,
+    not in its byte alphabet, unless the model has the same piece.
     """
     rule = model.rule
     table = [b""] * (max(vocabulary.values()) + 1)

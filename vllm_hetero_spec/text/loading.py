@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter reads which tokenizer object."""
+"""Choice of the adapter for a tokenizer object."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.text import adapters, fast_adapter
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
-# Text on which every tokenizer is checked; half of the ordinary one it must be able to spell.
+# Texts on which every tokenizer is checked. It must spell at least half of the ordinary one.
 _ORDINARY = "The cats' 12 dogs: it is what we have"
 _PROBES = (
     _ORDINARY,
@@ -18,16 +18,15 @@ _PROBES = (
 
 
 def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
-    """The bridge's view of a tokenizer object.
+    """Adapt a tokenizer object for the bridge.
 
-    Accepts a transformers fast tokenizer (or vLLM's cached subclass of one), a
-    `tokenizers.Tokenizer`, mistral_common's Tekken and SentencePiece tokenizers (bare, or in
-    vLLM's or transformers' wrapper), a `tiktoken.Encoding`, a
-    `sentencepiece.SentencePieceProcessor`, and slow transformers tokenizers holding one of the
-    last two in `.tokenizer` or `.sp_model`.
+    Supported are fast tokenizers of transformers (also vLLM's cached subclass),
+    `tokenizers.Tokenizer`, `tiktoken.Encoding`, `sentencepiece.SentencePieceProcessor`, and slow
+    tokenizers of transformers that wrap one of the last two. Tekken and SentencePiece tokenizers of
+    mistral_common are supported, also in a wrapper of vLLM or transformers.
 
     Raises:
-        UnsupportedTokenizer: The exact bytes of its tokens cannot be known.
+        UnsupportedTokenizer: The exact bytes of its tokens cannot be determined.
     """
     label = name or str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     for accepts, build in (
@@ -45,7 +44,7 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
                 return built
             except UnsupportedTokenizer:
                 raise
-            except Exception as error:  # the libraries raise bare ones about their files
+            except Exception as error:  # the libraries raise plain `Exception` for broken files
                 raise UnsupportedTokenizer(
                     f"{label}: reading its tokens failed ({one_line(error)[:200]}); "
                     "check that its tokenizer files are whole and belong to this model."
@@ -57,7 +56,7 @@ def load_tokenizer(tokenizer: Any, name: str = "") -> TextTokenizer:
 
 
 def _check_spelling(built: TextTokenizer) -> None:
-    """Encode some text: the bytes must be those of its normalisation, but for what is counted."""
+    """Raise if ids do not spell the normalized text, except for bytes that `lost_bytes` counts."""
     for text in _PROBES:
         expected, ids = built.normalize(text).encode(), built.encode(text)
         spelled, lost = built.decode_bytes(ids), built.lost_bytes(text, ids)
@@ -77,5 +76,5 @@ def _check_spelling(built: TextTokenizer) -> None:
 
 
 def _has_marks(normalized: bytes) -> bool:
-    """Whether ordinary text has got characters of a display alphabet, which no decoder undoes."""
+    """Return True if characters of a display alphabet remain that no decoder removes."""
     return not set(normalized.lower()) <= set(_ORDINARY.lower().encode())

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a SentencePiece model file says of its normalisation.
+"""Reading the normalization settings of a SentencePiece model.
 
-The library applies it but does not tell it, so the few fields are read from the serialized message:
-ModelProto.normalizer_spec is field 3; in it name is 1, precompiled_charsmap 2 and
-remove_extra_whitespaces 4.
+The library applies these settings but does not expose them, so they are read from the serialized
+message. ModelProto.normalizer_spec is field 3. In it, name is field 1, precompiled_charsmap is
+field 2 and remove_extra_whitespaces is field 4.
 """
 
 from collections.abc import Iterator
 
-# A ModelProto fragment {normalizer_spec {add_dummy_prefix: false}}: appended to a serialized model
-# it overrides that one field, because concatenated protobuf messages merge.
+# A ModelProto fragment {normalizer_spec {add_dummy_prefix: false}}. Appended to a serialized model,
+# it overrides this one field, because concatenated protobuf messages merge.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def lossy_reason(proto: bytes) -> str:
-    """What a serialized model does to text before it looks for pieces, empty where nothing."""
-    spec: dict[int, int | bytes] = {4: 1}  # removes white space unless it says otherwise
+    """Return a description of how a serialized model changes text, or "" if it does not."""
+    spec: dict[int, int | bytes] = {4: 1}  # remove_extra_whitespaces is true by default
     for number, value in _fields(proto):
         if number == 3 and isinstance(value, bytes):
             spec |= dict(_fields(value))
@@ -31,7 +31,7 @@ def lossy_reason(proto: bytes) -> str:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protobuf message; fixed-width values as bytes."""
+    """Yield number and value of each field of a protobuf message, fixed-width values as bytes."""
     position = 0
     while position < len(message):
         key, position = _varint(message, position)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `tokenizers` pipeline makes of text before its model sees it.
+"""Normalization of text by a `tokenizers` pipeline, before the model encodes it.
 
-The bytes of encode(s) cannot be those of s where a tokenizer lowercases, composes characters or
-keeps no white space. They are those of the words it hands to its model, written by the rule of its
-decoder: that is computed here without the model, and what may get lost on the way is named.
+If a tokenizer lowercases, composes characters or removes white space, the bytes of `encode(text)`
+differ from those of the text. They are the bytes of the words that the model receives, written by
+the rule of the decoder. This module computes them without the model, and describes possible losses.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from vllm_hetero_spec.text.token_bytes import PieceRule, components
 
-# Text of every kind; a pre-tokenizer that keeps all of it is taken to keep everything.
+# Text of many kinds. A pre-tokenizer that keeps all of it is assumed to keep any text.
 _SAMPLE = "The  cat's\tnaïve\r\n\n Ω-12,34.6 _x_ 中文 か 한국 (👍🏽) <|a|> ##b \u00a0e\u0301\u200d~"
 _SPACES_DROPPED = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
 _LOSSES = {
@@ -29,12 +29,12 @@ _HARMLESS = {"NFC", "NFD", "ByteLevel"}
 
 
 def drops_spaces(part: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer of this type takes the white space between words away."""
+    """Return True if a pre-tokenizer of this type removes the white space between words."""
     return part["type"] in _SPACES_DROPPED
 
 
 def loses_separators(raw: Tokenizer, rule: PieceRule) -> bool:
-    """Whether words handed to the model are not all of the text, be it what it begins with."""
+    """Return True if the pipeline removes text between words or at the beginning."""
     if raw.pre_tokenizer is None:
         return rule.continuing is not None
     for text in (_SAMPLE, "   " + _SAMPLE):
@@ -46,12 +46,10 @@ def loses_separators(raw: Tokenizer, rule: PieceRule) -> bool:
 
 
 def lossy_reason(normalizer: dict[str, Any] | None, raw: Tokenizer, rule: PieceRule) -> str:
-    """What the pipeline does to text beyond composing characters, empty where nothing.
+    """Return a description of how the pipeline changes text, or "" if it does not.
 
-    Args:
-        normalizer: The section of the tokenizer's JSON, without a leading space of its own.
-        raw: The pipeline at work.
-        rule: How its decoder writes words.
+    Canonical composition of characters is not mentioned. `normalizer` is a section of the
+    tokenizer's JSON, without the part that adds a leading space.
     """
     losses = [loss for part in components(normalizer) for loss in _losses(part, rule)]
     if loses_separators(raw, rule):
@@ -81,7 +79,7 @@ def _losses(part: dict[str, Any], rule: PieceRule) -> Iterable[str]:
 
 
 def stretch_normalizer(raw: Tokenizer, rule: PieceRule) -> Callable[[str], str]:
-    """Normalisation of text without added tokens: what the words handed to the model spell."""
+    """Return the normalization of text without added tokens: the text of the model's words."""
     normalizer, pre_tokenizer = raw.normalizer, raw.pre_tokenizer
 
     def normalize(text: str) -> str:
@@ -98,13 +96,12 @@ def stretch_normalizer(raw: Tokenizer, rule: PieceRule) -> Callable[[str], str]:
 def text_normalizer(
     stretch: Callable[[str], str], splitter: Tokenizer | None, written: dict[str, str]
 ) -> Callable[[str], str]:
-    """Normalisation of any text: added tokens that are found before normalising stay whole.
+    """Return the normalization of any text. Added tokens found before normalization stay whole.
 
     Args:
-        stretch: Normalisation between them.
-        splitter: Gives one token for each of them and for each stretch between, None where there
-            are none.
-        written: What each of them stands for.
+        stretch: Normalization of the text between these tokens.
+        splitter: Tokenizer that gives one token for each of them and for each stretch between.
+        written: Text of each of them, by content.
     """
     if splitter is None:
         return stretch

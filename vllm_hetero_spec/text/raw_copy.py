@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a `tokenizers.Tokenizer` that spells text and nothing else.
+"""A copy of a `tokenizers.Tokenizer` that encodes text only.
 
-No templates, no leading space, special tokens inert, and text that looks like one of the model's
-own marks stays text. The model itself, which is nearly all of a tokenizer, is shared.
+The copy has no template, adds no leading space and does not recognize special tokens. Text that
+resembles a mark of the model stays text. The model, most of a tokenizer's memory, is shared.
 """
 
 import json
@@ -30,7 +30,7 @@ _LITERAL_BYTE = {"Regex": "<0x(?=[0-9A-Fa-f]{2}>)"}
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The sections of a tokenizer's JSON around its model."""
+    """Sections of a tokenizer's JSON around its model."""
 
     normalizer: Section
     pre_tokenizer: Section
@@ -42,16 +42,13 @@ class Pipeline:
         return cls(*(None if s is None else json.loads(s.__getstate__()) for s in sections))
 
     def leading_space(self, rule: PieceRule) -> LeadingSpace:
-        """Where the tokenizer puts a space of its own before text.
-
-        A tokenizer that starts every word with a space has one too many at the first only.
-        """
+        """Return where the tokenizer itself puts a space before text."""
         if rule.continuing is not None:
             return LeadingSpace("first", unless_present=True)
         for part in components(self.normalizer):
             if _prepends_space(part):
                 return LeadingSpace("always")
-        every_word = False
+        every_word = False  # if true, only the space before the first word is additional
         for part in components(self.pre_tokenizer):
             every_word |= drops_spaces(part)
             if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
@@ -62,10 +59,10 @@ class Pipeline:
         return LeadingSpace()
 
     def raw(self, model: FastModel) -> "Pipeline":
-        """The pipeline without a leading space.
+        """Return the pipeline without a leading space.
 
-        Where the model looks words up, text that looks like a byte token or like a continuing piece
-        would become one: it is cut in two.
+        It also splits text that resembles a byte token or a continuing piece, because the model
+        would find that token in its vocabulary.
         """
         normalizers = [part for part in components(self.normalizer) if not _prepends_space(part)]
         pre_tokenizers = []
@@ -88,7 +85,7 @@ class Pipeline:
         )
 
     def build(self) -> Tokenizer:
-        """A tokenizer of these sections, for which every stretch of text is unknown."""
+        """Build a tokenizer of these sections, with a model for which any text is unknown."""
         spec: dict[str, Any] = {
             "version": "1.0",
             "added_tokens": [],
@@ -103,7 +100,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class RawCopy:
-    """The copy, its model, what it makes of text, and the added tokens that it finds in it."""
+    """The copy, its model, its normalization, and the content of its active added tokens."""
 
     tokenizer: Tokenizer
     model: FastModel
@@ -118,15 +115,11 @@ def raw_copy(
     special: Mapping[int, str],
     table: list[bytes],
 ) -> RawCopy:
-    """Build the copy.
+    """Build the copy, for a pipeline without a leading space.
 
-    Args:
-        pipeline: Without a leading space.
-        model: To be shared.
-        added: All added tokens. Those that are text stay active, but no longer swallow the space
-            around them; those that normalisation would write otherwise are spelled like any text.
-        special: Special ids and their pieces.
-        table: Bytes of every token.
+    The model is copied only if special pieces or dropout must be removed. Added tokens that are
+    text stay active, but do not remove the space around them. Those that normalization changes are
+    encoded like any text.
     """
     tokenizer = pipeline.build()
     tokenizer.model = model.model
@@ -173,7 +166,7 @@ def _add_tokens(
 
 
 def _occur(tokenizer: Tokenizer, model: FastModel, pieces: Mapping[int, str]) -> bool:
-    """Whether text may have one of the pieces."""
+    """Return True if encoding text may give one of the pieces."""
     if model.kind == "Unigram":
         return bool(pieces)
     return any(

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's text as drafter ids, growing with the target's.
+"""Incremental translation of a request's target ids into drafter ids.
 
-Only the open tail is encoded again when text arrives. Everything before the cut is frozen, so a
-step costs what its new text costs, whatever the length of the context. The cut moves to a place
-where no token and no pre-tokenizer looks across: between a non-space character and a space, after
-checking that encoding from there gives the same ids.
-
-A text that outgrows what the drafter is to read goes on from its last part: half of what is kept at
-most, so that there is room to grow, and the drafter reads each id about twice.
+New text is encoded together with the tail only. The ids before the cut are frozen, so the cost of a
+step does not depend on the context length. The cut moves to a space after a non-space if encoding
+from there gives the same ids. If there are too many drafter ids, the last half of the maximum is
+kept. This leaves room to grow, and the drafter reads each id about twice.
 """
 
 from codecs import utf_8_decode
@@ -19,17 +16,16 @@ from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker, Piece
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Of a prompt, the last so many target ids for each id that is kept are read, in bytes a token.
+# Target ids of a prompt that are translated per drafter id kept, and an estimate of bytes per id.
 _PROMPT, _TOKEN_BYTES = 2, 4
-# Target ids for each id that is kept, of which half go where text gives few or no drafter ids.
-_TARGET = 8
-_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that begin no character
+_TARGET = 8  # target ids stored per drafter id kept; limits memory if text gives few drafter ids
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that do not begin a character
 
 
 class TextContext:
-    """A context of two different tokenizers.
+    """Context for different tokenizers, for the lifetime of one request.
 
-    Invariant after settle(): ids[:cut] are frozen and ids[cut:] are the drafter's encoding of tail.
+    After `commit_prefix`, the ids before the cut are frozen and the others encode `tail`.
     """
 
     def __init__(
@@ -49,10 +45,10 @@ class TextContext:
         self.broken = False
         self.held = b""
         self.num_dropped = 0
-        self._longest, self._begins = longest, len(self.ids)  # ids in front that always stay
+        self._longest, self._begins = longest, len(self.ids)  # leading ids that are never dropped
         self._target_dropped = 0
         self._cut, self._tail = len(self.ids), ""
-        self._lost = 0  # bytes of the tail that are counted as such
+        self._lost = 0  # bytes of the tail already counted as lost
         self._strip_space = target.leading_space.applies(first=True)
         self._add_space = drafter.leading_space.applies(first=True)
 
@@ -66,21 +62,20 @@ class TextContext:
 
     @property
     def tail(self) -> str:
-        """Text since the cut; undecodable bytes are lone surrogates."""
+        """Text after the cut. Undecodable bytes are lone surrogates."""
         return self._tail
 
     @property
     def untouched(self) -> tuple[bool, bool]:
-        """Whether a dummy space of (target, drafter) is still to come before the next text."""
+        """For (target, drafter): True if the tokenizer puts a dummy space before the next text."""
         return self._strip_space, self._add_space
 
     def append(self, target_ids: Sequence[int]) -> int:
-        """Take in target ids; ids[:c] are unchanged by the call, c is returned."""
         kept = self.take(target_ids)
         return min(kept, self.commit_prefix(self._drafter.encode_batch([self._tail])[0]))
 
     def take(self, target_ids: Sequence[int]) -> int:
-        """First half of append: the text is in tail, to be encoded and handed to settle()."""
+        """Run the first half of `append`. The caller passes ids of `tail` to `commit_prefix`."""
         if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
             target_ids = [self._known(token_id) for token_id in target_ids]
         if self.target_ids:
@@ -90,14 +85,13 @@ class TextContext:
         return self._take_plain(self._last_of(target_ids))
 
     def _last_of(self, target_ids: Sequence[int]) -> Sequence[int]:
-        """Of the first ids of a context, those behind which half of what is kept will be found."""
+        """Return the last ids of a prompt, enough for the half of `_longest` that is kept."""
         if self._longest is None or len(target_ids) <= _PROMPT * self._longest:
             return target_ids
         self._target_dropped = len(target_ids) - _PROMPT * self._longest
         return target_ids[self._target_dropped :]
 
     def _take_prompt(self, target_ids: Sequence[int]) -> int:
-        """The first ids of a context: turn markers in them are the drafter's own to the drafter."""
         pieces = self._chat.split(target_ids)
         if pieces is None:
             return self._take_plain(self._last_of(target_ids))
@@ -113,7 +107,7 @@ class TextContext:
         return kept
 
     def _last_pieces(self, pieces: list[Piece]) -> list[Piece]:
-        """Of a prompt's pieces, those behind which half of what is kept will be found."""
+        """Limit the pieces of a prompt to the last ones, as `_last_of` limits ids."""
         if self._longest is None:
             return pieces
         room, at = _PROMPT * _TOKEN_BYTES * self._longest, len(pieces)
@@ -127,11 +121,8 @@ class TextContext:
         return pieces[at:]
 
     def _take_plain(self, target_ids: Sequence[int]) -> int:
-        """Ids of a context whose turn markers stay what they are, in runs between control tokens.
-
-        A prompt is one long run: token by token, its text would be copied for each of them.
-        """
         control, kept, start = self._special.target_control, len(self.ids), 0
+        # Take runs between control tokens: one id at a time would copy a prompt's text for each id.
         if not control.isdisjoint(target_ids):
             for at, token_id in enumerate(target_ids):
                 if token_id in control:
@@ -147,7 +138,7 @@ class TextContext:
         self._take_bytes(self._target.decode_bytes(target_ids))
 
     def commit_prefix(self, tail_ids: Sequence[int]) -> int:
-        """Second half of append: the drafter's ids of tail. Returns c of this half."""
+        """Run the second half of `append`, with the drafter's ids of `tail`. Return its c."""
         self._count_lost(tail_ids)
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
@@ -166,7 +157,7 @@ class TextContext:
         return kept
 
     def _drop(self, keep: int) -> None:
-        """Give up all but about the last `keep` ids, and as much of the target's."""
+        """Keep about the last `keep` ids, and the same share of the target ids."""
         size, begins = len(self.ids), self._begins
         start = cuts.fresh_start(
             self._drafter, self.ids, max(size - keep, begins), max(self._cut, begins)
@@ -182,18 +173,18 @@ class TextContext:
         del self.target_ids[:count]
 
     def _count_lost(self, tail_ids: Sequence[int]) -> None:
-        """Bytes that the drafter's ids of the tail lack are a failure, once each."""
+        """Count each byte that the drafter's ids of the tail lack as one failure, once."""
         lost = self._drafter.lost_bytes(self._tail, tail_ids)
         if lost > self._lost:
             self._failures["unencodable"] += lost - self._lost
             self._lost = lost
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
-        """Ids of a tail that ends in space, as if a word followed where the target says so.
+        """Encode a tail that ends in white space as if a word followed, if the target did so.
 
-        Pre-tokenizers leave the last space of a run to the word after it. At the end of a text no
-        word follows, the run becomes one token, and after that the drafter expects more space. A
-        target that has split a run which it could have written as one token is done with it.
+        Pre-tokenizers give the last space of a run to the next word. At the end of a text the run
+        becomes one token, after which the drafter expects more white space. If the target has split
+        a run that it could write as one token, the run is complete.
         """
         if not tail_ids or not self._tail[-1].isspace():
             return tail_ids
@@ -248,7 +239,6 @@ class TextContext:
         return kept
 
     def _take_special(self, drafter_id: int) -> int:
-        """A special token of the drafter ends the tail."""
         self._take_text(self.held.decode("utf-8", "surrogateescape"))
         self.held = b""
         tail_ids = self._drafter.encode_batch([self._tail])[0]
@@ -260,7 +250,6 @@ class TextContext:
         return kept
 
     def _take_marker(self, marker: Marker) -> None:
-        """A turn marker of the target, in the drafter's words."""
         self._strip_space = False
         for atom in marker.atoms:
             if isinstance(atom, bytes):
@@ -278,7 +267,7 @@ class TextContext:
         return kept
 
     def _advance(self, tail_ids: Sequence[int]) -> int:
-        """Move the cut towards the end of the tail; returns how many ids stay as they are."""
+        """Move the cut towards the end of the tail. Return the number of unchanged leading ids."""
         at = cuts.word_cut(self._drafter, self._tail)
         if not at or not self._cut_at(at, tail_ids):
             at = cuts.spaceless_cut(self._drafter, self._tail, tail_ids)

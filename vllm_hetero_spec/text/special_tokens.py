@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control tokens by string and role: what a target's one is for the drafter, and the way back."""
+"""Translation of control tokens between target and drafter, by content and role."""
 
 from collections.abc import Sequence
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Stands in a target sequence for an id outside the target's vocabulary.
-UNKNOWN_ID = -1
+UNKNOWN_ID = -1  # replaces an id outside the target's vocabulary
 
 
 class SpecialTokens:
-    """The two tokenizers' control tokens.
+    """Control tokens of a pair, for the lifetime of its bridge.
 
-    Between equal tokenizers every control token is itself. Between different ones the token that
-    ends an assistant's turn is the other's; any other EOS is an EOS, where it can be of the same
-    content; and any other control token is the one of the same content.
+    Between equal tokenizers ids stay the same. Otherwise the token that ends an assistant's turn
+    becomes the other tokenizer's. Another EOS becomes an EOS, if possible of the same content. Any
+    other control token becomes the one of the same content.
 
     Args:
-        target: Its tokenizer.
-        drafter: Its tokenizer.
-        target_eos: All ids that end a generation, the preferred one first; None takes the
-            tokenizer's own.
-        drafter_eos: The same of the drafter.
-        turn_end: With what the chat templates of target and drafter end an assistant's turn.
+        target_eos: All ids that end a generation, the preferred one first. None: the tokenizer's.
+        drafter_eos: The same for the drafter.
+        turn_end: Tokens of (target, drafter) that end an assistant's turn in the chat templates.
 
     Attributes:
-        target_control: Target ids that are no text: special tokens, EOS, UNKNOWN_ID.
-        drafter_control: Drafter ids that are no text.
-        drafter_eos: Those of them that end a draft.
-        proposed: Drafter control id -> target id that a draft with it proposes.
-        banned: Drafter ids that are never drafted: control tokens that propose nothing, but for EOS
-            (which ends a draft all the same).
+        target_control: Target ids that are not text: special tokens, EOS and UNKNOWN_ID.
+        drafter_control: Drafter ids that are not text.
+        drafter_eos: Drafter ids that end a draft.
+        proposed: Target id that a drafter control id proposes.
+        banned: Control ids of the drafter that propose nothing and are not EOS. Never drafted.
     """
 
     def __init__(
@@ -54,11 +49,9 @@ class SpecialTokens:
         self.banned = self.drafter_control - self.drafter_eos - self.proposed.keys()
 
     def to_drafter(self, target_id: int) -> int | bytes:
-        """What the drafter reads in the place of a control token of the target.
+        """Translate a control token of the target by the rules of the class.
 
-        Returns:
-            One drafter id, see above; BOS for a BOS that has no other. Where there is none, the
-            token's content as text; nothing for BOS.
+        Without a counterpart, BOS becomes the drafter's BOS or b"", and other tokens their content.
         """
         if self._equal and target_id != UNKNOWN_ID:
             return target_id
@@ -79,7 +72,7 @@ class SpecialTokens:
             return drafter_id
         if drafter_id == self._turn_end[1]:
             return self._turn_end[0]
-        if drafter_id == self._drafter.unknown_id:  # text that a vocabulary lacks is not a role
+        if drafter_id == self._drafter.unknown_id:  # it stands for text, not for a control token
             return None
         twin = self._target.special_id_of.get(_content(self._drafter, drafter_id))
         if drafter_id in self.drafter_eos and twin not in self._target_ends:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two tokenizers share and what a text loses between them, without any model.
+"""Statistics of two vocabularies and of a text in both tokenizations, without any model.
 
-Every figure is a count or a share of counts. Comparisons are on bytes, except the two readings of
-the intersection that compare display strings, which are here to be told apart from the true one.
+Every figure is a count or a share of counts. Tokens are compared by bytes. Two counts of the
+intersection compare display strings instead, to show how far they are from the true one.
 """
 
 import re
@@ -17,22 +17,20 @@ from vllm_hetero_spec.text.token_bytes import SPACE_MARK
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
-# How byte-level BPE displays a space.
-BYTE_LEVEL_SPACE = "\u0120"
+BYTE_LEVEL_SPACE = "\u0120"  # a space in the display alphabet of byte-level BPE
 
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)(?=\S)")
 
 
 @dataclass(frozen=True)
 class VocabularyCounts:
-    """Ids of one tokenizer by kind.
+    """Number of ids of one tokenizer, by kind.
 
     Attributes:
         ids: Largest id + 1.
-        text: Ids that stand for bytes.
-        special: Special tokens.
+        text: Ids with bytes.
         holes: Ids without a token.
-        duplicates: Text ids that share their bytes with another.
+        duplicates: Text ids that share their bytes with another id.
         not_utf8: Text ids whose bytes alone are not valid UTF-8.
     """
 
@@ -45,7 +43,7 @@ class VocabularyCounts:
 
 
 def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
-    """Ids of a tokenizer by kind."""
+    """Count the ids of a tokenizer by kind."""
     spelled = Counter(data for data in tokenizer.token_bytes if data)
     text = spelled.total()
     special = len(tokenizer.special_text)
@@ -61,16 +59,14 @@ def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much two vocabularies have in common, by three readings of "the same token".
+    """Size of the intersection of two vocabularies, by several definitions of equal tokens.
 
     Attributes:
-        get_vocab: Keys of both `get_vocab()`, as they stand.
-        space_normalised: The same keys with every leading space mark of either alphabet read as a
-            space. (vLLM's own map reads the first mark of a token only and so misses the tokens
-            that start with several spaces.)
-        true_bytes: Byte strings of both, each counted once; a special token stands for the UTF-8 of
-            its content, as it does in the two readings before.
-        text_bytes: Byte strings that are ordinary text in both: what drafts can be made of.
+        get_vocab: Keys of `get_vocab()` in both, unchanged.
+        space_normalised: The same keys with leading space marks replaced by spaces. vLLM's own map
+            replaces only the first mark, so it misses tokens that start with several spaces.
+        true_bytes: Distinct byte strings in both. A special token has the bytes of its content.
+        text_bytes: Byte strings that are text tokens in both. Drafts can consist of these.
     """
 
     get_vocab: int
@@ -85,7 +81,7 @@ def measure_overlap(
     target_strings: Iterable[str],
     drafter_strings: Iterable[str],
 ) -> Overlap:
-    """The intersection by each reading; the strings are the keys of `get_vocab()`."""
+    """Count the intersection by each definition. The strings are the keys of `get_vocab()`."""
     theirs, ours = set(target_strings), set(drafter_strings)
     return Overlap(
         get_vocab=len(theirs & ours),
@@ -96,28 +92,24 @@ def measure_overlap(
 
 
 def shared_text(target: TextTokenizer, drafter: TextTokenizer) -> set[bytes]:
-    """Byte strings that are a text token of both."""
+    """Return the byte strings that are a text token of both."""
     return (set(target.token_bytes) & set(drafter.token_bytes)) - {b""}
 
 
 @dataclass(frozen=True)
 class PairStatistics:
-    """A target and a drafter on a text; every share is between 0 and 1.
+    """Statistics of a pair on a text. Every share is between 0 and 1.
 
     Attributes:
-        omega_t: Share of the text's target tokens that the drafter has too (bounds what a draft
-            restricted to the intersection can have accepted).
+        omega_t: Share of the text's target tokens that the drafter has too. Upper bound of the
+            acceptance rate if drafts are restricted to the intersection.
         omega_k: Share of the text's target tokens that are the first target token of some drafter
-            token (the same bound for drafts pushed to the target's vocabulary).
+            token. The same bound for drafts that are mapped to the target's vocabulary.
         target_straddle: Share of target tokens with a drafter boundary strictly inside.
         drafter_straddle: Share of drafter tokens with a target boundary strictly inside.
-        target_tokens: Tokens of the text in the target.
-        drafter_tokens: Tokens of the text in the drafter.
-        text_bytes: Bytes of the text.
         lines: Lines of the text that are not blank.
-        target_failures: Lines that the target's tokens do not spell byte by byte.
-        drafter_failures: The same of the drafter.
-        drafter_vocabulary: Distinct byte strings the drafter can write as one token.
+        target_failures: Lines whose target tokens have other bytes than the line.
+        drafter_vocabulary: Distinct byte strings that are one drafter token.
     """
 
     omega_t: float
@@ -134,26 +126,26 @@ class PairStatistics:
 
     @property
     def failure_share(self) -> float:
-        """Share of lines that the worse of the two does not spell."""
+        """Share of lines with failures, of the tokenizer with more of them."""
         return _share(max(self.target_failures, self.drafter_failures), self.lines)
 
     @property
     def straddle(self) -> float:
-        """Share of tokens with a boundary of the other's inside, of the one that has more."""
+        """Larger of `target_straddle` and `drafter_straddle`."""
         return max(self.target_straddle, self.drafter_straddle)
 
     @property
     def tokens_ratio(self) -> float | None:
-        """Drafter tokens per target token; None for a text without target tokens."""
+        """Drafter tokens per target token. None for a text without target tokens."""
         return self.drafter_tokens / self.target_tokens if self.target_tokens else None
 
 
 class PairMeter:
-    """Gathers `PairStatistics` over the documents of a text, a few at a time.
+    """Accumulates `PairStatistics` over the documents of a text.
 
-    Token counts and omega are those of whole documents. Boundaries can only be compared where both
-    tokenizers spell the same bytes: a document that one of them rewrites is halved at its lines
-    until the lines at fault stand alone, and those are counted as failures.
+    Token counts and omega are those of whole documents. Boundaries can be compared only if both
+    tokenizers spell the same bytes. A document that one of them changes is halved at its lines
+    until the changed lines stand alone. These are counted as failures.
     """
 
     def __init__(self, target: TextTokenizer, drafter: TextTokenizer, maps: VocabularyMaps) -> None:
@@ -164,7 +156,7 @@ class PairMeter:
         self._counts: Counter[str] = Counter()
 
     def add(self, documents: Sequence[str]) -> None:
-        """Take in documents; surrogates are not allowed in them."""
+        """Add documents. They must not contain surrogates."""
         pairs = zip(
             documents,
             self._target.encode_batch(documents),
@@ -182,7 +174,7 @@ class PairMeter:
             self._compare(lines, target_ids, drafter_ids)
 
     def statistics(self) -> PairStatistics:
-        """The figures of all documents so far."""
+        """Return the statistics of all documents so far."""
         counts = self._counts
         return PairStatistics(
             omega_t=_share(counts["shared"], counts["target_tokens"]),
@@ -226,11 +218,11 @@ class PairMeter:
 
 
 def straddling(ends: NDArray[np.int64], others: NDArray[np.int64]) -> int:
-    """How many tokens have a boundary of the other tokenization strictly inside.
+    """Count the tokens with a boundary of the other tokenization strictly inside.
 
     Args:
-        ends: [n] byte offset at which each token ends, ascending; the first starts at 0.
-        others: [m] the same of the other tokenization of the same bytes.
+        ends: [n] byte offset of the end of each token, ascending.
+        others: [m] the same for the other tokenization of the same bytes.
     """
     if not len(ends) or not len(others):
         return 0
@@ -240,7 +232,7 @@ def straddling(ends: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 
 def unspelled_characters(tokenizer: TextTokenizer, characters: Counter[str]) -> Counter[str]:
-    """The characters of a text for which the tokenizer has no token at all, with their counts."""
+    """Return the characters for which the tokenizer has no token at all, with their counts."""
     distinct = list(characters)
     encoded = tokenizer.encode_batch(distinct)
     return Counter(
@@ -253,7 +245,7 @@ def unspelled_characters(tokenizer: TextTokenizer, characters: Counter[str]) -> 
 
 
 def length_histogram(byte_strings: Iterable[bytes], longest: int) -> list[int]:
-    """How many byte strings have 1, 2, ... bytes; the last entry holds those of `longest` up."""
+    """Count the byte strings of 1, 2, ... bytes. The last entry counts `longest` or more bytes."""
     counts = [0] * longest
     for length, count in Counter(map(len, byte_strings)).items():
         if length:
@@ -294,5 +286,5 @@ def _share(part: int, whole: int) -> float:
 
 
 def documents_of(text: str) -> list[str]:
-    """A text in pieces: cut after blank lines, where tokens of ordinary text end anyway."""
+    """Cut a text after blank lines, because tokens of ordinary text end there."""
     return _AFTER_BLANK_LINE.split(text)

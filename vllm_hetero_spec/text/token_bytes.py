@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact byte string of every token, by the rule of the tokenizer's own decoder.
+"""The exact bytes of every token, by the rule of the tokenizer's decoder.
 
-A vocabulary stores its tokens in a display alphabet: byte-level BPE maps each byte to a printable
-character, SentencePiece writes a space as U+2581 and a raw byte as `<0x0A>`, WordPiece marks the
-pieces that do not start a word. What applies is decided by the decoder section of the tokenizer's
-JSON, because that is what turns the target's ids into the text a user reads.
+A vocabulary stores its tokens in a display alphabet. Byte-level BPE maps each byte to a printable
+character. SentencePiece writes a space as U+2581 and a raw byte as `<0x0A>`. WordPiece marks the
+pieces that do not start a word. The decoder section of the tokenizer's JSON determines the rule,
+because the decoder converts the target's ids into the output text.
 """
 
 import re
@@ -16,36 +16,36 @@ from typing import Any
 SPACE_MARK = "\u2581"
 UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}  # those that occur in UTF-8
 _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Before these a WordPiece decoder that cleans up leaves no space. It also joins contractions, which
-# it tells by several characters, so that they are only safe where no piece starts with one.
+# A WordPiece decoder with cleanup writes no space before these. It also joins contractions. It
+# recognizes them by several characters, so bytes are determined only if no piece starts with one.
 _PUNCTUATION = (".", "?", "!", ",")
 _CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
 
 
 class UnknownDecoder(ValueError):
-    """A decoder that does not say, token by token, which bytes it writes."""
+    """A decoder whose output is not determined token by token."""
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Printable character -> byte, for the alphabet of byte-level BPE (256 entries)."""
+    """Return the alphabet of byte-level BPE: printable character -> byte, 256 entries."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(shifted)}
 
 
-# The alphabet by byte, and as the codec that makes bytes of a piece.
+# The alphabet by byte, and a codec that converts a piece to bytes.
 BYTE_CHARACTERS = "".join(sorted(byte_alphabet(), key=byte_alphabet().__getitem__))
 _BYTE_CODEC = charmap_build(BYTE_CHARACTERS)
 
 
 def component_types(section: Mapping[str, Any] | None) -> list[str]:
-    """Types named by one section of a tokenizer's JSON, with sequences flattened."""
+    """Return the types of `components`."""
     return [part["type"] for part in components(section)]
 
 
 def components(section: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Parts of one section of a tokenizer's JSON, with sequences flattened."""
+    """Return the parts of one section of a tokenizer's JSON, with sequences flattened."""
     if section is None:
         return []
     if section["type"] != "Sequence":
@@ -56,14 +56,14 @@ def components(section: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class PieceRule:
-    """How a decoder writes a piece of its vocabulary that is not the first of a text.
+    """Rule by which a decoder writes a piece that is not the first of a text.
 
     Attributes:
         byte_level: Characters are bytes, in the alphabet of byte-level BPE.
         byte_fallback: `<0xNN>` is one byte.
-        replaced: Strings that are written as others, in order.
-        continuing: WordPiece's mark of pieces that go on with a word; all others follow a space.
-        cleanup: WordPiece has no space before `. ? ! ,`.
+        replaced: Pairs of a string and its replacement, in order.
+        continuing: WordPiece's mark of pieces that continue a word. Other pieces follow a space.
+        cleanup: WordPiece writes no space before `. ? ! ,`.
     """
 
     byte_level: bool = False
@@ -73,7 +73,7 @@ class PieceRule:
     cleanup: bool = False
 
     def piece(self, piece: str) -> bytes:
-        """Bytes of a piece."""
+        """Return the bytes of a piece of the vocabulary."""
         if self.byte_level:
             return byte_level_piece(piece)
         if self.byte_fallback and (byte := fallback_byte(piece)) is not None:
@@ -83,7 +83,7 @@ class PieceRule:
         return self.word(piece)
 
     def word(self, word: str) -> bytes:
-        """Bytes of what a pre-tokenizer hands to the model."""
+        """Return the bytes of a word that a pre-tokenizer passes to the model."""
         if self.byte_level:
             return byte_level_piece(word)
         for old, new in self.replaced:
@@ -93,19 +93,17 @@ class PieceRule:
         return word.encode()
 
     def keeps(self, old: str, new: str) -> bool:
-        """Whether decoding undoes a normaliser's replacement of `old` by `new`."""
+        """Return True if decoding reverts a normalizer's replacement of `old` by `new`."""
         return self.word(new) == old.encode()
 
 
 def decoder_rule(
     decoder: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None
 ) -> PieceRule:
-    """The rule of a tokenizer, from these sections of its JSON.
-
-    A byte-level pre-tokenizer without a decoder counts as byte-level.
+    """Return the rule of a tokenizer, from these sections of its JSON.
 
     Raises:
-        UnknownDecoder: The bytes of a token cannot be told from the decoder.
+        UnknownDecoder: The decoder does not determine the bytes of a token.
     """
     parts = components(decoder)
     if decoder is None and "ByteLevel" in component_types(pre_tokenizer):
@@ -121,7 +119,7 @@ def decoder_rule(
 
 
 def _joined_rule(parts: list[dict[str, Any]]) -> PieceRule:
-    """SentencePiece's decoders: pieces are rewritten one by one and joined without anything."""
+    """Return the rule of a SentencePiece decoder, which rewrites each piece and joins them."""
     replaced: list[tuple[str, str]] = []
     fused = fallback = False
     for part in parts:
@@ -137,7 +135,7 @@ def _joined_rule(parts: list[dict[str, Any]]) -> PieceRule:
             fallback = True
         elif kind == "Fuse":
             fused = True
-        elif kind != "Strip" or not fused:  # after Fuse only the ends of a whole text are stripped
+        elif kind != "Strip" or not fused:  # after Fuse, Strip affects only the ends of a text
             raise UnknownDecoder(f"its decoder has {_article(kind)} step")
     return PieceRule(byte_fallback=fallback, replaced=tuple(replaced))
 
@@ -147,14 +145,14 @@ def _article(kind: str) -> str:
 
 
 def unsafe_contractions(rule: PieceRule, pieces: Iterable[str]) -> list[str]:
-    """Pieces whose space a WordPiece decoder drops or not by what follows them."""
+    """Return the pieces whose leading space depends on the next piece, in a WordPiece decoder."""
     if not rule.cleanup:
         return []
     return [piece for piece in pieces if piece.startswith(_CONTRACTIONS)]
 
 
 def byte_level_piece(piece: str) -> bytes:
-    """Bytes of a piece of byte-level BPE; text outside the alphabet stands for itself."""
+    """Return the bytes of a byte-level piece. Text outside the alphabet is encoded as UTF-8."""
     try:
         return charmap_encode(piece, "strict", _BYTE_CODEC)[0]
     except UnicodeEncodeError:
@@ -162,19 +160,19 @@ def byte_level_piece(piece: str) -> bytes:
 
 
 def sentencepiece_piece(piece: str, *, byte_fallback: bool) -> bytes:
-    """Bytes of a SentencePiece piece; `<0xNN>` is one byte only where it is of that type."""
+    """Return the bytes of a SentencePiece piece. `<0xNN>` is one byte if `byte_fallback`."""
     if byte_fallback and (byte := fallback_byte(piece)) is not None:
         return bytes([byte])
     return piece.replace(SPACE_MARK, " ").encode()
 
 
 def fallback_byte(piece: str) -> int | None:
-    """The byte a `<0xNN>` piece spells, or None for any other piece."""
+    """Return the byte of a `<0xNN>` piece, or None for any other piece."""
     return int(piece[3:5], 16) if _FALLBACK.fullmatch(piece) else None
 
 
 def single_byte_ids(pairs: Iterable[tuple[int, bytes]]) -> tuple[int, ...]:
-    """For each byte the first id that spells it alone, -1 where none does."""
+    """Return, for each byte, the first id that spells it alone, or -1."""
     ids = [-1] * 256
     for token_id, data in pairs:
         if len(data) == 1 and ids[data[0]] < 0:

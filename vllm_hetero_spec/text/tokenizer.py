@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer as the bridge sees it: token ids and the exact bytes they stand for."""
+"""The bridge's tokenizer interface: token ids and the exact bytes of each."""
 
 import hashlib
 import re
@@ -9,9 +9,9 @@ from typing import Literal
 
 SpaceScope = Literal["none", "first", "always"]
 
-# Undecodable bytes travel through Python strings as lone surrogates (PEP 383, "surrogateescape").
+# Undecodable bytes are lone surrogates in Python strings (PEP 383, "surrogateescape").
 _ESCAPED = re.compile("[\ud800-\udfff]+")
-# The word that undecodable bytes are part of, as far as one can tell without their characters.
+# Approximates the word that contains undecodable bytes, because their characters are unknown.
 _ESCAPED_WORD = re.compile(
     " ?[A-Za-z\u0080-\ud7ff\ue000-\U0010ffff]{0,32}[\ud800-\udfff][A-Za-z\u0080-\U0010ffff]*"
 )
@@ -19,17 +19,17 @@ _CROSSING = re.compile(r"(?<=\S) ")
 
 
 class UnsupportedTokenizer(ValueError):
-    """A tokenizer whose bytes cannot be known exactly; the message says what to use instead."""
+    """A tokenizer whose bytes cannot be determined. The message names a supported alternative."""
 
 
 @dataclass(frozen=True)
 class LeadingSpace:
-    """When a tokenizer itself puts a space before text.
+    """Rule by which a tokenizer itself puts a space before text.
 
     Attributes:
-        scope: Never, before the first text of a sequence only, or before every stretch of text
-            between special tokens.
-        unless_present: Not where the text already starts with a space.
+        scope: "none", "first" (before the first text of a sequence) or "always" (before every
+            stretch of text between special tokens).
+        unless_present: No space is added to text that already starts with one.
     """
 
     scope: SpaceScope = "none"
@@ -40,38 +40,34 @@ class LeadingSpace:
 
 
 def unchanged(text: str) -> str:
-    """The normalisation of a tokenizer that has none."""
+    """Return the text itself: the normalization of a tokenizer without a normalizer."""
     return text
 
 
 @dataclass(eq=False, repr=False)
 class TextTokenizer:
-    """Token ids and exact bytes of one tokenizer, with an encoder that adds nothing of its own.
+    """Token ids and exact bytes of one tokenizer, with a raw encoder.
 
-    `encode` is raw: no BOS or EOS, no dummy prefix, and text that merely looks like a special token
-    stays text. The bytes of its ids are those of `normalize(text)`, but for what the vocabulary
-    cannot spell. Such text is the unknown token or, where there is none, gone. Lone surrogates
-    U+DC80..U+DCFF stand for undecodable bytes; those without a token are gone. `lost_bytes` tells
-    how much the ids of a text lack.
+    `encode` adds no BOS, EOS or dummy prefix, and text that resembles a special token stays text.
+    The bytes of its ids are those of `normalize(text)`, except for text that the vocabulary cannot
+    spell. Such text becomes the unknown token, or is lost if there is none. Lone surrogates
+    U+DC80..U+DCFF stand for undecodable bytes. A byte without a token is lost. `lost_bytes` returns
+    the number of bytes that are missing in the ids of a text.
 
     Attributes:
-        name: For messages.
         token_bytes: Bytes of each id, b"" for special tokens and holes.
-        special_text: Content of each special token.
-        special_ids: Special tokens, and holes: ids without a token.
-        byte_ids: For each byte the id that spells it alone, -1 where there is none.
-        fingerprint: Equal for tokenizers that give every text the same ids of the same bytes.
-        raw_encode: Ids of a text without surrogates.
-        raw_encode_batch: The same of many.
-        raw_normalize: What is encoded in the place of a text without surrogates.
-        lossy_reason: What normalisation takes from text, empty where nothing.
-        spell_word: Ids of any bytes, taken as one word; None where bytes are spelled one by one.
-        spells_all: No text has unknown or missing tokens.
-        unknown_id: Stands for what cannot be spelled; a special token.
-        bos_id: The token that begins a sequence.
-        adds_bos: Whether the tokenizer itself puts that there.
-        eos_id: The token that ends a sequence.
-        leading_space: When the tokenizer itself puts a space before text.
+        special_text: Content of each special token, by id.
+        special_ids: Special tokens and holes. A hole is an id without a token.
+        byte_ids: For each byte, the id that spells it alone, or -1.
+        fingerprint: Equal for tokenizers that give every text the same ids with the same bytes.
+        raw_encode: Function from a text without surrogates to ids.
+        raw_encode_batch: The same for many texts.
+        raw_normalize: Function from a text without surrogates to the text that is encoded.
+        lossy_reason: Description of the changes that normalization makes, or "".
+        spell_word: Function from any bytes, as one word, to ids. None: each byte is spelled alone.
+        spells_all: True if no text has unknown or missing tokens.
+        unknown_id: Special token for text that cannot be spelled.
+        adds_bos: True if the tokenizer itself adds BOS.
     """
 
     name: str
@@ -102,19 +98,16 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids (largest id + 1)."""
+        """Largest id + 1."""
         return len(self.token_bytes)
 
     @property
     def lossless(self) -> bool:
-        """Whether normalisation keeps all text, up to canonical Unicode composition.
-
-        SentencePiece's mark U+2581 always becomes a space; that counts as keeping.
-        """
+        """True if only canonical Unicode composition and U+2581 (read as a space) change text."""
         return not self.lossy_reason
 
     def normalize(self, text: str) -> str:
-        """Text as the tokenizer writes it: what the bytes of `encode(text)` are."""
+        """Return the text whose bytes the ids of `encode(text)` have."""
         normalized, position = "", 0
         for match in _ESCAPED.finditer(text):
             normalized += self.raw_normalize(text[position : match.start()]) + match.group()
@@ -122,42 +115,41 @@ class TextTokenizer:
         return normalized + self.raw_normalize(text[position:])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; see the class for what raw means."""
+        """Return the token ids of `text`, without BOS, EOS or dummy prefix."""
         return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text."""
+        """Apply `encode` to each text."""
         if _ESCAPED.search("".join(texts)):
             return [self.encode(text) for text in texts]
         return self.raw_encode_batch(texts)
 
     def lost_bytes(self, text: str, ids: Sequence[int]) -> int:
-        """How many bytes of a normalised text are not in `ids`, its encoding.
+        """Return the number of bytes of the normalized text that `ids`, its encoding, lack.
 
-        A surrogate that is no escaped byte is no text in any encoding: one byte of loss.
+        A surrogate that is not an escaped byte counts as one lost byte.
         """
         escaped = _ESCAPED.search(text)
         if not escaped and (self.spells_all or self.unknown_id not in (None, *ids)):
-            return 0  # without unknown tokens nothing but the length of the bytes tells
+            return 0  # a tokenizer without an unknown token needs the comparison of lengths below
         expected = sum(max(1, len(_bytes_of(char))) for char in self.normalize(text))
         return expected - len(self.decode_bytes(ids))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of any bytes: those of their text, and undecodable bytes as `spell_word`."""
+        """Return the token ids of any bytes. Undecodable ones are encoded by `spell_word`."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Concatenated bytes of `ids`; special tokens contribute nothing."""
+        """Return the concatenated bytes of `ids`. Special tokens have none."""
         return b"".join([self.token_bytes[token_id] for token_id in ids])
 
     def limited_to(self, rows: int) -> "TextTokenizer":
-        """This tokenizer without the ids that a model with `rows` embedding rows does not have.
+        """Return this tokenizer without the ids that have no row in an embedding of `rows` rows.
 
-        Models often lack the rows of special tokens that were added to the tokenizer later: those
-        tokens are gone.
+        Models often lack rows for special tokens that were added to the tokenizer later.
 
         Raises:
-            UnsupportedTokenizer: A token that text may have has no row.
+            UnsupportedTokenizer: A token that may occur in encoded text has no row.
         """
         if self.vocab_size <= rows:
             return self
@@ -200,9 +192,10 @@ class TextTokenizer:
         return ids + self.encode(text[position:]) if position < len(text) else ids
 
     def _parting(self, text: str, position: int, match: re.Match[str]) -> int:
-        """Start of a match, or where behind it the text can be parted before normalisation.
+        """Return the first place, from the start of a match, at which the text can be divided.
 
-        What a match may begin with is bounded, so it may begin inside what is one character then.
+        The pattern limits a match's length before the surrogate. The match may therefore begin
+        inside characters that normalization composes.
         """
         normalize, start = self.normalize, match.start()
         near = max(position, start - 8)
@@ -220,12 +213,12 @@ class TextTokenizer:
 
 
 def _bytes_of(char: str) -> bytes:
-    """UTF-8 of a character, the byte that a surrogate stands for, b"" for any other surrogate."""
+    """Return the UTF-8 bytes of a character, or the byte of an escape, or b"" for a surrogate."""
     return char.encode("utf-8", "surrogateescape") if not "\ud800" <= char < "\udc80" else b""
 
 
 def _bytes_past_crossing(data: bytes) -> int:
-    """How far a token reaches past the first place where a space follows something else."""
+    """Return the number of bytes from the first space that follows a non-space, or 0."""
     text = data.decode("utf-8", "replace")
     crossing = _CROSSING.search(text)
     return len(text[crossing.start() :].encode()) if crossing else 0

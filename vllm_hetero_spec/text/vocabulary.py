@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each drafter token is in the target's vocabulary, as arrays a whole row is mapped by.
+"""Maps from drafter ids to target ids, as arrays for whole rows of logits or probabilities.
 
-Two maps, both by bytes and with the target's real tokenizer:
-
-* `d2t`: the target id with the same bytes, for the drafter ids of the intersection;
-* `kappa`: the target ids that spell the token, for every drafter id whose bytes the target has.
-
-On the intersection kappa is that one id, also where the target's encoder would split the string:
-part of a character, which it spells byte by byte when it stands alone, or a token that its
-normaliser or pre-tokenizer makes unreachable. The intersection is defined by bytes, and with kappa
-the identity on it a row pushed through kappa covers at least what a row restricted to the
-intersection covers. Correctness does not depend on the map: a token that the target never writes is
-merely never accepted.
+`d2t` is the target id with the same bytes. `kappa` are the target ids that spell a drafter id. On
+the intersection of the vocabularies both are the same, even if the target's encoder would split the
+bytes: a part of a character, or a token that its normalizer makes unreachable. A row mapped by
+kappa therefore covers at least the tokens of a row restricted to the intersection. The output stays
+correct, because a token that the target never writes is never accepted.
 """
 
 import hashlib
@@ -34,22 +28,19 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
-# Counts up with every change of what the maps hold or of how they are stored.
-FORMAT = 1
-# Strings encoded at a time: enough for all threads, few enough that encodings take little memory.
-BATCH = 4096
+FORMAT = 1  # version of the maps' content and file format, part of the cache key
+BATCH = 4096  # strings encoded at a time: enough for all threads, with little memory
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMaps:
-    """Drafter ids as target ids; `with_control` adds control tokens, which are in neither map.
+    """Maps from drafter ids to target ids. Control tokens are absent until `with_control`.
 
     Attributes:
         d2t: [V_D] target id with the same bytes, -1 outside the intersection.
-        kappa_ptr: [V_D + 1] where in `kappa_ids` the target ids of each drafter id begin; none
-            where the target cannot spell its bytes.
+        kappa_ptr: [V_D + 1] start of each drafter id's target ids in `kappa_ids`, if it has any.
         kappa_ids: [n] target ids.
-        target_size: Ids in the target's vocabulary; padding of a model's rows is not counted.
+        target_size: Number of ids of the target's tokenizer, without padding rows of the model.
     """
 
     d2t: Ids
@@ -63,7 +54,7 @@ class VocabularyMaps:
 
     @cached_property
     def kappa_first(self) -> Ids:
-        """[V_D] first target id of each drafter token, -1 where there is none."""
+        """[V_D] first target id of each drafter token, or -1."""
         first = np.full(self.drafter_size, -1, np.int32)
         spelled = self.kappa_ptr[1:] > self.kappa_ptr[:-1]
         first[spelled] = self.kappa_ids[self.kappa_ptr[:-1][spelled]]
@@ -75,14 +66,13 @@ class VocabularyMaps:
         return np.flatnonzero(self.d2t >= 0).astype(np.int32)
 
     def target_tokens(self, drafter_id: int) -> Ids:
-        """The target ids that spell a drafter token."""
+        """Return [k] target ids that spell a drafter token."""
         return self.kappa_ids[self.kappa_ptr[drafter_id] : self.kappa_ptr[drafter_id + 1]]
 
     def with_control(self, special: SpecialTokens) -> "VocabularyMaps":
-        """These maps with the drafter's control tokens as what they propose.
+        """Return these maps with the target ids that the drafter's control tokens propose.
 
-        A control token that proposes nothing, or an id that is not in the target's vocabulary, maps
-        to nothing; so does the text of an EOS that is an ordinary token.
+        Other control tokens have no target ids, even if an EOS is an ordinary token with bytes.
         """
         control = np.zeros(self.drafter_size, bool)
         control[[d for d in special.drafter_control if 0 <= d < self.drafter_size]] = True
@@ -100,7 +90,7 @@ class VocabularyMaps:
 
 
 def default_cache() -> Path | None:
-    """Folder where maps are kept between runs, None for a user without a home."""
+    """Return the folder that stores maps between runs, or None for a user without a home."""
     folder = cache_folder()
     return folder / "maps" if folder is not None else None
 
@@ -108,18 +98,11 @@ def default_cache() -> Path | None:
 def build_maps(
     target: TextTokenizer, drafter: TextTokenizer, *, cache: Path | None = None
 ) -> VocabularyMaps:
-    """The maps of a pair of tokenizers.
+    """Load the maps of a pair from `cache`, or build and store them.
 
-    Where several target ids have the same bytes, the one the target emits for them is taken, and
-    the smallest if it emits none of them alone. A token outside the intersection is what the
-    target's encoder makes of its bytes; where those would be rewritten (a normaliser) or are not
-    text, it is spelled byte by byte, so that the bytes agree in every row.
-
-    Args:
-        target: Its tokenizer.
-        drafter: Its tokenizer.
-        cache: Folder that is looked in first and written to (`default_cache`); it need not exist,
-            and maps that cannot be read from it are built. None keeps nothing.
+    If several target ids have the same bytes, the map uses the one that the target's encoder gives
+    for them, or the smallest. A token outside the intersection maps to the target's encoding of its
+    bytes. If that encoding has other bytes, the token is spelled byte by byte.
     """
     key = hashlib.sha256(
         f"{FORMAT} {target.fingerprint} {drafter.fingerprint}".encode()
@@ -134,7 +117,7 @@ def build_maps(
 
 
 def encode_strings(tokenizer: TextTokenizer, strings: Sequence[bytes]) -> list[list[int]]:
-    """`tokenizer.encode_bytes` of each string, in batches where they are text."""
+    """Apply `tokenizer.encode_bytes` to each string. Strings that are text are batched."""
     encoded: list[list[int]] = [[] for _ in strings]
     for start in range(0, len(strings), BATCH):
         texts = {}
@@ -213,7 +196,7 @@ def _load(path: Path, key: str, target_size: int, drafter_size: int) -> Vocabula
 
 
 def _save(maps: VocabularyMaps, path: Path, key: str) -> None:
-    """Written beside `path` and renamed, so that no reader sees half a file."""
+    """Write a temporary file and rename it, so that no reader gets an incomplete file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:

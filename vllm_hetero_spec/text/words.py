@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short plain texts, word by word: the ids of words that have come before are looked up.
+"""A fast encoder of short plain texts, with a cache of the ids of words.
 
-A tokenizer cuts a text into words and spells each on its own. `tokenizers` takes most of its time
-for the cutting, where in the tails and drafts of decoding the same few words come again. So they
-are cut here, by the tokenizer's own patterns: of plain characters Python's `re` reads those that
-are admitted as Oniguruma does. Without patterns a text is cut before spaces, where no token has the
-two characters side by side: nothing merges across. All else is left to `tokenizers`.
+A tokenizer cuts a text into words and encodes each word separately. `tokenizers` spends most of its
+time on cutting, although the tails and drafts of decode steps repeat few words. This module cuts
+by the tokenizer's own patterns, if Python's `re` and Oniguruma agree on them for plain characters.
+Without patterns it cuts before a space if no token contains the two characters side by side.
+`tokenizers` encodes all other texts.
 """
 
 import re
@@ -23,12 +23,11 @@ from vllm_hetero_spec.text.token_bytes import components
 Encode = Callable[[str], list[int]]
 Cut = Callable[[str], list[str]]
 
-# Words whose ids are remembered, and how long they may be: a text without spaces may be one.
-MEMO_WORDS = 1 << 15
-LONGEST_WORD = 32
-LONGEST_TEXT = 1024  # characters of a text from which it is a prompt: read once
+MEMO_WORDS = 1 << 15  # words in the cache
+LONGEST_WORD = 32  # characters; a text without spaces is one word, too long to cache
+LONGEST_TEXT = 1024  # characters; a longer text is a prompt, which is encoded once
 
-# Characters of many scripts, each of one kind for long, and left alone by composition.
+# Ranges of characters of many scripts. Composition does not change them.
 PLAIN = (
     (0x0, 0x24F),  # Latin
     (0x386, 0x386), (0x388, 0x38A), (0x38C, 0x38C), (0x38E, 0x3A1), (0x3A3, 0x3CE),  # Greek
@@ -42,7 +41,7 @@ PLAIN = (
     (0xFF01, 0xFF5E),  # wide letters and signs
 )  # fmt: skip
 _NOT_PLAIN = re.compile("[^" + "".join([f"{chr(a)}-{chr(z)}" for a, z in PLAIN]) + "]")
-_NEVER = "\U0010ffff"  # is in no text
+_NEVER = "\U0010ffff"  # a noncharacter, in no text
 _WHITE = frozenset("\t\n\v\f\r \x85\xa0\u3000")
 
 # The pattern of the pre-tokenizer `ByteLevel`.
@@ -52,8 +51,8 @@ _SPACE = {"String": " "}
 _NAMED = r"\\p\{([LMNPSZ][a-z]?)\}|\\([sSd])"
 _ESCAPE = r"\\[^a-zA-Z0-9]|\\[rnt]"
 _CLASS = rf"\[\^?(?:{_NAMED}|{_ESCAPE}|[^\[\]\\&]|&(?!&))+\]"
-# Patterns that mean the same in Oniguruma and here. Ends of lines, groups that capture, and whether
-# a repetition of {n} is possessive are read differently; others are simply not needed.
+# Patterns with the same meaning in Oniguruma and `re`. Line ends, capturing groups and possessive
+# {n} repetitions differ. Other syntax is excluded because it is not needed.
 _ALIKE = re.compile(
     rf"(?:{_CLASS}|{_NAMED}|{_ESCAPE}|\(\?(?:i:|[:!=])|[)|.*+?]|\{{\d+(?:,\d*)?\}}(?![+?])"
     r"|[^\\()\[\]{}^$|.*+?])+"
@@ -61,14 +60,9 @@ _ALIKE = re.compile(
 
 
 def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
-    """What gives the ids of a text, as the raw copy of a tokenizer does.
+    """Return a function from a text to the ids that the raw copy of a tokenizer gives.
 
-    That is asked itself where it cuts otherwise than is known here, be it the sample text alone.
-
-    Args:
-        raw: The copy.
-        pipeline: Its sections around the model.
-        table: Bytes of every token.
+    It uses the raw copy itself if the cuts are unknown or if results differ for the sample text.
     """
     run = raw.tokenizer.encode
 
@@ -80,7 +74,7 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
     if cut is None:
         return encode
     known = lru_cache(MEMO_WORDS)(spell)
-    # Added tokens are found before words are.
+    # `tokenizers` finds added tokens before it cuts words.
     contents = [re.escape(content) for content in raw.added]
     has_added = re.compile("|".join(contents)).search if contents else None
 
@@ -97,22 +91,22 @@ def encoder(raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> Encode:
 
 
 def cut_of(model: FastModel, pipeline: Pipeline, table: Sequence[bytes]) -> Cut | None:
-    """What cuts plain text into words; None where that cannot be told."""
+    """Return a function that cuts plain text into words, or None if the cuts are unknown."""
     if model.kind != "BPE" or model.model.dropout:
         return None
     patterns, space = [], _space(pipeline)
     gone = any(map(_mark, components(pipeline.normalizer)))
     for part in _parts(pipeline):
         if gone and part["type"] == "Split" and part["pattern"] == _SPACE:
-            continue  # it finds none
+            continue  # the normalizer has replaced all spaces
         pattern = _pattern(part)
         if pattern is None:
             return None
         patterns += [pattern] if pattern else []
-    if not patterns:  # unknown characters may be one token, on both sides of a space
+    if not patterns:  # unknown characters on both sides of a space may be fused to one token
         return cut_before_spaces(table) if model.spells_all else None
     if space != " ":
-        return None  # patterns look for spaces, too
+        return None  # patterns match spaces, which the normalizer has replaced
     first, *others = [cut_by(pattern) for pattern in patterns]
     for other in others:
         first = _one_after_other(first, other)
@@ -127,11 +121,11 @@ def _one_after_other(first: Cut | None, second: Cut | None) -> Cut | None:
 
 
 def cut_before_spaces(table: Sequence[bytes]) -> Cut:
-    """What cuts behind characters that no token has before a space."""
+    """Return a function that cuts before a space, except after characters that merge with it."""
     text = "\0".join([data.decode("latin-1") for data in table])
     before = set(re.findall("([^ ])(?= )", text))
     joined = re.escape("".join(sorted(filter(str.isascii, before)))) or _NEVER
-    if not all(map(str.isascii, before)):  # a last byte, of whichever character
+    if not all(map(str.isascii, before)):  # the last byte of any character that is not ASCII
         joined += f"\x80-{_NEVER}"
     return re.compile(f" *(?:[^ ]*[{joined}] +)*[^ ]*").findall
 
@@ -141,11 +135,12 @@ def _parts(pipeline: Pipeline) -> list[dict[str, Any]]:
 
 
 def _pattern(part: dict[str, Any]) -> str | None:
-    """By what a section of a pipeline cuts plain text, "" for nothing; None for more than that."""
+    """Return the pattern by which a part cuts plain text, "" for no cuts, None if it is unknown."""
     kind = part["type"]
     if kind == "NFC" or _mark(part):
         return ""
-    if kind == "ByteLevel" and part.get("add_prefix_space") is False:  # a normalizer has none
+    # The normalizer of this type has no "add_prefix_space".
+    if kind == "ByteLevel" and part.get("add_prefix_space") is False:
         return _BYTE_LEVEL if part.get("use_regex", True) else ""
     if kind == "Digits":
         return r"\p{N}" if part["individual_digits"] else r"\p{N}+"
@@ -156,7 +151,7 @@ def _pattern(part: dict[str, Any]) -> str | None:
 
 
 def _mark(part: dict[str, Any]) -> str:
-    """What stands for a space behind a section of a pipeline that does nothing else; or ""."""
+    """Return the replacement of a space if a part does nothing else, or ""."""
     if part["type"] == "Replace" and part["pattern"] == _SPACE:
         return str(part["content"])
     whole = part["type"] == "Metaspace" and not part.get("split", True)
@@ -164,12 +159,11 @@ def _mark(part: dict[str, Any]) -> str:
 
 
 def _space(pipeline: Pipeline) -> str:
-    """What stands for a space when words are spelled."""
+    """Return the string that replaces a space in the words that the model receives."""
     return next(filter(None, map(_mark, _parts(pipeline))), " ")
 
 
 def _speller(model: FastModel, pipeline: Pipeline) -> Callable[[str], Sequence[int]]:
-    """What gives the ids of a plain word."""
     spell, space, tokenize = model.speller(), _space(pipeline), model.model.tokenize
     if spell is not None:
         return lambda word: spell(word.encode())
@@ -177,8 +171,10 @@ def _speller(model: FastModel, pipeline: Pipeline) -> Callable[[str], Sequence[i
 
 
 def cut_by(pattern: str) -> Cut | None:
-    """What cuts plain text into the places that a pattern matches, and those between; None where it
-    may mean something else to Oniguruma."""
+    """Return a function that cuts plain text into matches of a pattern and the text between.
+
+    Return None if the pattern may have another meaning in Oniguruma, or matches the empty string.
+    """
     if not _ALIKE.fullmatch(pattern):
         return None
     ours = re.sub(f"({_CLASS})|{_NAMED}", _spelled_out, pattern)
@@ -191,7 +187,7 @@ def cut_by(pattern: str) -> Cut | None:
 
 
 def _spelled_out(found: re.Match[str]) -> str:
-    """A class of characters, or a kind that stands alone, as a class of single ones."""
+    """Replace the named kinds of characters in a class, or a single kind, by ranges."""
     if found[1]:
         return re.sub(_NAMED, lambda one: _characters(one[1], one[2]), found[1])
     return f"[{_characters(found[4], found[5])}]"
@@ -199,7 +195,7 @@ def _spelled_out(found: re.Match[str]) -> str:
 
 @lru_cache
 def _characters(name: str | None, letter: str | None) -> str:
-    r"""The plain characters of a general category, or of Oniguruma's `\s`, `\S` or `\d`."""
+    r"""Return the plain characters of a general category or of `\s`, `\S`, `\d`, as ranges."""
 
     def has(code: int) -> bool:
         if letter in ("s", "S"):
