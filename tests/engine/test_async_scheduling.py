@@ -260,7 +260,7 @@ def test_steps_follow_one_another_elsewhere(
     assert not config.scheduler_config.async_scheduling
     assert buckets_of(config) == []
     first, second = caplog.messages
-    assert "one after the other" in first
+    assert "Asynchronous scheduling disabled" in first
     assert first == second
 
 

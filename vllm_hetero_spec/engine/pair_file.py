@@ -63,7 +63,7 @@ class PairFile:
             return None
         except (OSError, ValueError) as error:
             logger.warning(
-                "What was kept of this pair in %s cannot be read (%s): measured anew.",
+                "The estimates of this pair in %s cannot be read (%s); measuring again.",
                 self._path,
                 error,
             )

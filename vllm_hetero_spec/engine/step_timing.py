@@ -155,7 +155,10 @@ def known_of_pair(
 
     if agree(known is not None):
         if known is not None:
-            logger.info("Speculation goes on from earlier runs of this pair: %s.", known.summary())
+            logger.info(
+                "Speculation starts from the estimates of earlier runs of this pair: %s.",
+                known.summary(),
+            )
         return known
     parallel = config.parallel_config
     waits = config.model_config.is_moe and parallel.data_parallel_size > 1
@@ -183,7 +186,7 @@ def _kept(file: PairFile, positions: int) -> Estimates | None:
     try:
         return file.read(positions)
     except Exception:
-        logger.exception("What was kept of this pair cannot be read: measured anew.")
+        logger.exception("The estimates of this pair cannot be read; measuring again.")
         return None
 
 

@@ -134,7 +134,11 @@ class SupervisedProcess:
         if time.monotonic() - self._began > _HEALTHY:
             self._failures = 0
         rest = min(2.0**self._failures, _LONGEST_REST)
-        logger.warning("%s: started again in %.0f s; requests go on undrafted.", error, rest)
+        logger.warning(
+            "Drafter process failed (%s); restarting in %.0f s. Requests continue without drafts.",
+            error,
+            rest,
+        )
         self._failures += 1
         self._again = time.monotonic() + rest
         self._end()

@@ -232,7 +232,7 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
                 "async_scheduling out, and steps are scheduled one after the other."
             )
         else:
-            logger.info("Steps are scheduled one after the other: %s.", reason)
+            logger.info("Asynchronous scheduling disabled: %s.", reason)
         return None
 
     return __post_init__

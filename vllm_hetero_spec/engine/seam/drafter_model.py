@@ -42,7 +42,7 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         _check_drafts(config, options.model)
         if failure is not None:
             logger.info(
-                "The drafter runs in %s, not as the target in %s: %s.",
+                "The drafter runs in %s, the target in %s: %s.",
                 config.dtype,
                 target.dtype,
                 first_sentence(failure),

@@ -50,7 +50,7 @@ def _wrap_create(original: patching.Function) -> patching.Function:
             return original(self, target_model_config, target_parallel_config)
         config = _build(user, target_model_config, target_parallel_config)
         if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
-            logger.info("No drafter is loaded: this instance hands on prompts (kv_producer).")
+            logger.info("No drafter is loaded, because this instance only prefills (kv_producer).")
             return None
         return config
 

@@ -156,7 +156,7 @@ def _wrap_scheduler(original: patching.Function) -> patching.Function:
         scratch = scratch_of(vllm_config, kv_cache_config)
         if scratch:
             kv_cache_config = replace(kv_cache_config, num_blocks=scratch.start)
-            logger.info("%d KV blocks are kept for the branches of draft trees.", len(scratch))
+            logger.info("%d KV blocks are reserved for the branches of draft trees.", len(scratch))
         original(self, vllm_config, kv_cache_config, *args, **kwargs)
 
     return __init__
