@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a target in pipeline stages that this package cannot serve.
+"""Refusal of a pipeline parallel target that this package cannot serve.
 
-Model Runner V1 schedules drafts before the token in front of them is sampled, so that its output
-would be wrong. Model Runner V2 sends sampled tokens and drafts from stage to stage, but only with
+Model Runner V1 schedules drafts before it has sampled the token in front of them, so its output
+would be wrong. Model Runner V2 sends sampled tokens and drafts between stages, but only with
 asynchronous scheduling. The drafter runs on the last stage.
 """
 
