@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners serves an engine, and why."""
+"""Choice of vLLM's model runner for an engine, with its reason."""
 
 from collections.abc import Sequence
 
 
 def choice(unsupported: Sequence[str] = ()) -> tuple[str, str]:
-    """("V1" or "V2", why), as vLLM chooses.
+    """Return ("V1" or "V2", reason), as vLLM chooses.
 
     Args:
-        unsupported: What a configuration has that V2 does not do; of a plain one nothing.
+        unsupported: Features of the configuration that V2 does not support.
     """
     import vllm.envs as envs
     from vllm.triton_utils.importing import HAS_TRITON
