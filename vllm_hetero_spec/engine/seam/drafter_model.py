@@ -106,7 +106,7 @@ def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) 
         revision=options.revision,
         tokenizer_revision=revision,
         quantization=options.quantization,
-        language_model_only=True,  # it reads only text
+        language_model_only=True,  # the drafter reads only text
     )
 
 

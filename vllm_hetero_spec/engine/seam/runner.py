@@ -60,7 +60,7 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Host clock of steps, which measures wall time between sampling and hand-out of drafts."""
+    """Host clock: wall time between views, and from the hand-out of drafts to the next view."""
 
     def __init__(self) -> None:
         self._viewed: float | None = None
