@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of vLLM's CPU build, in every worker in which our plugin is loaded.
 
-These faults of vLLM also occur without our drafter. Each is repaired only if a small test finds it.
-Other platforms are not changed.
+These faults also occur without our drafter. Each is repaired only if a small test finds it.
 
 * Without Triton, a C++ kernel for int64 tensors expands sampling parameters to draft rows.
-  Temperature, top-p and top-k have other types, so the kernel writes to a converted copy, which is
-  lost. vLLM's own speculation then samples with uninitialized parameters.
+  Temperature, top-p and top-k have other types. The kernel writes them to a converted copy, which
+  is lost, and vLLM's own speculation samples with uninitialized parameters.
 * If a request with a seed samples before its prompt is complete, as in chunked prefill, vLLM undoes
-  the draw by its generator's offset. CPU generators have no offset, and a RuntimeError ends the
-  engine.
+  the draw by its generator's offset. CPU generators have none, and a RuntimeError ends the engine.
 * A row without a LoRA adapter has index -1. In 0.32, this selects the last adapter, so a request
   without an adapter gets another request's weights.
 """

@@ -50,14 +50,10 @@ LEDGER = _load()
 
 
 def missing(vllm_root: Path, release: str) -> list[str]:
-    """Return the symbols of the ledger that a vLLM source tree lacks.
+    """Return the symbols, parameters and members of the ledger that a vLLM source tree lacks.
 
-    Args:
-        vllm_root: Folder `vllm` of an installation or an unpacked wheel.
-        release: Its series, such as "0.33".
-
-    Returns:
-        One line for each missing symbol, parameter or member; empty if none is missing.
+    `vllm_root` is the folder `vllm` of an installation or an unpacked wheel. `release` is its
+    series, such as "0.33".
     """
     faults = []
     for seam in LEDGER:

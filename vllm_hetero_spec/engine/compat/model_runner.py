@@ -5,11 +5,7 @@ from collections.abc import Sequence
 
 
 def choice(unsupported: Sequence[str] = ()) -> tuple[str, str]:
-    """Return ("V1" or "V2", reason), as vLLM chooses.
-
-    Args:
-        unsupported: Features of the configuration that V2 does not support.
-    """
+    """Return ("V1" or "V2", reason), as vLLM chooses; V2 lacks the `unsupported` features."""
     import vllm.envs as envs
     from vllm.triton_utils.importing import HAS_TRITON
 

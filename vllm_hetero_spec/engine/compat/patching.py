@@ -22,17 +22,10 @@ class PatchError(RuntimeError):
 def replace(
     owner: type | ModuleType, name: str, patch: str, make: Callable[[Function], Function]
 ) -> bool:
-    """Replace `owner.name` by `make(original)`.
+    """Replace `owner.name` by `make(original)`. Return False if this patch is installed already.
 
-    Args:
-        owner: A class or module; the attribute must be its own, not inherited.
-        name: Name of the attribute.
-        patch: Name of this patch, stored on the replacement.
-        make: Builds the replacement from the original function. For a static method, class method
-            or property, it receives the underlying function, and the result is wrapped again.
-
-    Returns:
-        False if this patch is installed already.
+    For a static method, class method or property, `make` receives the underlying function, and the
+    result is wrapped again. The attribute must be the owner's own, not inherited.
 
     Raises:
         PatchError: The attribute does not exist, or has another patch of ours.
@@ -63,11 +56,7 @@ def _function(held: Any) -> Any:
 
 
 def add(owner: type, name: str, value: object) -> None:
-    """Add an attribute to `owner`. Idempotent.
-
-    Raises:
-        PatchError: The attribute exists with another value.
-    """
+    """Add an attribute to `owner`. Idempotent. Raise PatchError if it has another value."""
     if name in vars(owner) and vars(owner)[name] is not value:
         raise PatchError(f"{_label(owner)}.{name} exists already")
     setattr(owner, name, value)
@@ -77,10 +66,7 @@ def add_fields(owner: type, template: type) -> None:
     """Add the fields of dataclass `template`, each with a plain default, to dataclass `owner`.
 
     Serializers see them as fields, and every instance has their default as an attribute. The
-    constructor does not accept them.
-
-    Raises:
-        PatchError: `owner` is not a dataclass, or has its own field of the same name.
+    constructor does not accept them. Raises PatchError if `owner` has its own field of that name.
     """
     standing_fields = vars(owner).get("__dataclass_fields__")
     if standing_fields is None:

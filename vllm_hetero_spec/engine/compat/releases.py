@@ -24,12 +24,8 @@ def installed() -> tuple[int, int]:
 def series_of(found: str, override: str | None = None) -> tuple[int, int]:
     """Return the supported series of a vLLM version such as "0.32.0+cpu".
 
-    Args:
-        found: Version of vLLM.
-        override: Version or series that is treated as the nearest older supported one.
-
-    Raises:
-        ConfigError: The version is neither supported nor overridden.
+    `override` selects a version or series to treat as the nearest older supported one. Raises
+    ConfigError if the version is neither supported nor overridden.
     """
     numbers = found.split("+")[0].split(".")[:2]
     series = (int(numbers[0]), int(numbers[-1])) if all(n.isdecimal() for n in numbers) else (0, 0)

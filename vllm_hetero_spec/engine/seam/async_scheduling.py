@@ -52,10 +52,8 @@ class AsyncStepInfo:
 def buckets(longest: int, chain: int) -> list[int]:
     """Return the scheduled draft lengths, ascending: 0, and about half and all of each argument.
 
-    Args:
-        longest: Rows of the longest draft.
-        chain: Tokens of the longest chain. With draft trees it is less than `longest`, so that
-            chains are not padded to the rows of a tree.
+    With draft trees, `chain` (tokens of the longest chain) is less than `longest` (rows of the
+    longest draft), so that chains are not padded to the rows of a tree.
     """
     return sorted({0, *(n for of in (chain, longest) for n in ((of + 1) // 2, of))})
 
@@ -132,11 +130,7 @@ def _wrap_observe(original: patching.Function) -> patching.Function:
 
 
 def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
-    """Make a worker capture full CUDA graphs of all buckets for every batch size.
-
-    Args:
-        cudagraph_utils: vLLM's module of Model Runner V2.
-    """
+    """Make a worker capture full CUDA graphs of all buckets for every batch size."""
     name = "build_dynamic_sd_schedule_lookup"
     patching.replace(cudagraph_utils, name, "all tiers", _wrap_lookup)
     manager = cudagraph_utils.CudaGraphManager
@@ -146,8 +140,8 @@ def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
 def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the buckets in vLLM's format, each with a range of batch sizes.
 
-    The ranges only determine the batch sizes for which vLLM plans graphs, because the controller
-    chooses the bucket. The longest drafts have the large batches, because they need most tokens.
+    The controller chooses the bucket, so a range only sets the batch sizes for which vLLM plans
+    graphs. The longest drafts have the large batches, because they need most tokens.
     """
     *some, longest = named
     last = len(some) + 1, _MANY, longest
@@ -167,8 +161,7 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
     def _init_candidates(self: "CudaGraphManager") -> None:
         """Offer every batch the smallest sufficient graph of each bucket.
 
-        vLLM only offers the graphs of the next captured number of tokens. All of these may belong
-        to another bucket.
+        vLLM only offers graphs of the next captured size, which may all belong to another bucket.
         """
         original(self)
         if not hasattr(self.vllm_config.speculative_config, "hetero"):
@@ -186,14 +179,10 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
 
 
 def _check_room(config: "VllmConfig") -> None:
-    """Refuse drafts that are longer than a step, with synchronous scheduling.
+    """Raise ConfigError if drafts are longer than a step, with synchronous scheduling.
 
-    vLLM pads a waiting request with one token to compute (for example after a cached prefix) to all
-    rows of a draft. If these rows do not fit into a step, vLLM never schedules the request, or the
-    engine ends.
-
-    Raises:
-        ConfigError: The rows of a draft do not fit into a step.
+    vLLM pads a waiting request with one token to compute, for example after a cached prefix, to all
+    rows of a draft. If these do not fit, it never schedules the request, or the engine ends.
     """
     spec = config.speculative_config
     rows = 1 + spec.num_speculative_tokens

@@ -2,9 +2,8 @@
 """Transfer of a request's `cache_salt` from vLLM's scheduler to the worker.
 
 The drafter shares KV blocks between requests with a common prefix. A salt forbids sharing between
-tenants, but vLLM does not send it to the worker. A hash of the salt is therefore attached to the
-NewRequestData of salted requests. A hash suffices because only equality of salts matters, and a
-salt may have any length.
+tenants, but vLLM does not send it to the worker. A hash of it is attached to the NewRequestData. A
+hash suffices, because only equality matters.
 """
 
 import hashlib

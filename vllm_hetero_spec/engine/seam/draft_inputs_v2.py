@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class DraftInputs:
-    """Writes drafts to the memory from which a runner reads them. Padding has the valid id 0.
-
-    Args:
-        runner: vLLM's model runner with a loaded model.
-    """
+    """Writes drafts to the memory from which a runner reads them. Padding has the valid id 0."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
@@ -63,12 +59,7 @@ class DraftInputs:
 
     @torch.inference_mode()
     def put(self, batch: "InputBatch", drafts: Sequence[Sequence[int]]) -> None:
-        """Write drafts to the request states, before the next step is prepared.
-
-        Args:
-            batch: Batch of the step that the drafts follow.
-            drafts: Target ids for each request of the batch.
-        """
+        """Write a step's drafts to the request states, before the next step is prepared."""
         states = self._runner.req_states
         rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
         for row, tokens in zip(rows, drafts, strict=True):
@@ -76,10 +67,7 @@ class DraftInputs:
         states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
 
     def filling(self, batch: "InputBatch") -> Callable[[Mapping[str, Sequence[int]]], None]:
-        """Return a function that writes drafts to the inputs of a prepared step.
-
-        The function receives target ids by request. Requests without a draft may be missing.
-        """
+        """Return a function that writes drafts by request to the inputs of a prepared step."""
         counts = batch.num_draft_tokens_per_req
         if counts is None:
             return lambda drafts: None

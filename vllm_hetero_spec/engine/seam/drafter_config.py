@@ -58,10 +58,8 @@ class DraftingMode(NamedTuple):
 def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
     """Choose between CUDA graphs and eager execution.
 
-    Args:
-        options: `enforce_eager` decides. Unset: graphs of an uncompiled model, unless the target is
-            eager. False: graphs of a compiled model. True: eager.
-        target: The worker's configuration.
+    `enforce_eager` decides. Unset: graphs of an uncompiled model, unless the target is eager.
+    False: graphs of a compiled model. True: eager.
     """
     compiled = options.enforce_eager is False
     why = ""
@@ -94,11 +92,7 @@ def drafter_vllm_config(
     because vLLM writes defaults into a configuration. Layers also register in the compilation
     config, and vLLM's KV cache manager must not see the drafter's layers there.
 
-    Args:
-        target: The worker's configuration.
-        drafter: Result of `drafter_model.drafter_model_config`.
-        options: Options of the user.
-        solo: Run the whole drafter on this rank, even if the target is tensor parallel.
+    With `solo`, this rank runs the whole drafter, even if the target is tensor parallel.
 
     Raises:
         ConfigError: vLLM would spread the drafter's experts over several engines.
@@ -173,12 +167,9 @@ def _load_config(target: LoadConfig) -> LoadConfig:
 
 
 def stand_alone(parallel: ParallelConfig) -> None:
-    """Change a parallel configuration to that of a process with one rank.
+    """Change a parallel configuration, in place, to that of a process with one rank.
 
     vLLM computes the device index from the ranks in the configuration.
-
-    Args:
-        parallel: Configuration of a drafter in a process of its own; changed in place.
     """
     parallel.data_parallel_index = parallel.data_parallel_rank_local = parallel.node_rank = 0
     parallel.nnodes = 1
@@ -186,15 +177,10 @@ def stand_alone(parallel: ParallelConfig) -> None:
 
 
 def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:
-    """Remove vLLM's kernel choice for the target, and keep the user's.
+    """Remove vLLM's kernel choice for the target from a copy of its IrOpPriorityConfig, in place.
 
-    A compiled model has norms as single operations that the compiler fuses. Without compilation
-    they would run one by one. vLLM therefore has to choose again for the drafter.
-
-    Args:
-        priorities: Copy of the target's IrOpPriorityConfig, in which vLLM has appended its choice
-            to the user's; changed in place.
-        target: The worker's configuration.
+    vLLM has appended its choice to the user's, which is kept. In a compiled model, norms are single
+    operations that the compiler fuses; without compilation they would run one by one.
     """
     for name, chosen in vars(current_platform.get_default_ir_op_priority(target)).items():
         mine = [kernel for kernel in getattr(priorities, name) if kernel not in chosen]
@@ -204,17 +190,11 @@ def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:
 def kv_budget(
     options: HeteroOptions, target: VllmConfig, context: int, bytes_for: Callable[[int], int]
 ) -> int:
-    """Return the bytes of the drafter's KV pool.
+    """Return the bytes of the drafter's KV pool; `kv_cache_memory_bytes` has priority.
 
-    The default pool holds every request at full length. It has an upper limit: a quarter of an
-    explicit target budget, or else the smaller of 1/16 of the device's memory and 4 GiB. The pool
+    By default the pool holds every request at full length, `context` drafter tokens. It is limited
+    to a quarter of an explicit target budget, or else to 1/16 of the device's memory and 4 GiB. It
     always has the minimum size with which it works.
-
-    Args:
-        options: `kv_cache_memory_bytes` has priority over the default.
-        target: The worker's configuration.
-        context: Maximum number of drafter tokens of a request.
-        bytes_for: Returns the bytes of drafter KV for a number of tokens.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes

@@ -148,10 +148,7 @@ def _check_values(options: HeteroOptions, error: Exception) -> None:
 
 
 def _check_folders(options: HeteroOptions) -> None:
-    """Raise ConfigError if a path does not exist or is a folder without a model.
-
-    vLLM would report a bad repository name.
-    """
+    """Raise ConfigError for a missing folder or model; vLLM would report a bad repository name."""
     for what, name in (("drafter", options.model), ("drafter's tokenizer", options.tokenizer)):
         if str(name).startswith(("/", "./", "../")) and not os.path.exists(str(name)):
             raise ConfigError(
@@ -196,12 +193,8 @@ def bound_context(
 ) -> None:
     """Shorten `drafter.max_model_len` to the context that the drafter reads.
 
-    Args:
-        drafter: Changed in place.
-        options: `context` has priority over the default. The default covers the target's longest
-            context, up to `DEFAULT_CONTEXT`.
-        target_len: The target's longest context in target tokens.
-        ratio: Drafter tokens per target token on ordinary text.
+    The default covers `target_len` target tokens, up to `DEFAULT_CONTEXT`. `ratio` is the number of
+    drafter tokens per target token on ordinary text.
 
     Raises:
         ConfigError: `context` is longer than the drafter supports.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration hooks in vLLM's front end, which add our methods to `--speculative-config`.
 
-`EngineArgs.create_speculative_config` is wrapped. If the user names one of our methods, it builds a
-`HeteroSpeculativeConfig` from our keys. vLLM treats this as a `custom_class` configuration. The
-original method handles every other configuration.
+If the user names one of our methods, the wrapped `EngineArgs.create_speculative_config` builds a
+`HeteroSpeculativeConfig`, which vLLM treats as a `custom_class` configuration. The original method
+handles every other configuration.
 """
 
 import argparse

@@ -8,13 +8,9 @@ import numpy as np
 
 
 def map_adapters_by_row(state: Any, present: Callable[[], Any]) -> None:
-    """Apply each request's adapter to all rows of its logits.
+    """Apply each request's adapter to all rows of its logits, by replacing `make_lora_inputs`.
 
     vLLM lists one adapter per request, which is wrong for requests with drafts.
-
-    Args:
-        state: The runner's `lora_state`; its `make_lora_inputs` is replaced.
-        present: Returns the SchedulerOutput of the current step.
     """
     by_request = state.make_lora_inputs
 

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 def likeliest_between(group: "GroupCoordinator") -> int | None:
-    """Return the number of likeliest drafter tokens to sample from; None for all.
-
-    A collective operation: all ranks of the group must call it.
-
-    Args:
-        group: The target's tensor parallel group.
-    """
+    """Return the number of likeliest drafter tokens to sample from; None for all. Collective."""
     if group.world_size == 1 or all(in_the_same_node_as(group.cpu_group)):
         return None
     return SPARSE_TOP_K

@@ -37,17 +37,12 @@ class Groups(NamedTuple):
 
     @classmethod
     def of_drafter(cls, *, solo: bool) -> "Groups":
-        """Return the groups of a drafter on this rank.
-
-        Args:
-            solo: Run the whole drafter on this rank, even if the target is tensor parallel.
-        """
+        """Return the groups of a drafter; with `solo`, this rank runs the whole drafter."""
         tensor = parallel_state.get_tp_group()
         return cls(_solo(tensor) if solo else tensor, _solo(parallel_state.get_pp_group()))
 
 
 def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordinator:
-    """Return a copy of the group with this rank only."""
     group = copy.copy(group)
     group.world_size = 1
     group.rank_in_group = 0
@@ -62,13 +57,7 @@ def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
 
 
 class IsolatedParallelState:
-    """Context manager that hides the KV connector and exchanges groups and kernels; do not nest.
-
-    Args:
-        groups: The drafter's groups.
-        target: The worker's configuration.
-        drafter: The drafter's configuration.
-    """
+    """Context manager that exchanges the globals while the drafter runs; do not nest."""
 
     def __init__(self, groups: Groups, target: VllmConfig, drafter: VllmConfig) -> None:
         self._groups = groups

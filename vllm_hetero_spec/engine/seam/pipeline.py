@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(config: "VllmConfig") -> None:
-    """Refuse pipeline stages on Model Runner V1, and on V2 without asynchronous scheduling.
-
-    Raises:
-        ConfigError: The stages are not supported.
-    """
+    """Raise ConfigError for pipeline stages that are not supported."""
     stages = config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return

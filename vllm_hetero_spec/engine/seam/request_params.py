@@ -37,8 +37,7 @@ class RequestParams:
         penalty: Penalties; None without any.
         structured: True if a grammar constrains the output.
         max_tokens: Maximum output length in target tokens; None for no limit.
-        min_tokens: Number of target tokens before the first allowed stop token.
-        stop_ids: Stop tokens to which `min_tokens` applies.
+        min_tokens: Number of target tokens before the first allowed one of `stop_ids`.
         end_ids: Target ids that end the request.
         allowed_ids: The only allowed target ids; None for all.
         bad_words: Forbidden sequences of target ids.
@@ -89,8 +88,7 @@ class RequestParams:
     def before_stops(self, count: int) -> int:
         """Return the maximum draft length whose bonus token is still within `min_tokens`.
 
-        Args:
-            count: Number of generated tokens; there is no limit from `min_tokens` on.
+        `count` is the number of generated tokens. There is no limit from `min_tokens` on.
         """
         early = self.min_tokens - count
         return early - 1 if early > 0 else _MANY
@@ -99,10 +97,7 @@ class RequestParams:
         """Return the number of leading tokens of a proposal that the request does not forbid.
 
         Bad words, stop tokens before `min_tokens`, and tokens outside `allowed_ids` are forbidden.
-
-        Args:
-            proposal: Target ids.
-            output: Generated target ids; only the last ones are read.
+        Only the last tokens of `output` are read.
         """
         early = self.min_tokens - len(output)
         if not self.bad_words and self.allowed_ids is None and early <= 0:
@@ -123,9 +118,7 @@ class RequestParams:
 def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams:
     """Convert vLLM's sampling parameters; a pooling request (None) has the defaults.
 
-    Args:
-        params: vLLM's sampling parameters.
-        noise_seed: `RequestParams.noise_seed`; the same on all ranks that verify together.
+    `noise_seed` must be the same on all ranks that verify together.
     """
     if params is None:
         return RequestParams(noise_seed)
@@ -155,9 +148,6 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
 
 def requested_lookahead(extra_args: Mapping[str, Any] | None) -> int | None:
     """Return the draft length in target tokens that a request sets; None for the controller's.
-
-    Args:
-        extra_args: Field of SamplingParams.
 
     Raises:
         VLLMValidationError: The name or value of one of our parameters is not supported.

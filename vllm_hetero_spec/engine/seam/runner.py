@@ -36,12 +36,7 @@ class Runner(Protocol):
         """Disable draft trees if a rank does not support them. Every rank has to call this."""
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """Attach data for the scheduler to a step's output.
-
-        Args:
-            output: vLLM's ModelRunnerOutput.
-            lookahead: Draft tokens per request in the next scheduled steps.
-        """
+        """Attach `lookahead`, the draft length of the next scheduled steps, to a step's output."""
 
     def target_forward(self, rows: int) -> None:
         """Run the target and its head once over `rows` dummy tokens."""
@@ -81,17 +76,14 @@ class StepClock:
 class DeviceClock:
     """Device clock of steps, without a wait on the host.
 
-    A step lasts from the hand-out of its drafts, or from the start of its forward if it has none,
-    to the end of its sampling.
-
-    Args:
-        device: Device of the target.
+    A step begins with the hand-out of its drafts, or with its forward if it has none. It ends with
+    its sampling.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began: Mark | None = None
-        self._ended: Mark | None = None  # the previous step
+        self._ended: Mark | None = None  # end of the previous step
 
     def begins(self) -> None:
         """Mark the start of the step that is being queued, unless it is marked already."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the model runner: V2 whenever vLLM would choose it without a drafter.
 
-vLLM supports a `custom_class` only on V1. This module removes ours from vLLM's list of features
-that V2 does not support, in every process that reads the configuration. It also gives V2 our
-speculator.
+vLLM supports `custom_class` only on V1. In every process that reads the configuration, this module
+removes ours from vLLM's list of unsupported features, and gives V2 our speculator.
 """
 
 import sys
@@ -34,7 +33,7 @@ def install() -> None:
 
 
 def describe(config: "VllmConfig") -> str:
-    """Return the model runner for a configuration with our drafter, and the reason."""
+    """Return the model runner of a configuration with our drafter, and the reason."""
     runner, why = choice(config._get_v2_model_runner_unsupported_features())
     return f"Model Runner {runner} ({why})"
 

@@ -33,14 +33,7 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class RunnerV1:
-    """`Runner` of one worker with Model Runner V1.
-
-    Args:
-        runner: vLLM's model runner.
-
-    Attributes:
-        branches: Draft trees of the worker; None if all drafts are chains.
-    """
+    """`Runner` with Model Runner V1. `branches` has its draft trees; None if drafts are chains."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
@@ -73,13 +66,7 @@ class RunnerV1:
         return int(self._runner.max_num_tokens)
 
     def commit_accepted_branch_kv(self, sampled: Sequence[Sequence[int]]) -> None:
-        """Copy the KV of accepted branch tokens into the request's own blocks.
-
-        Must run before the next forward.
-
-        Args:
-            sampled: Target ids that each request of the batch sampled.
-        """
+        """Copy the KV of accepted branch tokens to the request's blocks, before another forward."""
         if self.branches is not None and self.branches.uneven:
             req_ids = self._runner.input_batch.req_ids
             self.branches.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
@@ -89,9 +76,7 @@ class RunnerV1:
     ) -> StepView:
         """Build the view of the step that has just sampled.
 
-        Args:
-            scheduler_output: vLLM's SchedulerOutput of the step.
-            sampled: Target ids that each request of the batch sampled, empty in prefill.
+        `sampled` has the target ids of each request of the batch, none in prefill.
         """
         times = self._clock.viewed(time.perf_counter())
         runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens

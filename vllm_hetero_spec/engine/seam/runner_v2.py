@@ -42,10 +42,7 @@ _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
 
 class RunnerV2:
-    """`Runner` of one worker with Model Runner V2.
-
-    Args:
-        runner: vLLM's model runner with a loaded model.
+    """`Runner` with Model Runner V2.
 
     Attributes:
         buckets: `StepView.buckets`.
@@ -120,14 +117,7 @@ class RunnerV2:
         }
 
     def plan_trees(self, batch: "BatchReqState") -> bool:
-        """Plan the draft trees of the present step.
-
-        Args:
-            batch: State of the step's batch on the host.
-
-        Returns:
-            True if attention gets more sequences than there are requests.
-        """
+        """Plan the step's trees. Return True if attention gets more sequences than requests."""
         lengths = batch.num_draft_tokens_np
         if self._branches is None or lengths is None:
             return False
@@ -138,9 +128,7 @@ class RunnerV2:
     def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
         """Describe the step that has just been queued, and start to copy its counts to the host.
 
-        Args:
-            batch: Batch of the step.
-            num_sampled: int32 [B] on the device, number of target tokens that each request sampled.
+        `num_sampled` int32 [B] on the device is the number of tokens that each request sampled.
         """
         assert self._output is not None, "no step has begun"
         # Mark the time before the copy, so that it is known when the counts have arrived.
@@ -158,9 +146,9 @@ class RunnerV2:
         )
 
     def commit_accepted_branch_kv(self, step: SampledStep) -> None:
-        """Copy the KV of accepted branch tokens into the request's own blocks.
+        """Copy the KV of accepted branch tokens to the request's blocks, before the next forward.
 
-        Must run before the next forward. Waits for the device.
+        Waits for the device.
         """
         if self._branches is None or not self._branches.uneven:
             return
@@ -178,10 +166,8 @@ class RunnerV2:
     def view(self, step: SampledStep, *, late: bool = False) -> StepView:
         """Build the view of a step. Waits until it has sampled.
 
-        Args:
-            step: The step.
-            late: True if later steps are queued. The view then lacks requests that have ended or
-                were preempted, because other requests may have their slots. `started` is empty.
+        With `late`, later steps are queued. The view then lacks requests that have ended or were
+        preempted, because other requests may have their slots. `started` is empty.
         """
         output = step.output
         sampled, texts = self._texts(step)
@@ -251,16 +237,11 @@ class RunnerV2:
     def take_drafts(
         self, batch: "InputBatch", drafts: Sequence[list[int]], *, late: bool = False
     ) -> "DraftTokenIds":
-        """Store the drafts of a step, and return them in the scheduler's format.
+        """Store a step's drafts, target ids for each request, and return them for the scheduler.
 
-        With pipeline stages, the result contains the drafts of all requests, because the scheduler
-        calls this when other requests have sampled.
-
-        Args:
-            batch: Batch of the step.
-            drafts: Target ids for each of its requests, at most as many as the longest draft.
-            late: True if the next step has begun. Requests that began, ended or were preempted in
-                it get no draft.
+        With pipeline stages, the result has the drafts of all requests, because the scheduler calls
+        this when other requests have sampled. With `late`, the next step has begun. Requests that
+        began, ended or were preempted in it get no draft.
         """
         from vllm.v1.outputs import DraftTokenIds
 
@@ -305,9 +286,7 @@ class RunnerV2:
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the index in its request's output of the token after each position.
 
-        Args:
-            slots: int64 [n], request slots of the runner.
-            positions: int64 [n], positions in the requests, prompt included.
+        `slots` int64 [n] are requests, and `positions` int64 [n] include the prompt.
         """
         prompts: torch.Tensor = self._runner.req_states.prompt_len.gpu[slots]
         return positions + 1 - prompts

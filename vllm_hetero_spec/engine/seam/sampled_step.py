@@ -27,14 +27,12 @@ class SampledStep:
     """Step that is queued up to its sampling.
 
     Attributes:
-        req_ids: Requests, in the batch's order.
         slots: int64 [B], slots of the requests in the runner.
         came: Newest NewRequestData of each request.
         counts: int32 [2, B], number of sampled tokens and of all tokens of each request.
         output: vLLM's SchedulerOutput of the step.
         verified: Number of draft tokens that the step verifies, by request.
-        times: Returns the step's device times once `counts` has arrived; None if the step is timed
-            on the host.
+        times: Returns device times once `counts` has arrived; None if the host times the step.
     """
 
     req_ids: Sequence[str]
@@ -46,10 +44,7 @@ class SampledStep:
     times: Callable[[], StepTimes] | None
 
     def came_as(self, index: int, present: "Mapping[str, NewRequestData]") -> bool:
-        """Return True if the request at `index` has not ended or been added again since the step.
-
-        It then has the same slot in the runner.
-        """
+        """Return True if the request has not ended or been added again, so its slot is the same."""
         came = self.came[index]
         return came is not None and present.get(self.req_ids[index]) is came
 
@@ -62,16 +57,7 @@ class SampledStep:
         new: "NewRequestData",
         params: RequestParams,
     ) -> RequestView:
-        """Build the view of a request.
-
-        Args:
-            index: Index in the batch.
-            text: int32 [n], target ids of the request.
-            sampled: Number of ids at the end of `text` that the step has sampled.
-            num_prompt: Number of prompt ids.
-            new: Newest NewRequestData of the request.
-            params: Parameters of the request.
-        """
+        """Build the view of a request; its last `sampled` tokens are those of the step."""
         req_id = self.req_ids[index]
         verified = self.verified.get(req_id, 0)
         scheduled = self.output.scheduled_spec_decode_tokens.get(req_id, ())

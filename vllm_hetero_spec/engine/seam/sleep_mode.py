@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the drafter in vLLM's sleep mode.
 
-Level 2 discards the target's weights, and the user loads them again. The drafter's weights, tables
-and buffers would not be loaded again. They are therefore allocated with a tag that vLLM backs up to
-host memory at every level. Addresses do not change, so CUDA graphs stay valid. The drafter's KV is
-discarded with the target's, and requests are prefilled again.
+Level 2 discards the target's weights, and the user loads them again. Nothing would load the
+drafter's weights again. They are therefore allocated with a tag that vLLM backs up to host memory
+at every level. Addresses do not change, so CUDA graphs stay valid. The drafter's KV is discarded
+with the target's, and requests are prefilled again.
 
-A drafter in a process of its own is not in vLLM's memory. At level 1 its process stays, idle. At
-level 2 its process ends, and starts again when the worker wakes.
+A drafter in a process of its own is not in vLLM's memory. At level 1 it stays, idle. At level 2 its
+process ends, and starts again when the worker wakes.
 """
 
 import contextlib

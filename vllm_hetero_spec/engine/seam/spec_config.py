@@ -2,8 +2,7 @@
 """vLLM's SpeculativeConfig with the options of this package.
 
 vLLM treats it as a `custom_class` configuration, without lookahead slots in the target's KV cache.
-`runner_choice` chooses the model runner, and `async_scheduling` the mode of scheduling. Our options
-and the drafter's ModelConfig are pickled with it for spawned workers and Ray. Never use
+Our options and the drafter's ModelConfig are pickled with it for spawned workers and Ray. Never use
 `dataclasses.replace` on it: vLLM's checks refuse the `prompt_lookup_max=0` that `custom_class`
 sets.
 """
@@ -29,11 +28,11 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
 
     Attributes:
         hetero: Validated options of the user.
-        drafter_model_config: vLLM's ModelConfig of the drafter. `draft_model_config` is the
-            target's, as `custom_class` requires.
+        drafter_model_config: The drafter's; `draft_model_config` is the target's, as `custom_class`
+            requires.
         takes_all_params: True if drafts are verified under every sampling parameter; set by
             `params_check`.
-        plugin_version: Version of this package in the process that made the configuration.
+        plugin_version: Version of this package in the front end.
     """
 
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
@@ -82,10 +81,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's warning to authors of proposers.
-
-    It does not concern users, because this package checks the vLLM release at startup.
-    """
+    """Return False for vLLM's warning to authors of proposers; we check the release at startup."""
     return "custom class-based proposer" not in record.getMessage()
 
 

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class HeteroSpeculator(BaseSpeculator):
-    """Implements vLLM's speculator and draft tokens handler with a proposer.
-
-    Args:
-        proposer: Makes the drafts.
-    """
+    """Implements vLLM's speculator and draft tokens handler with a proposer."""
 
     supports_mm_inputs = False
     draft_logits = None  # `PendingDraftProbs` holds our draft_probs
@@ -86,13 +82,9 @@ class HeteroSpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Begin the drafts of a step.
+        """Begin the drafts of a step, and return int64 [B, K] zeros.
 
-        With pipeline stages it also finishes them, because vLLM sends the result to the other
-        stages.
-
-        Returns:
-            int64 [B, K]; the drafts with pipeline stages, else zeros.
+        With pipeline stages, finish and return them, because vLLM sends the result to other stages.
         """
         self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:

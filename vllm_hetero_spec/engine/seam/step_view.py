@@ -22,10 +22,7 @@ class RequestView(NamedTuple):
     """One request of the batch after a step of the target.
 
     Attributes:
-        req_id: vLLM's id of the request.
-        params: Parameters of the request.
         token_ids: int [num_tokens], target ids of prompt and output, in the runner's host memory.
-        num_prompt_tokens: Number of prompt ids in `token_ids`.
         new_tokens: Target ids that it sampled in this step; empty in prefill.
         num_drafted: Draft tokens that the target verified in this step; for a tree, its nodes.
         num_padding: Other computed draft positions: padding, or tokens that a tree computes again.
@@ -86,9 +83,9 @@ class TreeRoom(NamedTuple):
     """Limits of draft trees in a step.
 
     Attributes:
-        nodes: Maximum number of draft tokens of a tree; a path has at most `StepView.lookahead`.
-        rows: Maximum number of rows of a draft, including tokens that are computed again.
-        branches: Maximum number of branches of a request.
+        nodes: Draft tokens of a tree; a path has at most `StepView.lookahead`.
+        rows: Rows of a draft, including tokens that are computed again.
+        branches: Branches of a request.
     """
 
     nodes: int
@@ -109,18 +106,15 @@ class StepView:
             step's drafts may have any length up to `lookahead`.
         longest: Longest chain of the buckets; 0 without buckets.
         trees: Limits of draft trees; None if drafts must be chains.
-        preempted: Requests that lost their KV in this step. Their drafts are void. vLLM may
-            schedule draft positions for one that comes back, which are padding.
+        preempted: Requests that lost their KV in this step. Their drafts are void. If one comes
+            back, vLLM may schedule draft positions for it, which are padding.
         ended: Requests that vLLM has since reported as finished. With asynchronous scheduling, one
             more step may contain them.
         max_model_len: The target's maximum sequence length in tokens.
         num_rows: Tokens that the target computed in this step.
-        target_seconds: Time from the hand-out of the previous drafts to the end of sampling; None
-            if unknown.
-        step_seconds: Time since the end of the previous step's sampling; None if unknown.
+        target_seconds, step_seconds: As in `runner.StepTimes`.
         early_bonus: True if vLLM applies `min_tokens` to the bonus token as if no draft came before
-            it. A draft must then not reach `min_tokens`, because vLLM would wrongly forbid stop
-            tokens after it.
+            it. vLLM would then wrongly forbid stop tokens after a draft that reaches `min_tokens`.
     """
 
     requests: Sequence[RequestView]
@@ -150,11 +144,7 @@ class StepView:
 
     @cached_property
     def room(self) -> list[int]:
-        """Maximum useful draft length of each request, in target tokens.
-
-        The limits are the model's length and `max_tokens`, less one token that the target itself
-        adds.
-        """
+        """Maximum useful draft length of each request; the target itself adds its last token."""
         rooms = []
         for request in self.requests:
             end, longest = self.max_model_len, request.params.max_tokens
@@ -211,15 +201,15 @@ class TreesView(NamedTuple):
 class BatchView:
     """Batch for which tokens are being sampled; empty while vLLM profiles with dummy requests.
 
+    Fields other than `req_ids` are empty if the model runner passes them in another way.
+
     Attributes:
         req_ids: Requests, in the batch's order.
-        noise_seeds: `RequestParams.noise_seed`; empty if the device has the seeds.
-        num_output_tokens: Target tokens generated before this step; empty if the device has them.
-        lengths: Draft tokens of each request; empty on Model Runner V1, which passes them
-            otherwise.
+        noise_seeds: `RequestParams.noise_seed`.
+        num_output_tokens: Target tokens generated before this step.
+        lengths: Draft tokens of each request.
         trees: Draft trees; None if all drafts are chains.
-        named: Maximum number of tokens whose log probabilities a request wants
-            (`logprob_token_ids`); 0 on Model Runner V1, which passes them otherwise.
+        named: Maximum number of `logprob_token_ids` of a request.
     """
 
     req_ids: Sequence[str]

@@ -69,11 +69,7 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
 
 
 def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:
-    """Refuse a pair that cannot be bridged, and bound the drafter's context by the target's.
-
-    Raises:
-        ConfigError: A tokenizer is missing or cannot be bridged, or `context` is too long.
-    """
+    """Refuse a pair that cannot be bridged (ConfigError), and bound the drafter's context."""
     pair = load_pair(target, drafter, options)
     logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
     ratio = len(pair.drafter.encode(CALIBRATION_TEXT)) / len(pair.target.encode(CALIBRATION_TEXT))
@@ -107,7 +103,6 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
 
 
 def _eos(config: ModelConfig) -> list[int] | None:
-    """Return the EOS ids of the generation configuration; the first one is the primary one."""
     found: int | list[int] | None = config.try_get_generation_config().get("eos_token_id")
     if found is None:
         return None

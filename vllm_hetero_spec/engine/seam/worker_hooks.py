@@ -57,9 +57,9 @@ class Proposer(transport.Reporter):
 
         Args:
             num_requests: Requests in the step.
-            without_drafts: With asynchronous scheduling, True if the step verified no drafts and
-                none may be made after it. All ranks have the same value, and a view would wait for
-                the device. None with synchronous scheduling.
+            without_drafts: With asynchronous scheduling, True if no drafts were verified in the
+                step or can follow it. All ranks have the same value. None with synchronous
+                scheduling.
             begun: True if requests begin in the step.
         """
 
@@ -67,10 +67,7 @@ class Proposer(transport.Reporter):
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
         """Read a skipped step that has ended. No drafts follow it.
 
-        Args:
-            view: Builds the step's view without waiting for the device.
-            num_requests: Requests in the step.
-            hurried: True if the device may be idle meanwhile.
+        `view` does not wait for the device. With `hurried`, the device may be idle meanwhile.
         """
 
     @abstractmethod
@@ -85,8 +82,7 @@ class Proposer(transport.Reporter):
     def record(self) -> int:
         """Capture the drafter's CUDA graphs, and return their size in bytes.
 
-        Called on every rank after the capture of the target's graphs, and again when the engine is
-        warm.
+        Called on every rank after the target's graphs, and again when the engine is warm.
         """
 
     @abstractmethod
@@ -111,11 +107,7 @@ class Proposer(transport.Reporter):
 
 
 def install_worker_hooks(*, v2: bool) -> None:
-    """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
-
-    Args:
-        v2: True if this process runs Model Runner V2.
-    """
+    """Hook the workers and runners of this process. Idempotent; inert for other drafters."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     runner = _hook_v2() if v2 else _hook_v1()
@@ -171,7 +163,6 @@ def _family(base: type[_Class]) -> Iterator[type[_Class]]:
 
 
 def _ours(runner: object, name: str = "drafter") -> Proposer | None:
-    """Return a model runner's drafter if it is ours; else None."""
     drafter = getattr(runner, name, None)
     return drafter if isinstance(drafter, Proposer) else None
 
@@ -297,10 +288,7 @@ def _execute_v2(original: _Original) -> _Original:
 
 
 def _gather_v2(original: patching.Function) -> patching.Function:
-    """Wrap `gather_batch_req_state` of Model Runner V2, to plan the step's draft trees.
-
-    With branches, a batch is not uniform: it has more sequences, and not equally many tokens each.
-    """
+    """Wrap `gather_batch_req_state` of V2, to plan trees; a batch with branches is not uniform."""
 
     def gather_batch_req_state(
         runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool

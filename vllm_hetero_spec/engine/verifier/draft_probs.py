@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class PendingDraftProbs:
-    """`DraftProbs` of drafts that are not verified yet; a request without any has a certain draft.
-
-    Args:
-        send: Copies arrays to the device, once for each batch (`staging.Sender`).
-    """
+    """`DraftProbs` of drafts that are not verified yet. Requests without any have certain ones."""
 
     def __init__(self, send: Send = on_host) -> None:
         self._send = send
@@ -53,13 +49,10 @@ class PendingDraftProbs:
         """Return the drafts of a step with their draft_probs, and delete these here.
 
         Args:
-            req_ids: [B], requests; empty while vLLM profiles with dummy requests, whose drafts are
-                certain.
-            lengths: Tokens of each request's draft. It may be cut at its end, or padded there with
-                -1.
+            req_ids: [B]; empty while vLLM profiles with dummy requests, whose drafts are certain.
+            lengths: [B], draft tokens. A draft may be cut at its end, or padded there with -1.
             tokens: int64 [N], draft tokens.
-            seeds: [B], `DraftBatch.seeds`.
-            places: [B], `DraftBatch.places`.
+            seeds, places: [B], as in `DraftBatch`.
         """
         # All requests of a round share one table, whose `id()` is the key. The values are the table
         # and its first row in the batch.
@@ -92,16 +85,11 @@ class PendingDraftProbs:
 def shared(
     draft_probs: Mapping[str, DraftProbs], group: "GroupCoordinator", likeliest: int | None = None
 ) -> dict[str, DraftProbs]:
-    """Return the first rank's `DraftProbs` of a round on every rank.
+    """Return the first rank's `DraftProbs` of a round on every rank. Collective.
 
-    A collective operation: all ranks of the group must call it. If the first rank fails, it first
-    sends an empty result and then raises, because the other ranks would wait forever.
-
-    Args:
-        draft_probs: `DraftProbs` by request; read on the first rank only.
-        group: vLLM's tensor parallel group.
-        likeliest: Maximum number of tokens with a probability in a row. Only these are sent. None
-            to send whole rows.
+    If the first rank fails, it first sends an empty result and then raises, because the other ranks
+    would wait forever. `draft_probs` is read on the first rank only. `likeliest` is the maximum
+    number of tokens with a probability in a row; None to send whole rows.
     """
     sent, failure = None, None
     if group.is_first_rank:
@@ -133,7 +121,6 @@ def _message(draft_probs: Mapping[str, DraftProbs], likeliest: int | None) -> di
 
 
 def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, Any]:
-    """Return rows [R, V_T] in the format in which they are sent."""
     if likeliest is None:
         # A broadcast on CPU sends contiguous memory. Rows may be a slice of wider ones.
         return {name: rows.contiguous()}

@@ -25,16 +25,10 @@ class _Account:
 
 
 class FuzzyRule:
-    """`verify.fuzzy` with counts for each request.
+    """`verify.fuzzy` with counts for each request, which are read after a step's tokens.
 
-    The counts are read once per step, after the step's tokens. Nothing waits for them.
-
-    Args:
-        divergence: "js", "tv" or "kl".
-        threshold: A sampled draft token with a smaller divergence passes.
-        receiver: Makes a receiver for the counts of a batch, three float64 for each request. vLLM
-            may verify a batch in parts, and each part needs its own.
-        stats: Counters for the sums over all requests.
+    A sampled draft token passes if its divergence is below `threshold`. `receiver` makes a receiver
+    for three float64 per request; each part of a batch needs one.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class FuzzyRule:
             )
 
     def _settle(self) -> None:
-        """Add the counts of the last step to the accounts."""
         coming, self._coming = self._coming, []
         for req_ids, fetched in coming:
             for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):

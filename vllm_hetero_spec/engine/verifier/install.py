@@ -34,15 +34,7 @@ _PARTS = 8
 
 
 class Verifier:
-    """Verification of one engine.
-
-    It replaces the runner's rejection sampler and, for races, its random sampling.
-
-    Args:
-        options: Options of the user.
-        seam: The target's model runner, which is changed.
-        stats: Counters to which figures are added.
-    """
+    """Verification of one engine. Replaces the rejection sampler and, for races, the sampling."""
 
     def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
         # Trees need their own buffers, because those of the drafts are still in use.
@@ -92,22 +84,18 @@ class Verifier:
             )
 
     def share_among(self, group: "GroupCoordinator", likeliest: int | None) -> None:
-        """Broadcast draft_probs in a group of ranks that verify together.
+        """Broadcast draft_probs in a tensor parallel group that verifies together.
 
-        Args:
-            group: vLLM's tensor parallel group.
-            likeliest: Maximum number of tokens with a probability in a row; None for all.
+        `likeliest` is the maximum number of tokens with a probability in a row; None for all.
         """
         self._group, self._likeliest = group, likeliest
         group.broadcast(torch.zeros(1, device=self._device))  # allocates buffers of the group now
 
     def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
-        """Set the drafts that the requests of a step will have verified.
+        """Set the drafts that the requests of a step will have verified. Collective.
 
-        Args:
-            step: The step. Requests that are not in its batch keep an earlier draft.
-            drafts: Drafts of this step. All ranks that verify together must call this; the drafts
-                of the first rank are used.
+        Requests that are not in the batch keep an earlier draft. The drafts of the first rank are
+        used.
         """
         self._pending.keep(step.live, {*step.index_of, *step.preempted})
         if self._fuzzy is not None:

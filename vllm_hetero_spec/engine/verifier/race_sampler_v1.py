@@ -26,13 +26,7 @@ _PROCESSED = {
 
 
 class RaceSamplerV1(torch.nn.Module):
-    """vLLM's top-k and top-p sampler with races as its randomness.
-
-    Args:
-        batch: Returns the batch for which tokens are being sampled.
-        logprobs_mode: `logprobs_mode` of vLLM's sampler.
-        send: Copies arrays to the device (`staging.Sender`).
-    """
+    """vLLM's top-k and top-p sampler with races as its randomness."""
 
     def __init__(
         self,
@@ -49,8 +43,7 @@ class RaceSamplerV1(torch.nn.Module):
     def behind(self, drafts: DraftBatch) -> Iterator[None]:
         """Within this context, sample the token after each request's draft.
 
-        vLLM's sampler only passes logits and sampling parameters on, so the places of the tokens
-        are set around its call.
+        vLLM's sampler does not pass places on, so they are set around its call.
         """
         before, self._drafts = self._drafts, drafts
         try:

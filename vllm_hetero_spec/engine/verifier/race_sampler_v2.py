@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class RaceSamplerV2:
     """Replacement for `Sampler._sample_random`.
 
-    Args:
-        states: The sampler's parameters of all requests.
-        places: Maps int64 [n] requests and int64 [n] positions to int64 [n] places: the index in
-            the request's output of the token after each position.
+    `places` returns the index in the request's output, int64 [n], of the token after each position.
+    Its arguments are int64 [n] requests and int64 [n] positions.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class RaceSamplerV2:
     def winners(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return int64 [n], the token of each row; the likeliest one at temperature 0.
+        """Return int64 [n], the token of each row of logits; the likeliest one at temperature 0.
 
         Args:
             logits: float [n, V], after all sampling parameters.

@@ -45,10 +45,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         rule: Verification rule for sampled requests.
         pending: Contains the draft_probs of the proposer.
         racing: Sampler of the bonus tokens if tokens are raced for; else None.
-        batch: Returns the batch for which tokens are being sampled.
         send: Copies arrays to the device, at most twice for a batch.
-        stats: Counters; `verify_seconds` is increased.
-        args: Arguments of RejectionSampler.
     """
 
     def __init__(
@@ -192,17 +189,9 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         sampling: SamplingMetadata,
         is_greedy: torch.Tensor | bool,
     ) -> Walk:
-        """Follow the trees of a batch.
+        """Follow the trees of a batch. `logits` [R, V] has all its rows.
 
         Requests with a tree only have sampling parameters that apply to single rows.
-
-        Args:
-            view: The trees.
-            drafts: All drafts as chains.
-            metadata: vLLM's metadata of the rows.
-            logits: [R, V], all rows of the batch.
-            sampling: Parameters of the requests.
-            is_greedy: As in `verdict_of`.
         """
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
@@ -232,13 +221,9 @@ class HeteroRejectionSamplerV1(RejectionSampler):
 def _in_order(
     order: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
 ) -> tuple[torch.Tensor, torch.Tensor, SpecDecodeMetadata]:
-    """Reorder rows for log probabilities, so that a request's token i comes from its row i.
+    """Reorder rows by `Walk.order`, so that a request's token i comes from its row i.
 
-    Args:
-        order: `Walk.order`.
-        rows: [N, V], rows of draft tokens.
-        last: [B, V], rows after the drafts.
-        metadata: Positions of both among all rows.
+    `rows` [N, V] belong to draft tokens, and `last` [B, V] come after the drafts.
     """
     every = _every(len(order), rows, last, metadata)[order]
     everywhere = torch.arange(len(order), device=order.device)

@@ -48,8 +48,6 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         batch: Returns the requests of vLLM's batch, and the true lengths of their drafts.
         places: As in `RaceSamplerV2`.
         send: Copies arrays to the device, once for each part of a batch with trees.
-        stats: Counters; `verify_seconds` is increased.
-        args: Arguments of RejectionSampler.
     """
 
     def __init__(
@@ -225,11 +223,10 @@ class HeteroRejectionSamplerV2(RejectionSampler):
 
         Args:
             part: Requests of the batch.
-            seeds: int64 [B], on the host; None if all requests are greedy.
-            places: int64 [B]; None if all requests are greedy.
+            seeds, places: int64 [B]; None if all requests are greedy. Seeds are on the host.
             starts: int64 [B], first row of each request.
-            draft_sampled: int, the token before each row of logits: each request's last token, its
-                draft and its padding. -1 stands for no token.
+            draft_sampled: The token before each row: each request's last token, its draft and
+                padding; -1 stands for no token.
         """
         lengths = self._view.lengths[part]
         if self._view.trees is not None:
@@ -263,8 +260,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
 def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> torch.Tensor:
     """Return float32 [N, V], probabilities of some rows; they overwrite `logits` unless `kept`.
 
-    Rows are in ascending order and only move towards the start, so none is overwritten before it is
-    read.
+    No row moves towards the end, so none is overwritten before it is read.
     """
     count, width = len(rows), logits.shape[1]
     probs = logits.new_empty((count, width), dtype=torch.float32) if kept else logits[:count]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities of tokens that a request names (`logprob_token_ids`), in steps with drafts.
 
-vLLM's verification only supports the likeliest tokens. Without this module, such a request gets no
-log probabilities on Model Runner V2. On V1, it ends the engine if another request in the batch
-wants the likeliest tokens.
+vLLM's verification only supports the likeliest tokens. On Model Runner V2 such a request gets no
+log probabilities. On V1 it ends the engine if another request wants the likeliest tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +24,14 @@ def with_asked(
 ) -> LogprobsTensors:
     """Replace the likeliest tokens by the named ones, for requests that name tokens.
 
+    After each row's own token, unused columns have id 0 at -inf.
+
     Args:
-        found: Log probabilities of the likeliest tokens. Every request has the same number of rows,
-            one for each of its tokens.
+        found: Log probabilities of the likeliest tokens; each request has equally many rows.
         asked: Token ids by the index of each request that names tokens.
         scores: Maps int64 [n] rows of the batch's logits to [n, V] scores for users.
         num_draft_tokens: Draft tokens of each request, which has one row of logits more.
         send: Copies arrays to the device.
-
-    Returns:
-        The same rows. After each row's own token, unused columns have id 0 at -inf.
     """
     each = len(found.logprobs) // len(num_draft_tokens)
     likeliest = found.logprobs.shape[1] - 1

@@ -22,19 +22,16 @@ def verdict_of(
     best: Callable[[], torch.Tensor],
     target_probs: Callable[[], torch.Tensor],
 ) -> Verdict:
-    """Verify greedy requests by comparison and sampled requests by the rule.
-
-    Neither result depends on the other requests.
+    """Verify greedy requests by comparison and sampled requests by the rule, independently.
 
     Args:
         rule: Verification rule for sampled requests.
         drafts: N draft tokens of B requests.
         bonus: int64 [B], the target's choice after each draft.
         is_greedy: bool [B], True for greedy requests; one value if all are alike.
-        best: Returns the target's likeliest token at each draft token, int64 [N]. Called only if
-            there are greedy requests, and before `target_probs`.
-        target_probs: Returns float32 [N, V], as in `verify.rules`. Called only if there are sampled
-            requests.
+        best: Returns the target's likeliest token at each draft token, int64 [N]. Called only for
+            greedy requests, and before `target_probs`.
+        target_probs: Returns float32 [N, V]. Called only for sampled requests.
     """
     greedy = None if is_greedy is False else greedy_rule(drafts, best(), bonus)
     if is_greedy is True:
@@ -58,8 +55,7 @@ class Walk(NamedTuple):
         walks: bool [B], True for requests whose tree was followed.
         tokens: int64 [B, K + 1], as in `Verdict`; undefined if `walks` is False.
         accepted: int64 [B], as in `Verdict`; undefined if `walks` is False.
-        order: int64 [R], row indices. In rows reordered by it, a request's token i was chosen in
-            its row i.
+        order: int64 [R]. In rows reordered by it, a request's token i was chosen in its row i.
     """
 
     trees: torch.Tensor
