@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verdict over a mixed batch of any model runner."""
+"""Verdict over a batch of greedy and sampled requests, for both model runners."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.rules import greedy_rule
 
-# See `verify.rules.token_rule`.
+# Signature of `verify.rules.token_rule`.
 Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor], Verdict]
 
 
@@ -22,16 +22,16 @@ def verdict_of(
     best: Callable[[], torch.Tensor],
     target_probs: Callable[[], torch.Tensor],
 ) -> Verdict:
-    """Greedy requests by comparison, random ones by the rule, each blind to the other.
+    """Verify greedy requests by comparison and sampled requests by the rule, independently.
 
     Args:
-        rule: For the random ones.
+        rule: Verification rule for sampled requests.
         drafts: N draft tokens of B requests.
-        bonus: int64 [B], the target's choice behind each draft.
-        is_greedy: bool [B], the greedy requests; one value where all are alike.
-        best: Gives the target's first choice at each draft token, int64 [N]; called before
-            `target_probs`, and where it is needed.
-        target_probs: Gives float32 [N, V], see `verify.rules`; called where it is needed.
+        bonus: int64 [B], the target's choice after each draft.
+        is_greedy: bool [B], True for greedy requests; one value if all are alike.
+        best: Returns the target's likeliest token at each draft token, int64 [N]. Called only for
+            greedy requests, and before `target_probs`.
+        target_probs: Returns float32 [N, V]. Called only for sampled requests.
     """
     greedy = None if is_greedy is False else greedy_rule(drafts, best(), bonus)
     if is_greedy is True:
@@ -48,14 +48,14 @@ def verdict_of(
 
 
 class Walk(NamedTuple):
-    """What the trees of a batch emit.
+    """Result of following the trees of a batch.
 
     Attributes:
-        trees: bool [B], the requests that have one.
-        walks: bool [B], those whose tree has been followed.
-        tokens: int64 [B, K + 1], see `Verdict`; of the others without meaning, as the next.
-        accepted: int64 [B].
-        order: int64 [R], the batch's rows so that a request's token i was chosen in its row i.
+        trees: bool [B], True for requests with a tree.
+        walks: bool [B], True for requests whose tree was followed.
+        tokens: int64 [B, K + 1], as in `Verdict`; undefined if `walks` is False.
+        accepted: int64 [B], as in `Verdict`; undefined if `walks` is False.
+        order: int64 [R]. In rows reordered by it, a request's token i was chosen in its row i.
     """
 
     trees: torch.Tensor
@@ -72,9 +72,9 @@ def walk_of(
 
     Args:
         trees: All R rows of all requests.
-        best: int64 [R], what the target chooses in each row: its likeliest token, or a race's.
-        walks: See Walk.
-        place_of: int64 [R], of each row among its request's.
+        best: int64 [R], the target's choice in each row: its likeliest token, or a race's winner.
+        walks: `Walk.walks`.
+        place_of: int64 [R], index of each row in its request.
     """
     verdict = greedy_walk(trees, best)
     visited = verdict.rows[trees.request_of, place_of]
