@@ -35,7 +35,7 @@ class DraftSource(Protocol):
     def begin(
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
-        """Begin a round. `finish` has to follow.
+        """Begin a round, which `finish` ends.
 
         Args:
             tasks: Requests whose new tokens have been read and whose KV is aligned.
@@ -59,7 +59,7 @@ class DraftSource(Protocol):
         """Forget all requests. Their states are void already."""
 
     def sleep(self, level: int) -> None:
-        """Prepare for the worker's sleep. All requests are forgotten.
+        """Prepare for sleep. All requests are forgotten.
 
         Args:
             level: vLLM's sleep level; at 2, no device memory may be held.
@@ -94,19 +94,18 @@ class WaitPolicy(Control, Protocol):
         """
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """Learn that a draft was found, or that all precomputed drafts of a request were wrong.
+        """Learn which precomputed draft was found.
 
         Args:
-            rank: Index of the continuation that was found, 0 for the chain; None if all were wrong.
+            rank: Index of its continuation, 0 for the chain; None if all were wrong.
             guesses: Number of branches beside the chain.
         """
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """Choose the number of branches beside each chain.
+        """Choose the number of branches beside each chain, at most `most`.
 
         Args:
             drafting: Number of chains.
             longest: Target tokens of the longest draft.
             each: Drafter tokens per target token.
-            most: Maximum number of branches.
         """

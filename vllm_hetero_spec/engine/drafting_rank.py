@@ -69,7 +69,6 @@ class DraftingRank:
 
     Args:
         seam: The target's model runner.
-        group: The target's tensor parallel group.
         likeliest: Number of most likely tokens that drafts are sampled from; None for all.
 
     Raises:

@@ -33,8 +33,8 @@ from vllm_hetero_spec.trees.values import RankValues, TreeValues
 logger = logging.getLogger("vllm.hetero_spec")
 
 _LONG = 128  # unread tokens; a shorter drafter prefill costs about one target step
-# Output tokens; until then a request with a long context waits for the first tokens of others.
-# Without a limit, a stream of prompts would make it wait forever.
+# Output tokens; until then, a request with a long unread context waits while others wait for their
+# first tokens. Without a limit, a stream of prompts would make it wait forever.
 _PATIENCE = 4
 _LAG = 8  # steps; a requested draft length that has not come by then is given up
 
@@ -62,7 +62,6 @@ class LookaheadControl:
     Args:
         controller: May be replaced between steps.
         can_stop_early: True if the controller is consulted between drafter steps.
-        values: Values of tree nodes.
 
     Attributes:
         requested_length: Draft length of the next scheduled steps, one of `StepView.buckets`.
@@ -79,7 +78,7 @@ class LookaheadControl:
         self.requested_length = 0
         self.prepared = 0.0
         self._trees = TreeControl(values or TreeValues.unknown())
-        self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # lengths by request
+        self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # wanted by request
         self._waited = 0  # steps
         self._usual: int | None = None  # longest draft of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
@@ -126,11 +125,7 @@ class LookaheadControl:
         self.controller.refresh_forecast()
 
     def plan(self, step: StepView, unread: Sequence[int]) -> StepPlan:
-        """Choose a draft length for each request; 0 for requests in prefill.
-
-        Args:
-            unread: For each request, how many context tokens the drafter has yet to read.
-        """
+        """Choose draft lengths. `unread` counts the context tokens that are not read yet."""
         begins = [request.begins for request in step.requests]
         first_tokens = any(begins)
         on_their_way = first_tokens and any(
@@ -204,8 +199,9 @@ class LookaheadControl:
     ) -> list[int]:
         """Limit the plan to this step's draft length, and request the rest for later steps.
 
-        A request takes some steps to have effect. So the usual length is requested already while
-        requests wait for their first token (`soon`). For trees, the length counts rows.
+        A requested length takes some steps to arrive. So the usual length is requested in advance
+        if requests will be drafted for `soon`, after their first token. For trees, the length
+        counts rows.
         """
         if not step.lookahead and any(self._plan.lookahead):
             self._keep_plan(step.index_of)

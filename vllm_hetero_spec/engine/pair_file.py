@@ -31,10 +31,9 @@ _APART = (5.0, 10.0, 20.0, 40.0, 60.0)
 
 
 class PairFile:
-    """The file of one pair.
+    """The file of one pair. Without a folder, nothing is kept.
 
     Args:
-        folder: None to keep nothing.
         identity: Everything that the estimates depend on.
     """
 
@@ -48,11 +47,7 @@ class PairFile:
         self._failed = False  # a failed write was logged
 
     def read(self, positions: int) -> Estimates | None:
-        """Return the kept estimates; None if there are none, or they cannot be read.
-
-        Args:
-            positions: Longest draft in target tokens.
-        """
+        """Return the kept estimates for drafts of `positions` target tokens, if readable."""
         if self._path is None:
             return None
         try:
@@ -96,10 +91,10 @@ class PairFile:
             self._failed = True
 
     def save_on_exit(self, known: Estimates, owner: object) -> None:
-        """Save `known`, which is updated in place, in `write_if_due` and when `owner` or the process ends.
+        """Save `known` in `write_if_due`, and when the owner or the process ends.
 
-        If the process is killed, as workers are when a server is told to end, the last file
-        remains.
+        `known` is updated in place. If the process is killed, the last file remains. Workers are
+        killed when a server is told to end.
         """
         self._known = known
         # Not `atexit`, because forked workers do not run it.

@@ -2,12 +2,11 @@
 """Timing of target and drafter at start-up, so that the first decision has estimates.
 
 It runs dummy steps of growing size, for a few seconds at most, unless an earlier run kept
-estimates. Live timings correct the estimates, so they need not include attention to long contexts,
-sampling or scheduling.
+estimates. Live timings correct them, so they need not include attention to long contexts, sampling
+or scheduling.
 
 Engines whose steps wait for each other are not timed. Each would run another number of steps, or
-none if its file exists, and the others would wait forever. Pipeline stages are not timed either,
-because each stage would time itself only.
+none if its file exists, and the others would wait forever. A pipeline stage would time only itself.
 """
 
 import logging
@@ -49,17 +48,11 @@ def sizes(largest: int) -> Iterator[int]:
 def time_steps(
     step: Callable[[int], Any], largest: int, agree: Callable[[bool], bool] = bool
 ) -> Points:
-    """Time a step, the fastest of some runs, by growing size until BUDGET is spent.
+    """Return (size, seconds), the fastest of some runs, by growing size until BUDGET is spent.
 
-    Each repeat runs all sizes, so that a disturbance of the machine affects one run of each size,
-    not all runs of one size. Such a size would never be chosen, and so never be corrected.
-
-    Args:
-        agree: Returns the first rank's value on all ranks that step together, so that they stop
-            together.
-
-    Returns:
-        (size, seconds) of each size.
+    Each repeat runs all sizes, so that a disturbance does not affect all runs of one size. Such a
+    size would never be chosen, and so never be corrected. `agree` returns the first rank's value,
+    so that ranks that step together stop together.
     """
     quickest: dict[int, float] = {}
     spent = 0.0
@@ -76,13 +69,7 @@ def time_steps(
 
 
 def time_catch_up(read: Callable[[int], Any], tokens: int, step: float) -> float:
-    """Seconds that each context token adds to a forward of the drafter.
-
-    Args:
-        read: Prefills so many tokens.
-        tokens: Number of tokens to prefill at once.
-        step: Seconds of a forward with one token.
-    """
+    """Seconds per context token of a drafter forward. `step` is the time of a 1-token forward."""
     read(tokens)
     took = min(_timed(read, tokens) for _ in range(_REPEATS))
     return max(0.0, took - step) / tokens
@@ -133,13 +120,9 @@ def known_of_pair(
 ) -> Estimates | None:
     """Return the estimates that an earlier run kept of this pair on this machine, or time it now.
 
-    Every rank of the target has to call it. None on ranks that do not choose draft lengths. Without
-    costs if engines wait for each other (mixture of experts), or if there are pipeline stages.
-
-    Args:
-        file: Read and written by the first rank.
-        seam: The target's model runner, warmed up.
-        drafting: None on ranks that do not draft.
+    Every rank of the target has to call it, when the target is warm. None on ranks that do not
+    choose draft lengths. Without costs if engines wait for each other (mixture of experts), or if
+    there are pipeline stages.
     """
     group = get_tp_group()
     positions = options.num_speculative_tokens

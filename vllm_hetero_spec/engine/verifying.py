@@ -11,9 +11,7 @@ class PendingDraft(NamedTuple):
     """A draft under verification, with all proposed tokens, including trimmed ones.
 
     Attributes:
-        confidences: Of each token.
         wanted: Planned number of tokens; 0 if the round was ended early.
-        random: True if the request is sampled.
         chain: For a tree, the leading tokens of the drafter's own chain that are verified.
     """
 

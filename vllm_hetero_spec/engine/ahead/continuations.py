@@ -15,8 +15,7 @@ class MatchedContinuation(NamedTuple):
 
     Attributes:
         rank: Index of the continuation.
-        ids: Drafter tokens, from the first that extends past the outcome. Empty if the continuation
-            agrees with the outcome, but does not extend past it.
+        ids: Drafter tokens, from the first that extends past the outcome; empty if none does.
         known: Leading bytes of the first token that belong to the outcome.
     """
 
@@ -36,9 +35,8 @@ def find_remainder(
 
     Args:
         continuations: Drafter tokens after the old text, the most likely continuation first.
-        held: First bytes of a character that the target has begun after the outcome. The remainder
-            has to start with them.
-        bytes_of: Returns the bytes of a drafter token, at least one.
+        held: Bytes of a character that the target has begun after the outcome. The remainder begins
+            with them.
         fits: Returns True if the target may continue with a drafter token, given how many bytes of
             it the outcome has. Some tokens would have merged with the end of the outcome.
 

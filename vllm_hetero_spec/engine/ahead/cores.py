@@ -55,11 +55,7 @@ def free_cores(config: VllmConfig) -> list[int]:
 
 
 def checked_cores(where: str) -> list[int]:
-    """Return the cores of a list like "0-2,5", if a child of this process can use all of them.
-
-    Raises:
-        ConfigError: A core is not available.
-    """
+    """Parse a list like "0-2,5". Raises `ConfigError` if a child process cannot use all of it."""
     cores, ours = cores_of(where), os.sched_getaffinity(0)
     try:
         # This process may be bound to fewer cores. The kernel drops those that are not allowed.

@@ -70,11 +70,7 @@ class DrafterProcess:
         self.close = weakref.finalize(self, _end, ours, child)
 
     def wait(self) -> Ready:
-        """Wait until the drafter is loaded.
-
-        Raises:
-            ConfigError: The drafter cannot be loaded.
-        """
+        """Wait until the drafter is loaded. Raises `ConfigError` if it cannot be."""
         select.select([self._socket], [], [], LONGEST_START)
         why = f"nothing was heard of it for {LONGEST_START:.0f} s"
         try:
@@ -92,11 +88,7 @@ class DrafterProcess:
         )
 
     def answer(self) -> Ready | Failed | None:
-        """Return the next message of the process, or None.
-
-        Raises:
-            ConnectionError: The process has ended.
-        """
+        """Return the next message, or None. Raises `ConnectionError` if the process has ended."""
         try:
             message = self._socket.recv(LONGEST)
         except BlockingIOError:

@@ -44,7 +44,7 @@ class Alternative(NamedTuple):
 def choose_guesses(
     rivals: Sequence[Alternative], follows: Sequence[float], budget: int
 ) -> list[BranchPoint]:
-    """Return the most probable guesses. They exclude each other, so their sum is the hit rate.
+    """Return the most probable guesses. As they exclude each other, this maximizes the hit rate.
 
     Args:
         rivals: For each position of the chain, from the first that is not verified.

@@ -30,7 +30,8 @@ class LookupResult:
         proposal: The draft in target tokens.
         ends: For each target token, how many leading `ids` it needs.
         first: Tokens of the continuation before `ids`.
-        rows: For each id, the row it was sampled from, see `DraftRecord`; empty if it is certain.
+        rows: For each id, the row it was sampled from, see `DraftRecord`; empty if it is certain,
+            as a greedy token is.
     """
 
     task: DraftTask
@@ -58,12 +59,7 @@ class LookupResult:
 
 
 class Lookup:
-    """Looks up precomputed drafts.
-
-    Args:
-        process: The process whose table is read.
-        drawn: Decoder of sampled drafts; None if all drafts are greedy.
-    """
+    """Looks up precomputed drafts in the table of a process."""
 
     def __init__(
         self,
@@ -157,8 +153,7 @@ class Lookup:
         """Yield the chain, and the branches that may agree with the target's output.
 
         Args:
-            text: The request as last sent.
-            written: The bytes that the target has added since.
+            written: The bytes that the target has added since the last update.
             seen: Receives the rank and the record of each.
 
         Returns:

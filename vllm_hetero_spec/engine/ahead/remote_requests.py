@@ -39,12 +39,7 @@ class RemoteRequest(BlockTable):
 
 
 class RemoteRequests:
-    """Slots of the drafter process; takes the place of a `KVPool`.
-
-    Args:
-        capacity: KV blocks of the drafter.
-        block_size: Tokens per block.
-    """
+    """Slots of the drafter process; takes the place of a `KVPool` of `capacity` blocks."""
 
     def __init__(self, slots: int, capacity: int, block_size: int) -> None:
         self.capacity, self.block_size = capacity, block_size

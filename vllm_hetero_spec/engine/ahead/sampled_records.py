@@ -8,8 +8,8 @@ from where on (`find_drawn`). Given all that, each token of the draft still has 
 its row, and the target's next random numbers are new.
 
 This does not hold for a token that was verified before, because it has influenced the output. If
-a recovered token adds no bytes, the same rejected token comes next again. If a draft is judged as a
-whole, all its tokens have influenced the output. So such tokens are certain from then on
+a recovered token adds no bytes, the token that was rejected comes next again. If a draft is judged
+as a whole, all its tokens have influenced the output. So such tokens are certain from then on
 (`RemoteRequest.seen`). A row is cut to the most likely tokens before sampling, so that the table
 has all of it.
 """
@@ -35,9 +35,8 @@ class SampledRecordDecoder:
     """Makes drafts of sampled tokens.
 
     Args:
-        sampling: What drafter tokens propose; on the host.
+        sampling: What drafter tokens propose, on the host.
         ends: Drafter ids that end a draft.
-        send: Sends rows to the target's device.
     """
 
     def __init__(self, sampling: SampledMethod, ends: Collection[int], send: Send) -> None:
@@ -48,12 +47,7 @@ class SampledRecordDecoder:
     def of(
         cls, options: HeteroOptions, pair: TokenizerPair, width: int, device: torch.device
     ) -> "SampledRecordDecoder | None":
-        """Build a decoder; None if all drafts are greedy.
-
-        Args:
-            width: Columns of the target's logits.
-            device: The target's device.
-        """
+        """Build a decoder for logits of `width` columns; None if all drafts are greedy."""
         if options.method == SLEM or options.verification == "race":
             return None
         sampling = sampling_of(options, pair, width, torch.device("cpu"), 1, SPARSE_TOP_K)
@@ -75,7 +69,7 @@ class SampledRecordDecoder:
 
         Args:
             ids: Drafter tokens of each.
-            rows: For each token, the row it was sampled from; see `LookupResult`.
+            rows: The row of each token; see `LookupResult`.
         """
         used = [of[: task.lookahead] for task, of in zip(tasks, rows, strict=True)]
         every = [row for of in used for row in of if row]

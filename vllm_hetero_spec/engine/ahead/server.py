@@ -43,7 +43,6 @@ class DraftingServer:
     """Drafts for the requests of one engine.
 
     Args:
-        table: Receives the drafts.
         ends: Drafter ids that end a draft.
         budget: Maximum tokens of a forward.
         most_rows: Maximum sequences of a forward.

@@ -48,9 +48,9 @@ class Continuation:
         return self.drafts or self.state.num_uncached > 1
 
     def behind(self, ids: list[int], most: int) -> tuple[list[int], list[float]]:
-        """Return what it has drafted after `ids` if it starts with them, and the peaks of that.
+        """Return the ids drafted after `ids`, with their peaks; empty if `ids` differ.
 
-        So tokens of a forward that ran while the update was on its way are kept.
+        So tokens of a forward that ran while an update was on its way are kept.
         """
         whole = self.state.context.ids
         first = len(self.ids) - len(whole) + len(ids)
@@ -61,12 +61,7 @@ class Continuation:
     def book(
         self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], drawn_from: bytes | None
     ) -> None:
-        """Add the result of a forward.
-
-        Args:
-            ends: Drafter ids that end a draft.
-            drawn_from: See `DraftRecord`; None if the token was not sampled.
-        """
+        """Add the result of a forward. `drawn_from` is the row of a sampled token."""
         state = self.state
         state.num_kv_valid += len(row.pending)
         if not row.steps:
@@ -163,9 +158,7 @@ class ServerRequest:
     def draw_of(self, rank: int, longest: int) -> DraftSampling | None:
         """Sampling parameters of the next token of a continuation, with a draw number of its own.
 
-        Args:
-            rank: Index of the continuation.
-            longest: Maximum ids of a text with its continuation.
+        `longest` is the maximum number of ids in a text with its continuation.
         """
         if self.draw is None:
             return None

@@ -40,11 +40,7 @@ class SupervisedProcess:
         self._beats, self._sent = 0, False  # at the last check; True if something was sent since
 
     def start(self) -> Ready:
-        """Start the process for the first time, and wait until the drafter is loaded.
-
-        Raises:
-            ConfigError: The drafter cannot be loaded.
-        """
+        """Start the first process, and wait until the drafter is loaded. Raises `ConfigError`."""
         self._launch()
         assert self._process is not None
         ready = self._process.wait()

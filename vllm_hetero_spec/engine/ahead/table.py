@@ -33,8 +33,8 @@ class DraftRecord(NamedTuple):
         place: Ids after the text before its own: the update's `drafted`, and the chain's.
         ids: Its own ids.
         peaks: For each id, the drafter's largest probability at its position.
-        rows: The row that each of the last ids was sampled from: int32 [2, SPARSE_TOP_K] of
-            `sparse_rows.pack`, as bytes. The ids before were not sampled.
+        rows: For each of the last ids, the row (distribution) that it was sampled from: int32 [2,
+            SPARSE_TOP_K] of `sparse_rows.pack`, as bytes. Earlier ids were not sampled.
     """
 
     serial: int

@@ -217,12 +217,7 @@ class DraftStats:
         self.lengths.update(lengths)
 
     def drafted_tree(self, depth: int, nodes: int) -> None:
-        """Count a draft that is a tree, unless it is empty.
-
-        Args:
-            depth: Target tokens of its longest path.
-            nodes: Target tokens in all.
-        """
+        """Count a draft that is a tree with a longest path of `depth`. Ignore empty ones."""
         if not nodes:
             return
         self.drafts += 1

@@ -57,12 +57,7 @@ class Reporter(ABC):
 
 
 def leave_out(output: object, fed_again: Mapping[str, int]) -> None:
-    """Have vLLM leave some draft tokens of a step uncounted: rows of trees that are fed again.
-
-    Args:
-        output: The step's ModelRunnerOutput.
-        fed_again: Number of such rows by request.
-    """
+    """Exclude tree rows that are fed again from vLLM's counts of draft tokens, by request."""
     setattr(output, _FED_AGAIN, fed_again)
 
 
@@ -139,8 +134,7 @@ def wrap_sample(
 ) -> Callable[[patching.Function], patching.Function]:
     """Wrap `sample_tokens` so that its output carries the changes since the last one.
 
-    Args:
-        empty: An output that all steps share. It cannot carry changes; they go with a later one.
+    `empty` is an output that all steps share. It cannot carry changes; they go with a later one.
     """
 
     def wrap(original: patching.Function) -> patching.Function:
@@ -174,7 +168,7 @@ def _wrap_update(original: patching.Function) -> patching.Function:
     ) -> "dict[int, EngineCoreOutputs]":
         if fed_again := getattr(model_runner_output, _FED_AGAIN, None):
             invalid = scheduler_output.num_invalid_spec_tokens or {}
-            # With asynchronous scheduling, `invalid` includes these.
+            # With asynchronous scheduling, `invalid` includes these rows.
             scheduler_output.num_invalid_spec_tokens = {**fed_again, **invalid}
         outputs = original(self, scheduler_output, model_runner_output)
         growth = getattr(model_runner_output, _FIELD, None)
