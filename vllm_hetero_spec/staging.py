@@ -64,6 +64,9 @@ class Mirror:
 
     Args:
         layout: Shape and dtype of each array, in the order of their addresses.
+
+    Attributes:
+        there: The tensors on the device; zeros at first.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class PairFile:
         """Save `known` in `write_if_due`, and when the owner or the process ends.
 
         `known` is updated in place. If the process is killed, the last file remains. Workers are
-        killed when a server is told to end.
+        killed when a server is stopped.
         """
         self._known = known
         # Not `atexit`, because forked workers do not run it.
