@@ -26,9 +26,7 @@ class DraftProbs:
 
 
 def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
-    """Return the drafter's confidence in each target token.
-
-    It is the product of the peaks of the drafter tokens that no earlier target token needs.
+    """Return for each target token the product of `peaks` that no earlier target token needs.
 
     Args:
         peaks: The drafter's largest probability at each of its tokens.

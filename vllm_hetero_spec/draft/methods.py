@@ -177,9 +177,7 @@ METHODS: Mapping[str, Method] = {
 def order(statistics: "PairStatistics", *, temperature: float) -> list[Choice]:
     """Return the methods that fit a pair, the most promising first; never empty.
 
-    Args:
-        statistics: Measured on a text similar to the expected requests.
-        temperature: The target's sampling temperature.
+    `statistics` should come from text similar to the expected requests.
     """
     if temperature == 0:
         reason = "temperature 0: the target has one right token, and a greedy draft aims at it"

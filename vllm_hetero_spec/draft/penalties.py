@@ -31,7 +31,6 @@ class TokenCounts:
     Args:
         vocab_size: Size of the drafter's vocabulary; a larger context id counts as id 0.
         num_prompt: Number of prompt ids. Repetition counts them; presence and frequency do not.
-        device: Device of the logits.
 
     Attributes:
         everywhere: float32 [V_D], in prompt and output, as of the last `flush`.
@@ -81,12 +80,7 @@ class PenalizedRow(NamedTuple):
 
 
 class Penalties:
-    """Token counts of the penalized rows of a batch, updated during one drafting round.
-
-    Args:
-        rows: In order of their index.
-        send: Copies arrays to the device.
-    """
+    """Token counts of the penalized rows of a batch, in order, for one drafting round."""
 
     def __init__(self, rows: Sequence[PenalizedRow], send: Send) -> None:
         self._rows = [row.row for row in rows]

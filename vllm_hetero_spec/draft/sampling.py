@@ -28,7 +28,6 @@ class DraftSampling:
         temperature: The request's own; above 0.
         top_k: 0 for no limit.
         top_p: 1 for no limit.
-        seed: Determines the request's random numbers.
         place: Index of the first draft token in the request's output.
         races: True if the target chooses its tokens by exponential races (`verify.race`).
         first: Index of the first random number to use for this place.
@@ -53,7 +52,6 @@ class SampledMethod:
             only.
         spell: Returns all target tokens that a drafter token proposes.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
-        merge_span: Limits of SLRS-n.
         likeliest: Only so many most likely drafter tokens are drawn from; None for all.
     """
 
@@ -70,9 +68,7 @@ class BatchSampler:
 
     Args:
         rows: Indices of the n requests in the batch.
-        draws: One per request.
         steps: Number of drafter tokens to draw for each request; not increasing.
-        method: Maps drafter tokens to target tokens.
         send: Copies arrays to the device; called once.
         beside: Number of first arrivals to keep of each race.
 
@@ -143,13 +139,9 @@ class BatchSampler:
         ).nan_to_num_()  # a row without tokens that may be drawn becomes 0
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw one token for each of the first m requests and add its row to `draft_probs`.
+        """Draw a drafter id for each of the first m requests, and add its row to `draft_probs`.
 
-        Args:
-            logits: float [m, V_D], changed in place.
-
-        Returns:
-            int64 [m] drafter ids.
+        `logits`, float [m, V_D], are changed in place. Returns int64 [m].
         """
         count = len(logits)
         table = self._table[self._used : self._used + count]
@@ -178,12 +170,9 @@ class BatchSampler:
         return chosen
 
     def skip(self, first: int, chosen: torch.Tensor, times: int = 1) -> None:
-        """Advance the race places of the requests from `first` on by one given token each.
+        """Advance the race places of the requests from `first` on by one chosen token each.
 
-        Args:
-            first: Index of the first request.
-            chosen: int32 [n - first], drafter ids.
-            times: 1 to advance, -1 to undo it.
+        `chosen` are drafter ids, int32 [n - first]; `times` is 1, or -1 to undo it.
         """
         assert self._raced is not None
         self._raced[first:] += times * self._lengths[chosen.long()]

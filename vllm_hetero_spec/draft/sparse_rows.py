@@ -11,11 +11,7 @@ SPARSE_TOP_K = 64  # drafter tokens to draw from
 
 
 def pack(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Pack rows with at most `count` nonzero entries.
-
-    Args:
-        rows: float32 [R, V_T].
-        count: C.
+    """Pack rows, float32 [R, V_T], with at most `count` (C) nonzero entries.
 
     Returns:
         int32 [R, 2, C]: target ids, and the bits of their float32 probabilities, padded with 0.
@@ -28,7 +24,7 @@ def pack(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return dense rows, float32 [R, V_T], from the result of `pack` and `width` V_T."""
+    """Return dense rows, float32 [R, width], from the result of `pack`."""
     values = packed[:, 1].contiguous().view(torch.float32)
     rows = values.new_zeros((len(packed), width))
     return rows.scatter_add_(1, packed[:, 0].long(), values)

@@ -29,12 +29,7 @@ class Merges:
     The bytes of mu(d, e) must begin the joined bytes and end inside e or at its end. mu is
     undefined for control tokens, for tokens that the target cannot spell, and for d outside the
     intersection of the vocabularies. In a path, only the first token must be in the intersection.
-
-    Args:
-        target: The target's tokenizer.
-        drafter: The drafter's tokenizer.
-        maps: Maps between the vocabularies, including control tokens.
-        memo_pairs: Largest number of cached values.
+    `maps` include control tokens.
     """
 
     def __init__(

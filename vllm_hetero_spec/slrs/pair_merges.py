@@ -12,10 +12,7 @@ from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
 
 class PairMerges(Merges):
-    """Merges and spellings of a pair; other arguments as in `Merges`.
-
-    Args:
-        device: The drafter's device.
+    """Merges and spellings of a pair of tokenizers.
 
     Attributes:
         mergeable: float32 [V_D], 1 if `goes_on` of the single drafter token, otherwise 0.

@@ -35,13 +35,9 @@ class SlrsPath:
         steps: Number of drafter tokens that may still be drawn.
         wanted: Draft length in target tokens at which drafting stops.
         side_branches: Number of tokens that can be fed in one step beside the chain.
-        drafted: Drawn drafter ids.
         fed: Number of leading tokens of `drafted` with KV.
         ahead: Number of undrawn tokens of the chain with KV, after the `fed` ones.
-        proposal: Target ids.
         row_of: Row of `draft_probs` of each target id; -1 if it was certain.
-        seed: Seed of the request's random numbers.
-        place: Index of the first draft token in the request's output.
         numbers: Count of random numbers already used.
     """
 

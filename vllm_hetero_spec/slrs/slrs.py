@@ -53,14 +53,7 @@ class MergeSpan(NamedTuple):
 
 
 class Slrs:
-    """Drafts a batch by SLRS-n.
-
-    Args:
-        tokens: First target token of each drafter token.
-        merges: Target tokens of several drafter tokens.
-        ends: Drafter ids that end a draft.
-        span: Drafter tokens that a proposed target token may take, n.
-    """
+    """Drafts a batch by SLRS-n; `span` is n, and `ends` are drafter ids that end a draft."""
 
     def __init__(
         self,
@@ -75,13 +68,8 @@ class Slrs:
     def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: SlrsFeed) -> torch.Tensor:
         """Fill the paths with drafts; synchronizes with the device.
 
-        Args:
-            rows: float32 [B, V_D], probabilities of each path's first drafter token.
-            paths: [B].
-            feed: The drafter.
-
-        Returns:
-            draft_probs, float32 [R, V_T], indexed by `row_of` of the paths.
+        `rows`, float32 [B, V_D], are probabilities of each path's first drafter token. Returns
+        draft_probs, float32 [R, V_T], which `row_of` of the paths indexes.
         """
         table = self._tokens.table(sum(path.draws for path in paths))
         used = 0
@@ -101,7 +89,6 @@ class Slrs:
     def _trees(
         self, heads: dict[int, torch.Tensor], paths: Sequence[SlrsPath], feed: SlrsFeed
     ) -> dict[int, SlrsTree]:
-        """Build the tree of each path before any token is drawn."""
         trees = {i: SlrsTree(row) for i, row in heads.items()}
         self._find_candidates(list(trees.values()), [1 + paths[i].side_branches for i in trees])
         for depth in range(1, self._span):

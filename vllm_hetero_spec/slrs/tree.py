@@ -28,7 +28,6 @@ class Node(NamedTuple):
     """A path of a tree and the drafter's row after it.
 
     Attributes:
-        path: Drafter ids from the root on.
         side_branch: True if the path is a side branch: its KV is not in the request's own blocks.
         follow: Probability that draws follow the path to its end.
         longest: The longest target token along the path.
@@ -69,7 +68,6 @@ class SlrsTree:
 
     Attributes:
         row: float32 [V_D], probabilities of the next drafter token.
-        nodes: Nodes by path.
         candidates: Paths that may be added; the first one extends the chain.
     """
 
@@ -94,7 +92,6 @@ class SlrsTree:
         """Add a path.
 
         Args:
-            candidate: One of `candidates`.
             first: First target token of the path's first drafter token.
             row: float32 [V_D], probabilities of the next drafter token after the path.
             e_ids: int64 [n], next drafter tokens that may merge.

@@ -39,7 +39,6 @@ class ScoredTree(NamedTuple):
     """A tree of tokens; each one comes after its parent.
 
     Attributes:
-        tokens: Ids.
         parents: Index of each token's parent; ROOT if it directly continues the request.
         values: Value of each token. Siblings sum to at most their parent's value.
     """
@@ -50,12 +49,7 @@ class ScoredTree(NamedTuple):
 
     @classmethod
     def spelt(cls, texts: Sequence[Sequence[int]], masses: Sequence[float]) -> "ScoredTree":
-        """Build the prefix tree of some continuations.
-
-        Args:
-            texts: Target ids of each continuation.
-            masses: Probabilities of the continuations; their sum is at most 1.
-        """
+        """Build the prefix tree of some continuations with their probabilities (sum at most 1)."""
         tree, known = cls([], [], []), dict[tuple[int, int], int]()
         for text, mass in zip(texts, masses, strict=True):
             node = ROOT
@@ -92,11 +86,7 @@ class ScoredTree(NamedTuple):
     def tested(self, emitted: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return the children of the nodes that the target visited.
 
-        Args:
-            emitted: Tokens that the target chose.
-
-        Returns:
-            The children, and for each one True if the target chose it.
+        Also return for each child whether the target chose it; `emitted` are the chosen tokens.
         """
         children, taken, at = list[int](), list[bool](), ROOT
         for token in emitted:
@@ -134,7 +124,6 @@ class TreeCandidates(NamedTuple):
     """Candidate tokens of a request, from which its draft is selected.
 
     Attributes:
-        tree: Target tokens.
         leads: With races, log of the first arrival's lead over each token; None if the target is
             greedy.
         shares: With races, probability of each token in its row.
@@ -149,12 +138,6 @@ class TreeBuilder:
     """Grows the tree of candidates of one request.
 
     The children of a fed node are known; unknown children have the rest of its value.
-
-    Args:
-        ends: Tokens that end a request.
-
-    Attributes:
-        tree: All nodes; a draft has some of them.
     """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
@@ -164,15 +147,11 @@ class TreeBuilder:
         self._rest: dict[int, float] = {}  # value of each fed node minus that of its children
 
     def offer(self, node: int, tokens: Sequence[int], shares: Sequence[float]) -> list[int]:
-        """Add children of a node that was fed.
+        """Add and return children of a node (or ROOT) that was fed for the first time.
 
         Args:
-            node: A node that was not fed before, or ROOT.
             tokens: Different tokens.
             shares: Probability of each token after the node; their sum is at most 1.
-
-        Returns:
-            The children.
         """
         tree, first = self.tree, len(self.tree.tokens)
         self._unfed.discard(node)
@@ -206,12 +185,9 @@ class TreeBuilder:
         return path[::-1]
 
     def leaves(self, most: int) -> Iterator[tuple[list[int], float]]:
-        """Yield paths that partition the possible continuations, and their probabilities.
+        """Yield paths that partition the possible continuations, with decreasing probabilities.
 
-        The most likely path comes first.
-
-        Args:
-            most: Largest number of nodes without children; less likely ones count as their parents.
+        At most `most` nodes without children are included; others count as their parents.
         """
         tree, rest = self.tree, dict(self._rest)
         childless = [node for node in range(len(tree.tokens)) if node not in rest]

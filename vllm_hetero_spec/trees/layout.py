@@ -38,11 +38,9 @@ class TreeRows(NamedTuple):
     counts: list[int]
 
     def fitted(self, length: int, branches: int) -> "TreeRows":
-        """Return the rows that can be verified, padded or truncated to `length`.
+        """Return the rows that can be verified with at most so many branches.
 
-        Args:
-            length: Scheduled draft tokens, fewer or more than there are. Further rows are NO_NODE.
-            branches: Largest number of branches.
+        They are truncated or padded with NO_NODE to `length`, the scheduled draft length.
         """
         counts: list[int] = []
         left = length + 1
@@ -84,8 +82,7 @@ def lay_out(
     Args:
         root: The request's last token.
         tokens, parents, values: As in `ScoredTree`.
-        branches: Largest number of branches.
-        rows: Largest number of rows after the root's, including recomputed tokens.
+        branches, rows: Largest numbers; `rows` includes recomputed tokens but not the root's row.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -161,11 +158,8 @@ class BranchPlan:
         """Return (column, scratch block) of blocks to copy over a request's own, int64 [n, 2].
 
         Args:
-            request: Index of the request.
             sequence: The branch at which its walk ended, counted from 1 within the request.
             start: Number of the request's tokens with KV before the step.
-            depth: Depth at which the walk ended.
-            size: Tokens per block.
         """
         number = int(np.searchsorted(self.request_of, request)) + sequence
         own = self.lines[self.lines[:, 0] == number, 1:]
@@ -187,7 +181,6 @@ def plan_branches(
         lengths: Rows scheduled for each request, [B].
         counts: Rows of each request's sequences (`TreeRows.fitted`). Further scheduled rows are
             padding and belong to the last sequence.
-        size: Tokens per block.
         scratch: Free scratch blocks, at least the sum of `scratch_blocks` over the requests.
     """
     number = np.array([len(own) for own in counts], np.int64)

@@ -40,11 +40,7 @@ class TreeChoice:
     """Chooses between chains and trees.
 
     Args:
-        known: Estimates of costs and acceptance.
         width: Largest number of paths that the drafter follows for a tree; 0 disables trees.
-
-    Attributes:
-        branches: Statistics of recent trees.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
@@ -107,12 +103,7 @@ class TreeChoice:
         return self._width
 
     def plan(self, now: float, drafted: int) -> Trees:
-        """Choose the kind of drafts of a step.
-
-        Args:
-            now: Seconds of the caller's clock.
-            drafted: Number of requests to draft for.
-        """
+        """Choose the kind of drafts of a step."""
         if self._pay:
             return Trees(self._paths)
         if self._dear or now < self._next_look or not (self._width and self.branches.room):

@@ -31,9 +31,8 @@ class PricedTree(NamedTuple):
 def trim(trees: Sequence[PricedTree], row_price: Callable[[int], float]) -> list[list[bool]]:
     """Return for each token of a batch whether to verify it; lossless if tokens are certain.
 
-    Args:
-        trees: One per request.
-        row_price: Price in tokens of the next row, given the number of rows so far; not decreasing.
+    `row_price` returns the price in tokens of the next row from the number of rows so far; it must
+    not decrease.
     """
 
     def kept_at(row: float) -> tuple[list[list[bool]], int]:
@@ -68,8 +67,8 @@ def rows_of(tree: PricedTree, kept: Sequence[bool]) -> int:
 def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
     """Return for each token whether it is in the best tree, if a row costs `row` tokens.
 
-    Computed from the leaves up. The worth of a child does not depend on which sibling opens no
-    branch, so this is the child of the largest worth.
+    The worth of a child does not depend on which sibling opens no branch. So nodes are computed
+    from the leaves up, and the child with the largest worth opens no branch.
     """
     size = len(tree.parents)
     worth = [value - row for value in tree.values]

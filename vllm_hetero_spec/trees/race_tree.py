@@ -50,9 +50,7 @@ class Arrivals(NamedTuple):
 
         Args:
             q: float32 [n, V_D] or wider, the drafter's distributions.
-            tokens: Map from drafter to target tokens.
             psi: float32 [n, V_T], draft_probs of q.
-            count: m.
         """
         ids, speeds = first_arrivals(psi, seeds, places, count)
         fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
@@ -60,12 +58,7 @@ class Arrivals(NamedTuple):
 
 
 class RaceFeed(NamedTuple):
-    """A drafter token to feed, which gives the row after a node.
-
-    Attributes:
-        token: Drafter id.
-        behind: Node, or ROOT, whose row the token comes from.
-    """
+    """A drafter token to feed; `behind` is the node, or ROOT, whose row it comes from."""
 
     token: int
     behind: int
@@ -73,11 +66,6 @@ class RaceFeed(NamedTuple):
 
 class RaceTreeBuilder(TreeBuilder):
     """Grows a tree of target tokens for a request with races.
-
-    Args:
-        spell: Returns all target tokens that a drafter token proposes.
-        chances: Estimates the values of children.
-        ends: Target tokens that end a request.
 
     Attributes:
         feeds: Drafter tokens of the nodes that may be fed.
@@ -100,9 +88,7 @@ class RaceTreeBuilder(TreeBuilder):
     def arrived(self, node: int, arrivals: Sequence[np.ndarray]) -> None:
         """Add a node's children, and the further target tokens of their drafter tokens.
 
-        Args:
-            node: A node that was not fed before, or ROOT.
-            arrivals: Fields of `Arrivals` for its row, [m] each, on the host.
+        `arrivals` are the fields of `Arrivals` for the node's row, [m] each, on the host.
         """
         count = int(np.count_nonzero(arrivals[2]))
         tokens, fed, speeds, shares = (column[:count] for column in arrivals)

@@ -19,11 +19,7 @@ def beside_a_chain(
 ) -> TreeBuilder:
     """Return the tree of a drafted chain and of the other likely tokens of its rows.
 
-    Args:
-        chain: Drafter ids.
-        tokens: Most likely drafter ids of each row, including the chain's.
-        shares: Their probabilities.
-        ends: Drafter ids that end a request.
+    `tokens` are the most likely drafter ids of each row, including the chain's.
     """
     growth, node = TreeBuilder(ends), ROOT
     for token, beside, probabilities in zip(chain, tokens, shares, strict=True):
@@ -39,17 +35,12 @@ def text_trees(
     to_target: Translate,
     leaves: int,
 ) -> list[ScoredTree]:
-    """Translate trees of drafter tokens, one per request, to trees of target tokens.
+    """Translate trees of drafter tokens, one per request, to trees in order of decreasing value.
 
     Args:
-        growths: Trees of drafter tokens.
-        contexts: Contexts of the requests.
         limits: Largest depth of each tree, in target tokens.
         to_target: Translates all paths in one call.
         leaves: Largest number of unfed nodes to translate per request, in addition to its fed ones.
-
-    Returns:
-        Trees in order of decreasing value.
     """
     found = [list(growth.leaves(leaves)) for growth in growths]
     counts = list(map(len, found))

@@ -46,9 +46,6 @@ class ChildChances:
     """Multinomial logit model with exponential forgetting.
 
     P[child i is next] = e_i / (1 + sum of all e_j), where log e is linear in five features.
-
-    Args:
-        prior: Initial weights.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -72,10 +69,8 @@ class ChildChances:
     ) -> None:
         """Update the weights by one Newton step on the nodes visited in a step.
 
-        Pass all known children of these nodes, also those that were not verified.
-
-        Args:
-            taken: bool [m], True for the next token; at most one per parent.
+        Pass all known children of these nodes, also those that were not verified. `taken`, bool
+        [m], is True for the next token; at most one per parent.
         """
         if not len(parent):
             return
@@ -104,10 +99,9 @@ class ChildChances:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "ChildChances":
-        """Restore the result of `to_dict` with the weight of at most `weight` nodes.
+        """Restore `to_dict` with the weight of at most `weight` nodes.
 
-        Raises:
-            ValueError: Invalid data.
+        Raises ValueError if the data are invalid.
         """
         chances = cls(numbers(saved["weights"], (len(GREEDY_PRIOR),)).tolist())
         learnt = numbers(saved["information"], _PRIOR_INFORMATION.shape) - _PRIOR_INFORMATION
@@ -142,10 +136,9 @@ class TreeValues(NamedTuple):
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "TreeValues":
-        """Restore the result of `to_dict`, each with the weight of at most `weight` nodes.
+        """Restore `to_dict`, each with the weight of at most `weight` nodes.
 
-        Raises:
-            ValueError: Invalid data.
+        Raises ValueError if the data are invalid.
         """
         greedy, race = (ChildChances.from_dict(saved[kind], weight) for kind in ("greedy", "race"))
         return cls(greedy, race)
@@ -156,9 +149,6 @@ class RankRates:
 
     The best tree always has the same shape: that of ERSD's Algorithm 3 if the acceptance
     probability of a path is the product of the rates of its ranks.
-
-    Args:
-        ranks: Number of ranks with a rate of their own.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -53,7 +53,6 @@ class TreeBatch:
         """Build a batch from host data.
 
         Args:
-            tokens: int64 [R].
             parents: Parent of each token of each draft: an earlier node of the draft, ROOT or
                 NO_NODE. Children of one parent must be different tokens.
             send: Copies arrays to the device of `tokens`; called once.
@@ -90,22 +89,13 @@ class TreeBatch:
 
 @dataclass(frozen=True)
 class TreeVerdict(Verdict):
-    """Emitted tokens of a batch of trees.
-
-    Attributes:
-        rows: int64 [B, K + 1], row in which each token was chosen, then FILLER.
-    """
+    """Emitted tokens, and `rows` int64 [B, K + 1]: the row that chose each token, then FILLER."""
 
     rows: torch.Tensor
 
 
 def greedy_walk(trees: TreeBatch, best: torch.Tensor) -> TreeVerdict:
-    """Walk each tree while it contains the target's choice.
-
-    Args:
-        trees: R rows of B requests.
-        best: int64 [R], the target's choice in each row: its most likely token or a race's winner.
-    """
+    """Walk each tree while it contains the target's choice in each row, `best` int64 [R]."""
     parents, width = trees.parents, trees.width
     reached = (trees.depths == 0) | (trees.tokens == best[parents])
     for _ in range(width.bit_length()):  # pointer doubling: twice as many ancestors each time

@@ -2,8 +2,8 @@
 """Fuzzy verification (LOSSY): accept a draft token whose row is close to the target's row.
 
 *Fuzzy Speculative Decoding for a Tunable Accuracy-Runtime Tradeoff*. The rule applies to sampled
-draft tokens only, because a certain token has no row to compare. Otherwise the strict test decides,
-so threshold 0 is lossless.
+draft tokens only, because a certain token has no row to compare. If the rule does not accept, the
+strict test decides, so threshold 0 is lossless.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ class FuzzyVerdict:
     """A verdict and the loss that it causes.
 
     Attributes:
-        verdict: Emitted tokens.
         only_fuzzy: int64 [B], emitted draft tokens that the strict test would have rejected.
         variation: float [B], sum of the total variation at emitted tokens to which the rule
             applied. Its expectation bounds the distance between output and target distribution.

@@ -35,11 +35,9 @@ Numbers = TypeVar("Numbers", torch.Tensor, np.ndarray)
 
 
 def keys_of(seeds: Numbers, purpose: "int | Numbers") -> Numbers:
-    """Return the keys of seeds and purposes for `random_bits`, int64 [n].
+    """Return the keys for `random_bits` of seeds, int64 [n].
 
-    Args:
-        seeds: int64 [n].
-        purpose: `RACE`, `ACCEPT`, `CORRECT` or `DRAFT`, or int64 [n] of them.
+    `purpose` is `RACE`, `ACCEPT`, `CORRECT` or `DRAFT`, or int64 [n] of them.
     """
     return _mixed((seeds ^ purpose) + _GAMMA)
 
@@ -72,11 +70,8 @@ def uniform(keys: Numbers, places: Numbers, index: Numbers) -> Numbers:
 def slices(rows: int, width: int, device: torch.device | None = None) -> Iterator[slice]:
     """Return slices of a table's rows to process one after the other, which bounds the memory.
 
-    Args:
-        rows: Number of rows.
-        width: Elements per row.
-        device: Device of the table. A CPU gets smaller slices that fit into its caches. None omits
-            this, for operations that process one row per core.
+    On a CPU the slices are smaller and fit into its caches. `device` None omits this, for
+    operations that process one row per core.
     """
     cells = _CELLS_ON_CPU if device is not None and device.type == "cpu" else _CELLS
     step = max(1, cells // max(1, width))

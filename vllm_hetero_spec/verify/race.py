@@ -26,7 +26,6 @@ def race(rows: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor) -> torch
 
     Args:
         rows: float32 [n, V], rates: probabilities or any multiple of them.
-        seeds: int64 [n], seeds of the rows' requests.
         places: int64 [n], index of the token in the request's output.
 
     Returns:

@@ -16,7 +16,6 @@ def token_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tens
     """Accept K with probability min(1, p(K) / q(K)); draw the recovered token from (p - q)+.
 
     Args:
-        drafts: N draft tokens of B requests.
         target_probs: float32 [N, V], after all sampling parameters; not changed.
         bonus: int64 [B], bonus tokens, drawn from the target's distribution after each draft.
     """
@@ -29,7 +28,7 @@ def block_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tens
 
     *Block Verification Accelerates Speculative Decoding*: P_j is the running support. The prefix of
     length j survives with probability h_j = S_j / (1 - P_j + S_j), where
-    S_j = sum (P_j p_{j+1} - q_{j+1})+. It accepts at least as many tokens as `token_rule` does.
+    S_j = sum (P_j p_{j+1} - q_{j+1})+. On average it accepts no fewer tokens than `token_rule`.
     """
     mass = drafts.mass()
     ratios = torch.where(mass > 0, at_tokens(target_probs, drafts.tokens) / mass, 0.0)
@@ -61,7 +60,6 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
     """Accept draft tokens while they equal the target's choices.
 
     Args:
-        drafts: N draft tokens of B requests; draft_probs are ignored.
         best: int64 [N], the target's choice at each draft token.
         bonus: int64 [B], the target's choice after each draft.
     """
@@ -93,7 +91,7 @@ def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens before each draft's first rejection, int64 [B]."""
+    """Return the number of tokens before each draft's first rejection, int64 [B]; accept [N]."""
     ends = torch.where(accept, drafts.width, drafts.place_of)
     return drafts.counts.scatter_reduce(0, drafts.request_of, ends, "amin")
 

@@ -52,12 +52,7 @@ class BranchSequencesV1(BranchSequences):
         return int(table[request, column])
 
     def update_from(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
-        """Plan the trees of a step, before the runner prepares its inputs.
-
-        Args:
-            output: The scheduler's output.
-            scheduled: int [B], scheduled tokens of each request of the batch.
-        """
+        """Plan the trees of a step, before the runner prepares its inputs."""
         assert not self.uneven, "a step has ended, and nobody has brought home what its sides hold"
         self.begins()
         batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
@@ -132,11 +127,7 @@ class BranchSequencesV1(BranchSequences):
 
 
 def install(branches_of: Any) -> None:
-    """Patch the model runners of this process. Idempotent; no effect without trees.
-
-    Args:
-        branches_of: Returns a runner's `BranchSequencesV1`, or None.
-    """
+    """Patch the model runners of this process. Idempotent; no effect without trees."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def inputs(original: patching.Function) -> patching.Function:

@@ -39,14 +39,7 @@ class _PendingTree(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """A step with branches.
-
-    Attributes:
-        req_ids: Requests in the order of the batch.
-        lengths: Scheduled draft length of each request.
-        trees: The tree of each request, truncated to the verified rows; None for a chain.
-        plans: One per KV cache group.
-    """
+    """A step with branches, with a plan per KV cache group; chains have None in `trees`."""
 
     req_ids: Sequence[str]
     lengths: Sequence[int]
@@ -56,9 +49,6 @@ class _Step:
 
 class BranchSequences:
     """Branch sequences of one worker, for the worker's lifetime.
-
-    Args:
-        runner: vLLM's model runner, with its model loaded.
 
     Attributes:
         nodes: Number of verified tree tokens by request, in the present step.
@@ -82,12 +72,7 @@ class BranchSequences:
         return self._step is not None
 
     def room(self, requests: int, rows: int) -> TreeRoom | None:
-        """Return the limits of the next trees; None without scratch blocks.
-
-        Args:
-            requests: Number of requests that may get drafts.
-            rows: Largest number of rows of a draft.
-        """
+        """Return the limits of the next trees; None without scratch blocks."""
         config, nodes, scratch, sizes = self._bounds
         if not scratch:
             return None
@@ -117,13 +102,7 @@ class BranchSequences:
         trees: Mapping[str, TreeRows],
         lengths: Mapping[str, int],
     ) -> None:
-        """Record the drafts that are passed to vLLM.
-
-        Args:
-            drafts: Target ids of each request's draft.
-            trees: Drafts that are trees; one with other tokens than in `drafts` is ignored.
-            lengths: Number of tokens of each request.
-        """
+        """Record the drafts that vLLM gets; ignore a tree whose tokens differ from its draft."""
         for req_id, tokens in drafts.items():
             self._drafted.pop(req_id, None)
             rows = trees.get(req_id)
@@ -136,13 +115,7 @@ class BranchSequences:
             self.forget(req_id)
 
     def check(self, req_id: str, draft: Sequence[int], start: int) -> None:
-        """Drop a request's tree if it does not match the draft that is about to be verified.
-
-        Args:
-            req_id: The request.
-            draft: Target ids.
-            start: Number of the request's tokens with KV.
-        """
+        """Drop a request's tree unless it matches the draft to verify and the tokens with KV."""
         tree = self._drafted.get(req_id)
         if tree is not None and (tree.start != start or tree.rows.tokens[: len(draft)] != draft):
             self.forget(req_id)
@@ -150,13 +123,7 @@ class BranchSequences:
     def plan(
         self, req_ids: Sequence[str], scheduled: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Plan the branches of the step, if there are trees.
-
-        Args:
-            req_ids: Requests in the order of the batch.
-            scheduled: Scheduled tokens of each request.
-            lengths: How many of them are draft tokens.
-        """
+        """Plan the step's branches from scheduled tokens and draft lengths of its requests."""
         if not self._drafted:
             return
         _, _, scratch, sizes = self._bounds
@@ -186,11 +153,7 @@ class BranchSequences:
         self._step = _Step(req_ids, lengths, trees, plans)
 
     def laid_out(self, is_tree: torch.Tensor) -> None:
-        """Finish the preparation of the step: copy the tails.
-
-        Args:
-            is_tree: As in `TreesView`.
-        """
+        """Finish the preparation of the step: copy the tails."""
         self._is_tree = is_tree
         self.copy_tails()
 
@@ -209,9 +172,6 @@ class BranchSequences:
         """Copy the KV of accepted branch tokens into the requests' own blocks.
 
         Must run before the next forward.
-
-        Args:
-            emitted: Target ids that each request of the step sampled.
         """
         step = self._step
         assert step is not None, "no side was planned"
@@ -253,12 +213,7 @@ def _fitted(
 ) -> tuple[_PendingTree, int]:
     """Return the part of a tree that can be verified, and the scratch blocks that it needs.
 
-    Args:
-        tree: The complete tree.
-        length: Scheduled draft tokens.
-        free: Number of free sequences.
-        lent: Number of free scratch blocks.
-        sizes: Block size of each KV cache group.
+    There are `free` sequences and `lent` scratch blocks left.
     """
     branches = min(free, len(tree.rows.counts) - 1)
     while True:

@@ -37,15 +37,7 @@ _NEARLY_FULL = 2  # rows; a tree that leaves fewer unused might have used more
 
 
 class _PendingTree(NamedTuple):
-    """A tree that the target is verifying.
-
-    Attributes:
-        tree: All candidates; `children` and `evidence` describe the same tokens.
-        raced: True if the request's tokens are chosen by races.
-        nodes: Number of verified tokens.
-        branches: Number of branches.
-        chain: The drafter's chain.
-    """
+    """A tree in verification; `tree`, `children` and `evidence` include all candidates."""
 
     tree: ScoredTree
     children: Children
@@ -58,9 +50,6 @@ class _PendingTree(NamedTuple):
 
 class TreeControl:
     """Controls the trees of one engine.
-
-    Args:
-        values: Models of the values of tokens; updated in place.
 
     Attributes:
         rows: Rows that the largest of the last trees could use, including recomputed ones.
@@ -87,11 +76,7 @@ class TreeControl:
         return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
 
     def observe(self, step: StepView) -> int:
-        """Learn from the trees that a step has verified.
-
-        Returns:
-            Number of context tokens whose KV their branches have read.
-        """
+        """Learn from verified trees; return the number of context tokens their branches read."""
         again = 0
         tested: tuple[list[tuple[_PendingTree, list[int], list[bool]]], ...] = [], []
         for request in step.requests if self._verifying else ():
@@ -129,7 +114,6 @@ class TreeControl:
             drafts: Drafts of certain tokens, with `explored`.
             free: True for requests with a draft length of their own: their rows have no price.
             rows: Other rows of the target's next step.
-            prices: Estimates the price of rows.
         """
         assert self._room is not None
         began = perf_counter()
@@ -245,7 +229,6 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 def _learn(
     chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
-    """Update the model of one kind of requests from the trees that a step has verified."""
     parents, nodes = [], 0
     for found, children, _ in tested:
         parents.append(found.children.parent[children] + nodes)

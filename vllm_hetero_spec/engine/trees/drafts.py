@@ -30,10 +30,8 @@ class BranchTokens(NamedTuple):
     """Drafter tokens of a greedy request.
 
     Attributes:
-        task: The request.
         chain: Drafter ids.
         beside: Top candidates of the chain's rows, in parts; empty if the draft stays a chain.
-        forks: Other paths.
     """
 
     task: DraftTask
@@ -43,17 +41,7 @@ class BranchTokens(NamedTuple):
 
 
 class TreeDrafts:
-    """Builds trees from the results of drafting rounds.
-
-    Args:
-        bridge: Between the two tokenizers.
-        sampling: Method of raced requests; None if all drafts are greedy.
-        stats: Counters to update.
-
-    Attributes:
-        count: Number of trees so far.
-        seconds: Time spent on them.
-    """
+    """Builds trees from the results of drafting rounds; `sampling` is None if all are greedy."""
 
     def __init__(self, bridge: Bridge, sampling: SampledMethod | None, stats: DraftStats) -> None:
         self._bridge, self._sampling, self._stats = bridge, sampling, stats
@@ -63,12 +51,7 @@ class TreeDrafts:
         self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
 
     def greedy(self, followed: Sequence[BranchTokens], drafts: Sequence[Draft]) -> list[Draft]:
-        """Return greedy drafts with their candidates, translated in one call.
-
-        Args:
-            followed: Drafter tokens of each request.
-            drafts: Their chains in target tokens.
-        """
+        """Return greedy drafts with their candidates, translated in one call."""
         drafts = list(drafts)
         growing = [place for place, of in enumerate(followed) if of.beside]
         if not growing:

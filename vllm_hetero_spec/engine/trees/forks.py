@@ -17,12 +17,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 
 
 class Forks:
-    """Allocates and frees the KV of forks for each drafting round.
-
-    Args:
-        pool: The drafter's KV pool.
-        stats: Counts paths without room.
-    """
+    """Allocates and frees the KV of forks for each drafting round."""
 
     def __init__(self, pool: KVPool, stats: DraftStats) -> None:
         self._pool, self._stats = pool, stats
@@ -31,10 +26,8 @@ class Forks:
     def lend(self, rows: Sequence[DraftRow], has_room: Callable[[int], bool]) -> list[DraftRow]:
         """Return the rows of a round with their forks, as far as KV blocks are free.
 
-        Args:
-            rows: Rows of the round.
-            has_room: Returns True if a round may have so many rows and forks. If not, the rows with
-                the most forks get fewer.
+        `has_room` returns True if a round may have so many rows and forks. If not, the rows with
+        the most forks get fewer.
         """
         self._lent, rows = [], list(rows)
         if all(row.task.paths <= 1 for row in rows):

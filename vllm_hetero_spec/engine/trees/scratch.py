@@ -40,10 +40,9 @@ def nodes_of(config: "VllmConfig") -> int:
 
 
 def reserve_rows(config: "VllmConfig") -> None:
-    """Set `num_speculative_tokens` to the rows of drafts, including recomputed rows of trees.
+    """Set `num_speculative_tokens` to the rows of a draft, including recomputed rows of a tree.
 
-    Args:
-        config: A configuration with this plugin, before vLLM checks it.
+    Must run before vLLM checks the configuration.
     """
     spec = config.speculative_config
     nodes = nodes_of(config)
@@ -98,12 +97,7 @@ def blocks_per_branch(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
 
 
 def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
-    """Return the scratch blocks of an engine; empty if drafts are chains.
-
-    Args:
-        config: The engine's configuration.
-        cache: The workers' configuration, with all blocks.
-    """
+    """Return the scratch blocks of an engine; empty if drafts are chains."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     count = 0
@@ -132,14 +126,7 @@ def block_sizes_of(cache: "KVCacheConfig") -> list[int]:
 def branches_per_request(
     config: "VllmConfig", block_sizes: Sequence[int], scratch: int, requests: int
 ) -> int:
-    """Return the largest number of branches of each request in a step.
-
-    Args:
-        config: The engine's configuration.
-        block_sizes: From `block_sizes_of`.
-        scratch: Number of scratch blocks.
-        requests: Number of requests in the step.
-    """
+    """Return the largest number of branches of each request in a step."""
     free = config.scheduler_config.max_num_seqs - requests
     lent = scratch // blocks_per_branch(config, block_sizes)
     return max(0, min(_BRANCHES, free, lent) // max(1, requests))

@@ -26,11 +26,6 @@ def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraph
     """Return True if drafts may be trees on all ranks; otherwise log the reason.
 
     Every rank of the target must call it.
-
-    Args:
-        runner: vLLM's model runner, with its KV cache.
-        branches: The runner's branch sequences.
-        graphs: `GRAPHS_V1` or `GRAPHS_V2`.
     """
     reason = _why_not(runner, branches)
     if reason:
