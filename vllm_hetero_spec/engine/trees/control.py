@@ -84,7 +84,7 @@ class TreeControl:
             if found is None or not request.new_tokens:
                 continue
             del self._verifying[request.req_id]
-            if request.num_drafted == found.nodes:  # else it was cut, or void
+            if request.num_drafted == found.nodes:  # otherwise it was shortened or dropped
                 again += found.branches * (request.num_tokens - len(request.new_tokens))
                 kept = request.new_tokens[: request.num_accepted]
                 along = takewhile(lambda pair: pair[0] == pair[1], zip(kept, found.chain))  # noqa: B905
