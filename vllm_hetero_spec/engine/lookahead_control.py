@@ -40,7 +40,7 @@ _LAG = 8  # steps; a requested draft length that has not come by then is given u
 
 
 class StepPlan(NamedTuple):
-    """What to do for the requests of a step.
+    """Plan for the requests of a step.
 
     Attributes:
         lookahead: Target tokens to draft for each request, in the batch's order.

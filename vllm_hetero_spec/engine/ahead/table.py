@@ -45,7 +45,7 @@ class DraftRecord(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the writer has done so far.
+    """Counts of the writer so far.
 
     Attributes:
         beats: Signs of life; grows even if nothing is written.
