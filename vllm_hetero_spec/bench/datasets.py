@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
+"""Prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")
 _HF_KEYS = ("config", "data_dir", "split", "revision")
-_FOLDER = "HETERO_SPEC_PROMPTS"  # variable: a folder with a copy of each dataset of Hugging Face
+_FOLDER = "HETERO_SPEC_PROMPTS"  # names a folder with local copies of Hugging Face datasets
 
 
 def _template(text: str) -> str:
@@ -37,7 +37,7 @@ def _template(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(Table):
-    """A dataset as a suite describes it: a file, built-in prompts or a Hugging Face dataset."""
+    """A dataset in a suite file: a file, built-in prompts or a Hugging Face dataset."""
 
     file: Annotated[Text, AfterValidator(located)] | None = None  # JSONL
     builtin: Annotated[Text, one_of(tuple(BUILT_IN_SETS))] | None = None
@@ -47,11 +47,11 @@ class Dataset(Table):
     split: Text | None = None
     revision: Text | None = None
     prompt: Annotated[Text, AfterValidator(_template)] = "{prompt}"  # columns in braces
-    where: dict[str, Any] = field(default_factory=dict)  # values of columns; a list means any
+    where: dict[str, Any] = field(default_factory=dict)  # required values; a list: any of them
     count: Positive | None = None
-    repeat: StrictBool = False  # begin again with the first prompt to reach the count
-    max_prompt_chars: Positive | None = None  # of a column
-    chat_template: StrictBool = False  # of the target
+    repeat: StrictBool = False  # repeat prompts from the first one to reach the count
+    max_prompt_chars: Positive | None = None  # per column
+    chat_template: StrictBool = False  # apply the target's
 
     @model_validator(mode="after")
     def _fits(self) -> "Dataset":
@@ -76,13 +76,13 @@ class Dataset(Table):
 
 
 def load_dataset(dataset: Dataset, name: str) -> list[str]:
-    """The prompts of a dataset, without a chat template.
+    """Load the prompts of a dataset, without a chat template.
 
     A file `name`.jsonl in the folder `$HETERO_SPEC_PROMPTS` replaces a Hugging Face dataset.
 
     Raises:
         ConfigError: It cannot be read.
-        Mistake: It holds fewer rows than asked for, or an empty prompt.
+        Mistake: It contains fewer rows than `count`, or an empty prompt.
     """
     count = dataset.count
     chosen = (row for row in _rows(dataset, name) if _matches(row, dataset.where))
@@ -104,7 +104,9 @@ def load_dataset(dataset: Dataset, name: str) -> list[str]:
 
 
 def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any]) -> tuple[str, ...]:
-    """Each prompt as a user's turn in a model's chat template, without a BOS that vLLM adds.
+    """Render each prompt as a user's turn in a model's chat template.
+
+    A leading BOS is removed if the tokenizer adds one, because vLLM then adds it too.
 
     Raises:
         ConfigError: The model's tokenizer cannot be loaded.
@@ -148,14 +150,14 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     library = optional("datasets", f"the dataset {dataset.hf}")
     given = {key: value for key in _HF_KEYS[1:] if (value := getattr(dataset, key))}
     try:
-        # Streamed, because the dataset may be gigabytes; offline from the cache.
+        # Streaming, because a dataset may have gigabytes; offline mode reads the cache.
         yield from library.load_dataset(
             dataset.hf,
             dataset.config,
             streaming=not library.config.HF_DATASETS_OFFLINE,
             **given,
         )
-    # The library raises what its file systems, parsers and HTTP clients raise.
+    # The library passes on exceptions of file systems, parsers and HTTP clients.
     except Exception as error:
         raise ConfigError(f"cannot load the dataset {dataset.hf}: {first_line(error)}.") from error
 
@@ -170,7 +172,7 @@ def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:
 
 
 def _fields(template: str) -> list[tuple[str, str | None]]:
-    """Pairs of a text and the field after it."""
+    """Split a template into pairs of a text and the field after it."""
     return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
 
 

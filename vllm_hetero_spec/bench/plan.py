@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order in which engines run loads.
 
-A target's engines start once and stay up. If they do not all fit, they come in waves, each with
-`alone`. Within a wave every engine runs the same load in turn, and each round begins with another
-engine, so that a drift of the machine affects all.
+The engines of a target start once and stay up. If memory does not hold all of them, they run in
+waves. Each wave includes `alone`. Within a wave all engines run the same load one after the other.
+Each round begins with another engine, so that a drift of the machine affects all engines.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -55,11 +55,11 @@ class Measurement(NamedTuple):
 class Wave:
     """Engines that are up together."""
 
-    number: int  # of the wave within its target
-    groups: tuple[tuple[Cell, ...], ...]  # cells of the same load, in the first round's order
+    number: int  # index within the target
+    groups: tuple[tuple[Cell, ...], ...]  # cells of the same load, in the order of the first round
 
     def rounds(self, repeats: int) -> Iterator[list[Measurement]]:
-        """Group by group and round by round; each round begins with another engine."""
+        """Yield the runs of each round; each round begins with another engine."""
         for group in self.groups:
             for turn in range(repeats):
                 first = turn % len(group)
@@ -72,14 +72,13 @@ class Plan:
     """All runs of a suite."""
 
     waves: tuple[Wave, ...]
-    skipped: dict[Cell, str]  # cells that cannot be measured, with the reason
+    skipped: dict[Cell, str]  # reasons of cells that cannot be measured
     repeats: int
 
     def pending(self, done: Collection[Measurement]) -> list[list[Measurement]]:
         """Remaining runs of each wave, in order.
 
-        The rest of a round is measured with its references again, because a ratio needs runs of
-        the same time.
+        An incomplete round runs its references again, because a ratio needs runs of the same time.
         """
         return [
             [
@@ -92,7 +91,7 @@ class Plan:
 
 
 def reference_cells(cell: Cell) -> list[Cell]:
-    """The same load without speculation."""
+    """Cells of the same load with speculation disabled."""
     methods = dict.fromkeys((ALONE, KINDS[cell.engine.method].reference))
     return [cell._replace(engine=EngineId(cell.engine.target, method)) for method in methods]
 
@@ -108,16 +107,16 @@ def make_plan(
     differ: Callable[[Target, SuiteDrafter], str | None],
     only: str | None = None,
 ) -> Plan:
-    """Lay out a suite.
+    """Plan the runs of a suite.
 
     Args:
-        suite: What is to be measured.
-        engines_at_once: Engines that may be up together.
-        differ: Returns why the vocabularies of a pair do not agree, or None.
-        only: Part of the names of the wanted cells, with wildcards; their references are added.
+        suite: The suite.
+        engines_at_once: Maximum number of engines that are up together.
+        differ: Returns the reason if the vocabularies of a pair differ, otherwise None.
+        only: Pattern for a part of a cell's name. References of matching cells are added.
 
     Raises:
-        ConfigError: `only` fits no cell.
+        ConfigError: `only` matches no cell.
     """
     skipped: dict[Cell, str] = {}
     waves: list[Wave] = []
@@ -158,7 +157,7 @@ def make_plan(
 
 
 def _engines(suite: Suite, target: Target) -> list[EngineId]:
-    """The references are first, so that they are in the first wave."""
+    """Engines of a target, references first so that they are in the first wave."""
     asked = [ALONE, *suite.methods, *suite.peers]
     methods = dict.fromkeys([*asked, *(KINDS[method].reference for method in asked)])
     alone = [method for method in methods if not KINDS[method].drafts]
@@ -172,7 +171,7 @@ def _engines(suite: Suite, target: Target) -> list[EngineId]:
 
 
 def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
-    """Peers have no settings: they run each model once, under the first of its names."""
+    """Drafters of a method. Peers have no settings, so they run each model once."""
     if method in METHODS:
         return target.drafters
     first: dict[str, SuiteDrafter] = {}
@@ -212,7 +211,7 @@ def _unsupported(
 
 
 def _waves(engines: list[EngineId], wanted: set[Cell], at_once: int) -> Iterator[list[EngineId]]:
-    """Engines that have cells; with `alone` in each wave if more than one may be up."""
+    """Engines that have cells; each wave includes `alone` if at least two engines may be up."""
     busy = [engine for engine in engines if any(cell.engine == engine for cell in wanted)]
     if at_once == 1:
         yield from ([engine] for engine in busy)

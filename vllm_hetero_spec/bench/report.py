@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a results file: Markdown, JSON, and a table on a terminal."""
+"""Report of a results file: Markdown, JSON, and a table on a terminal."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ SUMMARY = "summary.json"
 
 
 def acceptance_length(row: Row) -> str:
-    """1 + accepted / drafts, with its standard error over prompts."""
+    """Acceptance length with its standard error over prompts."""
     return with_error(row.figures.acceptance_length, row.figures.acceptance_error)
 
 
@@ -162,7 +162,7 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
 
 
 def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
-    """Print the table of speeds: drawn on a terminal, as Markdown elsewhere."""
+    """Print the table of speeds: drawn on a terminal, otherwise as Markdown."""
     if not console.is_terminal:
         console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
     else:
@@ -172,7 +172,7 @@ def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> No
 
 
 def notes(contents: Contents) -> list[str]:
-    """Conditions of the measurement that a reader of the figures must know."""
+    """Sentences about conditions that affect the figures."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)
@@ -193,7 +193,7 @@ def notes(contents: Contents) -> list[str]:
 
 
 def runner_notes(contents: Contents) -> list[str]:
-    """Methods that vLLM ran on another model runner than their target alone."""
+    """Sentences about methods that ran on another model runner than the target alone."""
     runners = {
         recorded.run.cell.engine: recorded.sample.runner
         for recorded in contents.samples
@@ -213,7 +213,7 @@ def runner_notes(contents: Contents) -> list[str]:
 
 
 def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Zero and all MLP columns of targets that were made slower on purpose, by name."""
+    """Numbers of zero and of all MLP columns of widened targets, by name."""
     found = {target.name: widened_columns(target.model) for target in targets}
     return {name: columns for name, columns in found.items() if columns}
 

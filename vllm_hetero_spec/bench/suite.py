@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suite: targets, drafters, methods, prompts and loads, checked before any model is loaded."""
+"""Read and check a suite: targets, drafters, methods, prompts and loads.
+
+All checks run before a model is loaded.
+"""
 
 import hashlib
 import json
@@ -31,10 +34,10 @@ HF_ALONE = "hf_alone"
 class Kind:
     """Requirements of a method."""
 
-    drafts: bool = True  # a drafter and a draft length
-    huggingface: bool = False  # Hugging Face transformers, one request at a time, instead of vLLM
+    drafts: bool = True  # needs a drafter and a draft length
+    huggingface: bool = False  # runs in Hugging Face transformers, one request at a time
     same_vocabulary: bool = False
-    reference: str = ALONE  # the method without speculation that has the same greedy output
+    reference: str = ALONE  # method with speculation disabled and the same greedy output
 
 
 PEERS = {
@@ -47,9 +50,9 @@ PEERS = {
 KINDS = {**{method: Kind() for method in METHODS}, **PEERS}
 
 _AUTO = "auto"
-# What the benchmark itself gives vllm.LLM.
+# Arguments of vllm.LLM that the benchmark sets.
 _RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
-# What it gives our methods, and where a user sets it: the names of rows contain it.
+# Keys of a method that are part of a row's name, with the place where a user sets each.
 _METHODS = "by methods in a suite, by --method or --methods on a command line"
 _LOOKAHEAD = "num_speculative_tokens"
 _SET_ELSEWHERE = {
@@ -70,7 +73,7 @@ def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
-    """Keys in one spelling, so that those of a setting replace the drafter's."""
+    """Write keys with underscores, so that a setting's key replaces the drafter's."""
     for key in given:
         name = key.replace("-", "_")
         if name in _SET_ELSEWHERE and name not in but:
@@ -79,7 +82,7 @@ def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
 
 
 def _setting(given: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a setting have its name, so that it may have a draft length of its own."""
+    """Allow a draft length, because the setting's own name distinguishes its rows."""
     return _not_set_elsewhere(given, _LOOKAHEAD)
 
 
@@ -94,7 +97,7 @@ def _by_name(value: Any) -> Any:
 
 
 def short_name(model: str) -> str:
-    """The name of a model in reports: the last part of its own name or folder."""
+    """Name of a model in reports: the last part of its Hugging Face name or folder."""
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
@@ -118,14 +121,14 @@ Temperature = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=Fal
 
 @dataclass(frozen=True)
 class Named(Table):
-    """A model, which reports call by the last part of its name if the file gives no other."""
+    """A model; its name in reports defaults to the last part of the model's name."""
 
     @model_validator(mode="before")
     @classmethod
     def _name(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        # Any name if there is no model: that mistake is reported instead.
+        # Without a model any name will do, because the missing model is reported instead.
         return {"name": short_name(str(given.get("model")).strip()) or "-", **given}
 
 
@@ -136,9 +139,9 @@ class SuiteDrafter(Named):
     Attributes:
         name: Its name in reports.
         model: A Hugging Face name or a folder.
-        speculative: Further keys of our methods' configuration; none that is set elsewhere.
-        settings: By name, further keys with which it is measured side by side. In the rows each is
-            a drafter of its own, DRAFTER:SETTING. May set num_speculative_tokens.
+        speculative: Further keys of `--speculative-config`.
+        settings: Further keys by name of the setting. All settings are measured side by side, and
+            rows name them DRAFTER:SETTING. A setting may contain num_speculative_tokens.
     """
 
     name: Annotated[Text, AfterValidator(_without_setting)]
@@ -147,7 +150,7 @@ class SuiteDrafter(Named):
     settings: dict[str, Setting] = field(default_factory=dict)
 
     def in_each_setting(self) -> Iterator["SuiteDrafter"]:
-        """The drafters that are measured: one for each setting, or this one alone."""
+        """Yield one drafter per setting, or this drafter if it has no settings."""
         if not self.settings:
             yield self
         for name, more in self.settings.items():
@@ -156,7 +159,7 @@ class SuiteDrafter(Named):
 
 @dataclass(frozen=True)
 class InSetting(SuiteDrafter):
-    """A drafter in one of its settings, which may give it a draft length."""
+    """A drafter with one of its settings, which may contain a draft length."""
 
     name: Text
     speculative: Setting = field(default_factory=dict)
@@ -164,14 +167,14 @@ class InSetting(SuiteDrafter):
 
 @dataclass(frozen=True)
 class Target(Named):
-    """A target and what it is measured with.
+    """A target, its drafters and its datasets.
 
     Attributes:
         name: Its name in reports.
         model: A Hugging Face name or a folder.
         drafters: Its drafters.
-        datasets: Names of datasets, in order; a file that gives none means all.
-        engine: Further arguments of `vllm.LLM`, the suite's included.
+        datasets: Names of datasets, in order; without them a suite file means all datasets.
+        engine: Further arguments of `vllm.LLM`, including those of the suite.
     """
 
     name: Text
@@ -183,9 +186,9 @@ class Target(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(Table):
-    """A benchmark, with its prompts by target and dataset, chat templates applied."""
+    """A benchmark; `prompts` by target and dataset have chat templates applied."""
 
-    name: Text = ""  # in a file by default the file's
+    name: Text = ""  # default for a suite file: the name of the file
     targets: Several[Target]
     methods: Several[Method] = METHODS
     prompts: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -196,18 +199,18 @@ class Suite(Table):
     max_tokens: Positive = 128
     repeats: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
     ignore_eos: StrictBool = False
-    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # of the first request
+    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # for the first request
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     engines_at_once: Annotated[
         Annotated[int, Field(strict=True, ge=1, le=100)] | None, BeforeValidator(_auto)
-    ] = None  # chosen by the machine
+    ] = None  # None: derived from the machine
 
     def target(self, name: str) -> Target:
-        """The target of a name."""
+        """The target with a name."""
         return next(target for target in self.targets if target.name == name)
 
     def described(self) -> dict[str, Any]:
-        """The suite as JSON has it, prompts as their number and digest."""
+        """The suite as JSON data; the number and digest of prompts replace their texts."""
         suite: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for datasets in suite["prompts"].values():
             for name, texts in datasets.items():
@@ -216,13 +219,13 @@ class Suite(Table):
 
     @property
     def digest(self) -> str:
-        """Equal for suites that measure the same, whatever their files look like."""
+        """Hash of all that determines the measurement, independent of the file's layout."""
         return _digest(self.described())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteFile(Suite):
-    """A suite as it is written: by default with all peers."""
+    """A suite as written in a file; its default is all peers."""
 
     peers: Several[Peer] = tuple(PEERS)
     datasets: dict[str, Dataset]
@@ -248,7 +251,7 @@ def read_suite(file: Path) -> Suite:
     """Read and check a suite file, and load its prompts.
 
     Raises:
-        ConfigError: The first mistake, with its line and what is supported.
+        ConfigError: The first mistake, with its line and the supported values.
     """
     source = read_yaml(file)
     asked = source.checked(SuiteFile)
@@ -272,10 +275,10 @@ def read_suite(file: Path) -> Suite:
 def check_drafter(
     target: Target, drafter: SuiteDrafter, methods: Iterable[str], lookahead: int
 ) -> None:
-    """Refuse what an engine would refuse, which takes a while to start.
+    """Check the drafter's keys now, because an engine that refuses them starts slowly.
 
     Raises:
-        ConfigError: The drafter's further keys do not fit some method, or the target.
+        ConfigError: The keys do not fit one of the methods, or the target.
     """
     ranks = target.engine.get("tensor_parallel_size", 1)
     for each in drafter.in_each_setting():
@@ -284,7 +287,7 @@ def check_drafter(
 
 
 def speculative_config(method: str, drafter: SuiteDrafter, lookahead: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` for one of our methods."""
+    """`speculative_config` of `vllm.LLM` for one of our methods."""
     given = {"method": method, "model": drafter.model, _LOOKAHEAD: lookahead}
     return {**given, **drafter.speculative}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a suite file: their types, and a YAML reader that names the line of each mistake."""
+"""Types of the values in a suite file, and a YAML reader that names the line of a mistake."""
 
 import importlib
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ _DEMO = "demo:"
 
 
 def optional(module: str, purpose: str) -> Any:
-    """A library that only some suites need.
+    """Import a library that only some suites need.
 
     Raises:
-        ConfigError: It is not installed; the message says how to get it.
+        ConfigError: It is not installed. The message contains the pip command.
     """
     try:
         return importlib.import_module(module)
@@ -55,10 +55,10 @@ def _distinct(values: Any) -> Any:
 
 
 def located(name: str, info: ValidationInfo) -> str:
-    """A path in a suite: of the demo pair, or relative to the suite's folder.
+    """Resolve a path: "demo:..." in the demo folder, others relative to the suite's folder.
 
     Raises:
-        ConfigError: The demo pair is not there.
+        ConfigError: The demo pair does not exist.
     """
     if not name.startswith(_DEMO):
         return str(Path(info.context or "") / Path(name).expanduser())
@@ -71,7 +71,7 @@ def located(name: str, info: ValidationInfo) -> str:
 
 
 def model_name(role: str) -> AfterValidator:
-    """A Hugging Face name, or the absolute path of a folder that holds a model."""
+    """Validator of a Hugging Face name or of a model folder, which becomes an absolute path."""
 
     def check(name: str, info: ValidationInfo) -> str:
         if name.startswith((_DEMO, "./", "../", "~", "/")):
@@ -89,13 +89,13 @@ Several = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_disti
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A file and the nodes that YAML read from it."""
+    """A suite file and its tree of YAML nodes."""
 
     file: Path
     node: yaml.Node
 
     def checked(self, model: type[Model]) -> Model:
-        """The whole file as a model; its validators get the file's folder as their context.
+        """Convert the file to a model; validators receive the file's folder as their context.
 
         Raises:
             ConfigError: The first mistake.
@@ -110,7 +110,7 @@ class YamlFile:
             raise self.refusal(*first_mistake(error)) from error
 
     def refusal(self, place: Place, error: Exception) -> ConfigError:
-        """The sentence about a mistake at a place, with file and line."""
+        """Describe a mistake at a place, with file and line."""
         told = sentence(place, error, "the suite")
         if isinstance(error, Mistake):
             place = (*place, *error.place, *error.line_of)
@@ -133,7 +133,7 @@ class YamlFile:
 
 
 def read_yaml(file: Path) -> YamlFile:
-    """Read a file that is not empty and has no key twice.
+    """Read a YAML file.
 
     Raises:
         ConfigError: It is empty, no YAML or cannot be read, or a key appears twice.
@@ -153,7 +153,7 @@ def read_yaml(file: Path) -> YamlFile:
 
 
 def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Keys that their mapping has already."""
+    """Yield keys that appear earlier in the same mapping."""
     mapping = isinstance(node, yaml.MappingNode)
     keys = [key for key, _ in node.value] if mapping else []
     for index, key in enumerate(keys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec advise`: which drafter makes a target fastest, if any does."""
+"""`vllm-hetero-spec advise`: rank drafters for a target by measured speedup."""
 
 import argparse
 import functools
@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, measure and print, also after the failure of an engine."""
+    """Compare, measure and print; if some drafters fail, print the others and then raise."""
     suite = suite_of(
         arguments,
         arguments.drafters,
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> DrafterFacts:
-    """Add the reason if no engine starts with a drafter."""
+    """Add the reason if a drafter will not be measured."""
     if facts.not_measured:
         return facts
     if statistics_only:
@@ -140,7 +140,7 @@ def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> Drafte
 
 
 def _measure(suite: Suite, verbose: bool) -> Measured:
-    """Measure what does not fail; the target alone must not.
+    """Measure all drafters; some of them may fail.
 
     Raises:
         MeasurementError: The target alone fails.
@@ -266,7 +266,7 @@ def _none_is_faster(ranking: Sequence[Candidate]) -> str:
 def _as_json(
     name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured | None
 ) -> dict[str, Any]:
-    """The same under stable names; times in seconds, shares between 0 and 1."""
+    """JSON output; times in seconds, shares between 0 and 1."""
     (target,) = suite.targets
     widened = widened_columns(target.model)
     alone = [row for row in measured.rows if row.cell.engine.drafter is None] if measured else []

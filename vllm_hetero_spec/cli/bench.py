@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec bench`: a suite of targets, drafters, methods and peers, measured together."""
+"""`vllm-hetero-spec bench`: measure a suite of targets, drafters, methods and peers."""
 
 import argparse
 import functools
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is not recorded yet, then report, also if some cells failed."""
+    """Measure what is not recorded yet, then report; some cells may have failed."""
     if (arguments.suite is None) == (arguments.report is None):
         raise ConfigError("give a suite to run, or --report DIR for results that are there.")
     progress = Console(stderr=True)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, suite: Suite, results: Results, progress: Console
 ) -> None:
-    # Of the first session, so that all sessions have the same waves.
+    # The value of the first session, so that all sessions have the same waves.
     at_once = results.contents.header["engines_at_once"]
     plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
     pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
@@ -90,7 +90,7 @@ def _measure(
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )
-    # A SIGTERM to this process also ends its engines.
+    # Engines end with this process on SIGTERM, too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_plan(plan, suite, results, start, ProgressReporter(progress))

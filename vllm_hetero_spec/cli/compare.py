@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec compare`: the target alone beside the target with a drafter, in one round."""
+"""`vllm-hetero-spec compare`: measure a target with a drafter and alone, one round each."""
 
 import argparse
 import functools
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     (target,) = suite.targets
     plan = make_plan(suite, 1, engines.vocabularies_differ)
-    # The drafter comes first: one that vLLM refuses is refused at once.
+    # The engine with the drafter runs first, so that a refused drafter is reported at once.
     plan = replace(plan, waves=plan.waves[::-1])
     for model in (target.model, target.drafters[0].model):
         fetch_weights(model, target.engine)
@@ -110,14 +110,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Reporter(ProgressReporter):
-    """Gives up at the first failure: there is nothing to compare then."""
+    """Raises at the first failure, because nothing is left to compare."""
 
     def failed(self, run: Measurement, sentence: str) -> None:
         raise MeasurementError(sentence)
 
 
 def _as_json(target: Target, alone: Row, drafted: Row) -> dict[str, Any]:
-    """Every figure, as in `bench`'s summary; times in seconds."""
+    """JSON output with figures as in the summary of `bench`; times in seconds."""
     widening = widened_columns(target.model)
     assert drafted.speedup is not None
     return {
@@ -140,7 +140,7 @@ def _show(
     texts: Sequence[tuple[str, str, str]],
     notes: list[str],
 ) -> None:
-    """Print some (prompt, completion alone, with the drafter), the table, and notes below it."""
+    """Print samples (prompt, completion alone, with the drafter), the table, and its notes."""
     console = Console(highlight=False)
     coarse = drafted.figures.dtype in _COARSE
     for prompt, own, other in texts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor`: faults of the installation and their fixes."""
+"""`vllm-hetero-spec doctor`: check the installation and print fixes of its faults."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
 
 
 class Unsound(Exception):
-    """Some check failed; its findings are printed."""
+    """A check failed; the findings are already printed."""
 
 
 def add_parser(commands: Any) -> None:

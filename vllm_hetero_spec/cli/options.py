@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, their types, and the suite that they describe."""
+"""Shared options of commands, and the suite that these options describe."""
 
 import argparse
 import json
@@ -14,18 +14,17 @@ from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target, check_draf
 from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
-# Help of an option whose name says all but its default.
-DEFAULT = "default: %(default)s"
-# The options from which fields of a suite come.
+DEFAULT = "default: %(default)s"  # help text
+# Options by the field of a suite that they set.
 _FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
     field: f"--{field.replace('_', '-')}"
     for field in ("engines_at_once", "repeats", "settings", "temperatures")
 }
-PROMPTS = "prompts"  # the dataset of a suite that was made from options
+PROMPTS = "prompts"  # name of the dataset in a suite that was made from options
 
 
 def add_models(parser: argparse.ArgumentParser, **drafters: Any) -> None:
-    """The arguments `target`, and `drafter` or as its keywords say."""
+    """Add the arguments `target` and `drafter`; keywords change the latter."""
     model = "Hugging Face name or folder"
     parser.add_argument("target", help=model)
     name = drafters.pop("name", "drafter")
@@ -33,10 +32,10 @@ def add_models(parser: argparse.ArgumentParser, **drafters: Any) -> None:
 
 
 def add_load(parser: argparse.ArgumentParser, longest: int, lookahead: int) -> None:
-    """Options of what is generated, by which engines, and of what is printed.
+    """Add options of loads, engines and output.
 
     Args:
-        parser: Of a command.
+        parser: Parser of a command.
         longest: Default of --max-tokens.
         lookahead: Default of --num-speculative-tokens.
     """
@@ -64,10 +63,10 @@ def suite_of(
     temperatures: Iterable[float],
     **further: Any,
 ) -> Suite:
-    """A suite of one target, whose name is the command's, from the options of a command.
+    """Build a suite of one target from the options of a command.
 
     Raises:
-        ConfigError, ValidationError: An engine would refuse it, or could not run it.
+        ConfigError, ValidationError: An engine would refuse the suite, or could not run it.
     """
     sizes, methods = sorted(set(batch_sizes)), tuple(dict.fromkeys(methods))
     prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
@@ -105,7 +104,7 @@ def _trust(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[SuiteDrafter]:
-    """Each under the last part of its name, or under all of it if others have the same."""
+    """Drafters, named by the last part of the model's name, or all of it if that is ambiguous."""
     shared = Counter(map(short_name, models))
     for model in models:
         short = short_name(model)
@@ -118,7 +117,7 @@ def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterato
 
 
 def refusal(error: ValidationError) -> str:
-    """The first mistake in a suite that was made from options."""
+    """Describe the first mistake in a suite that was made from options."""
     place, mistake = first_mistake(error)
     if not isinstance(mistake, Mistake) or not place or place[0] not in _FIELDS:
         return sentence(place, mistake, "the suite")
@@ -128,12 +127,7 @@ def refusal(error: ValidationError) -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1.
-
-    Raises:
-        ArgumentTypeError: It is less.
-        ValueError: It is no whole number.
-    """
+    """Parse a whole number from 1; raises ArgumentTypeError or ValueError, as argparse expects."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -141,11 +135,7 @@ def positive(text: str) -> int:
 
 
 def dictionary(text: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
+    """Parse a JSON object; raises ArgumentTypeError, as argparse expects."""
     try:
         found = json.loads(text)
     except ValueError as error:

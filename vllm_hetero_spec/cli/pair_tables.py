@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of `inspect` about a pair of tokenizers as tables."""
+"""Print the findings of `inspect` about a pair of tokenizers as tables."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,13 @@ from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
 Findings = Mapping[str, Any]
 Opened = Mapping[str, OpenTokenizer]
 
-# Control tokens without a role that are named one by one.
-_NAMED = 6
+_NAMED = 6  # control tokens without a role that are listed; others are only counted
 _EXAMPLES = 5
 _MAPPED = {"special": "the drafter's own token", "text": "plain text", "nothing": "nothing"}
 _SPACES = {"none": "no", "first": "the first", "always": "every"}
 
 
 def show(found: Findings, opened: Opened, console: Console) -> None:
-    """Print all findings."""
     sides = {
         name: {**found[name], "straddle": found["pair"][f"{name}_straddle"], "ends": _ends(each)}
         for name, each in opened.items()
