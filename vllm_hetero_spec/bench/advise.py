@@ -207,15 +207,10 @@ def _failure(engine: EngineId, errors: dict[Cell, str]) -> str:
 
 
 def trees(row: Row, small: Row, large: Row) -> str:
-    """Describe an upper bound of the gain of draft trees; "" if it is unknown.
+    """Describe an upper bound of the gain of draft trees for a drafter; "" if it is unknown.
 
     One more row of the batch brings at most one token, and only if the first draft token was
-    rejected. Its cost is estimated from the target's step times at two batch sizes.
-
-    Args:
-        row: A drafter under the load of `small`.
-        small: The target alone at the smallest batch.
-        large: The target alone at the largest batch.
+    rejected. Its cost is estimated from the target alone at the smallest and largest batch.
     """
     shares, length = row.figures.acceptance_per_position, row.figures.acceptance_length
     few, many = small.cell.batch_size, large.cell.batch_size
@@ -252,10 +247,7 @@ def own_process(row: Row) -> str:
 
 
 def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object]) -> list[str]:
-    """Suggest what to measure next, from the drafter's rows `of` among all `rows`.
-
-    Nothing if its `config` already has draft trees or `draft_ahead`, which exclude each other.
-    """
+    """Suggest measurements, from a drafter's rows `of`, unless its `config` is already one."""
     if config.get("tree_nodes") or config.get("draft_ahead"):
         return []
     row = min(of, key=lambda each: (each.cell.batch_size, each.cell.temperature))

@@ -2,9 +2,8 @@
 """An engine in a child process.
 
 The parent sends the specification of the engine, then loads. The child answers each load with a
-`Sample`. The end of the process frees all its memory, and its output does not reach the terminal.
-The child leads a session of its own, so that Ctrl-C reaches only the parent. The parent then ends
-all processes of that session.
+`Sample`. The child leads a session of its own, so that Ctrl-C reaches only the parent, which then
+ends all processes of that session.
 """
 
 import contextlib
@@ -35,13 +34,8 @@ _ENDED = ("Z", "X")  # states of threads in /proc
 class EngineProcess:
     """An engine in a child process; as a context manager it closes the engine.
 
-    Subclasses set `program`, a module whose main calls `serve`.
-
-    Args:
-        spec: Specification of the engine; pickled.
-        verbose: Let the child write to stderr. Otherwise errors quote its output.
-        start_timeout: Seconds.
-        run_timeout: Seconds for one load, including its warm-up.
+    Subclasses set `program`, a module whose main calls `serve`. With `verbose` the child writes to
+    stderr; otherwise errors quote its output. Timeouts are in seconds; a run includes its warm-up.
 
     Raises:
         ConfigError: The engine refused the specification.
@@ -90,8 +84,7 @@ class EngineProcess:
 
         Raises:
             ConfigError: The engine refused the load; it stays up.
-            MeasurementError: The batch size exceeds the engine's. Or the engine failed or exceeded
-                its time, and is closed.
+            MeasurementError: The batch size is too large, or the engine failed and is closed.
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
@@ -138,10 +131,7 @@ class EngineProcess:
         return answer
 
     def _answer(self, timeout: float) -> Any:
-        """Receive the child's next message.
-
-        Raises EOFError after the child's end even if another process still holds the pipe.
-        """
+        """The child's next message; EOFError after its end, even if others hold the pipe."""
         deadline = time.monotonic() + timeout
         while not self._connection.poll(_TICK):
             if self._ended():
@@ -186,8 +176,7 @@ class EngineProcess:
 def processes(session: int) -> Iterator[Path]:
     """Yield the `/proc` folders of a session's processes that still hold memory and devices.
 
-    A process holds them until its last thread ends. The state in /proc/PID/stat is that of the
-    first thread, which may already be a zombie, so all threads are checked.
+    A process holds them until its last thread ends; /proc/PID/stat only shows the first thread.
     """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -222,11 +211,9 @@ def causes(printed: str) -> str:
 
 
 def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
-    """Run the child: build the engine of a specification, then run loads until None arrives.
+    """Run the child: `build` the engine of a specification, then run loads until None arrives.
 
-    Args:
-        build: Builds the engine and returns a function that runs a load. A ConfigError that either
-            raises is sent to the parent; any other exception ends the process.
+    A ConfigError is sent to the parent; any other exception ends the process.
     """
     parent = Connection(int(sys.argv[1]))
     os.set_inheritable(parent.fileno(), False)
@@ -237,11 +224,14 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
         parent.send(refusal)
         return
     parent.send(None)
-    while (load := _received(parent)) is not None:
-        try:
-            parent.send(run(load))
-        except ConfigError as refusal:
-            parent.send(refusal)
+    try:
+        while (load := parent.recv()) is not None:
+            try:
+                parent.send(run(load))
+            except ConfigError as refusal:
+                parent.send(refusal)
+    except EOFError:  # the parent ended without sending None
+        os.killpg(0, signal.SIGKILL)
 
 
 def rest() -> None:
@@ -249,19 +239,7 @@ def rest() -> None:
     time.sleep(_REST)
 
 
-def _received(parent: Connection) -> Load | None:
-    try:
-        return parent.recv()
-    except EOFError:  # the parent ended without sending None
-        _end_session()
-        raise
-
-
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    _end_session()
-
-
-def _end_session() -> None:
     os.killpg(0, signal.SIGKILL)

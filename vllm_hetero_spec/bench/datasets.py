@@ -25,10 +25,10 @@ _FOLDER = "HETERO_SPEC_PROMPTS"  # names a folder with local copies of Hugging F
 
 def _template(text: str) -> str:
     try:
-        fields = _fields(text)
+        names = [name for _, name, _, _ in string.Formatter().parse(text)]
     except ValueError as error:
         raise Mistake(f"is no template: {error}.") from error
-    if not any(name for _, name in fields):
+    if not any(names):
         raise Mistake(
             'names no column; write one in braces, as "Summarize: {article}" or "{turns[0]}".'
         )
@@ -78,15 +78,13 @@ class Dataset(Table):
 def load_dataset(dataset: Dataset, name: str) -> list[str]:
     """Load the prompts of a dataset, without a chat template.
 
-    A file `name`.jsonl in the folder `$HETERO_SPEC_PROMPTS` replaces a Hugging Face dataset.
-
     Raises:
         ConfigError: It cannot be read.
         Mistake: It contains fewer rows than `count`, or an empty prompt.
     """
-    count = dataset.count
+    count, template = dataset.count, _Template(dataset.max_prompt_chars)
     chosen = (row for row in _rows(dataset, name) if _matches(row, dataset.where))
-    prompts = [_prompt(row, dataset) for row in itertools.islice(chosen, count)]
+    prompts = [template.vformat(dataset.prompt, (), row) for row in itertools.islice(chosen, count)]
     if not prompts:
         raise Mistake("has no prompts.")
     if count and len(prompts) < count:
@@ -104,9 +102,7 @@ def load_dataset(dataset: Dataset, name: str) -> list[str]:
 
 
 def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any]) -> tuple[str, ...]:
-    """Render each prompt as a user's turn in a model's chat template.
-
-    A leading BOS is removed if the tokenizer adds one, because vLLM then adds it too.
+    """Render each prompt as a user's turn in a model's chat template, without a BOS.
 
     Raises:
         ConfigError: The model's tokenizer cannot be loaded.
@@ -118,7 +114,7 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
     if not getattr(tokenizer, "chat_template", None):
         raise Mistake(f"is true, and {model} has no chat template.", "chat_template")
     own = tokenizer("").input_ids
-    bos = tokenizer.bos_token if tokenizer.bos_token_id in own else ""
+    bos = tokenizer.bos_token if tokenizer.bos_token_id in own else ""  # vLLM adds it
     texts = (
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -171,28 +167,23 @@ def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:
     return True
 
 
-def _fields(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pairs of a text and the field after it."""
-    return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+class _Template(string.Formatter):
+    """Fills a template from a row, with up to `longest` characters of each field."""
 
+    def __init__(self, longest: int | None) -> None:
+        self._longest = longest
 
-def _prompt(row: dict[str, Any], dataset: Dataset) -> str:
-    prompt = ""
-    for text, name in _fields(dataset.prompt):
-        prompt += text
-        if name is None:
-            continue
+    def get_field(self, name: str, args: Any, row: Any) -> tuple[str, str]:
         column = name.split("[")[0].split(".")[0]
         if column not in row:
             raise _no_column(column, row)
         try:
-            found = string.Formatter().get_field(name, (), row)[0]
+            found, _ = super().get_field(name, args, row)
         except (LookupError, AttributeError, TypeError) as error:
             raise ConfigError(f"a row has no {name!r}.") from error
         if not isinstance(found, str):
             raise ConfigError(f"{name!r} of a row is {found!r}, which is no text.")
-        prompt += found[: dataset.max_prompt_chars]
-    return prompt
+        return found[: self._longest], column
 
 
 def _no_column(column: str, row: dict[str, Any]) -> ConfigError:

@@ -104,11 +104,9 @@ def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
 
 
 def at_once_for(suite: Suite) -> int:
-    """Number of engines that may be up together.
+    """Number of engines that may be up together, as examples/bench/README.md describes it.
 
-    On a GPU two engines, `alone` and one other, get half of the memory each. If the suite sets
-    `gpu_memory_utilization` above one half, only one engine is up. On a CPU the free memory
-    decides; two engines are up if the size of a model on the hub is unknown.
+    On a CPU two engines are up if a size is unknown because the model is on the hub.
     """
     if suite.engines_at_once is not None:
         return suite.engines_at_once
@@ -118,8 +116,7 @@ def at_once_for(suite: Suite) -> int:
     sizes = [_engine_bytes(target) for target in suite.targets]
     if on_gpu() or None in sizes:
         return _PAIR
-    largest = max(size for size in sizes if size is not None)
-    return max(1, int(available_memory_bytes() * _CPU_SHARE) // largest)
+    return max(1, int(available_memory_bytes() * _CPU_SHARE) // max(filter(None, sizes)))
 
 
 def on_gpu() -> bool:
@@ -141,7 +138,7 @@ def _engine_bytes(target: Target) -> int | None:
     drafters = [_float32_bytes(drafter.model) for drafter in target.drafters]
     if own is None or None in drafters:
         return None
-    return own + max(size for size in drafters if size is not None) + _OVERHEAD_BYTES
+    return own + max(filter(None, drafters)) + _OVERHEAD_BYTES
 
 
 def _float32_bytes(model: str) -> int | None:

@@ -63,10 +63,9 @@ def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
 
 
 def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
-    """Standard error of `sum(parts) / sum(wholes)`, with one part and one whole per prompt.
+    """Standard error of `sum(parts) / sum(wholes)` over prompts, one part and whole per prompt.
 
-    Counts within a prompt are correlated, so the total count alone would give too small an error.
-    None for a single prompt, or if all wholes are zero.
+    Counts within a prompt are correlated, so the total count would give too small an error.
     """
     groups, whole = len(parts), sum(wholes)
     if groups < 2 or not whole:
@@ -158,8 +157,8 @@ def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
 def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> float | None:
     """Standard error of the acceptance length over prompts; rounds of a prompt are summed.
 
-    Engines count drafts over all prompts. A prompt's share is estimated from its arrivals after
-    the first one: each contains one token and the draft tokens accepted with it.
+    Engines count drafts over all prompts. A prompt's share follows from its arrivals after the
+    first one: each contains one token and the draft tokens accepted with it.
     """
     if not accepted:
         return None

@@ -21,13 +21,7 @@ from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 
-_DTYPES = {  # by vLLM's names
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
+_DTYPES = ("half", "float16", "bfloat16", "float", "float32")  # of vLLM and of torch
 
 
 @dataclass(frozen=True)
@@ -60,16 +54,14 @@ class _Arrivals(BaseStreamer):
 
     def __init__(self, began: float, trace: Trace) -> None:
         self._began, self._trace = began, trace
-        self._prompt_seen = False
+        self._prompt_seen = False  # the first tokens that arrive are the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive new tokens; the first call contains the prompt."""
         if self._prompt_seen:
             self._trace.arrived(value.flatten().tolist(), time.perf_counter() - self._began)
         self._prompt_seen = True
 
-    def end(self) -> None:
-        """Required by the base class."""
+    def end(self) -> None: ...
 
 
 def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -186,7 +178,8 @@ class Generator:
     def _dtype(self) -> torch.dtype:
         spec = self._spec
         if spec.dtype in _DTYPES:
-            return _DTYPES[spec.dtype]
+            found: torch.dtype = getattr(torch, spec.dtype)
+            return found
         if spec.dtype != "auto":
             raise ConfigError(f"dtype is {spec.dtype!r}; it can be auto, {', '.join(_DTYPES)}.")
         if self._device == "cpu":
@@ -226,9 +219,8 @@ def _refusing(name: str) -> Iterator[None]:
 def _in_order(tokenizer: Any) -> Any:
     """Sort the dictionary that `get_vocab` returns by id.
 
-    transformers 5.19 assumes that an assistant's logits are in the order of its ids, but they have
-    the order of this dictionary. Without sorting, drafts are verified against the probability of
-    another token: all are accepted, and samples do not follow the target's distribution.
+    transformers 5.19 indexes an assistant's logits by the order of this dictionary. Without sorting
+    drafts are verified against the probability of another token, and all are accepted.
     """
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=itemgetter(1)))
     tokenizer.get_vocab = vocabulary.copy

@@ -63,7 +63,7 @@ class Trace:
 
     @property
     def itl(self) -> list[float]:
-        """Gaps between arrivals."""
+        """Gaps between arrivals (inter-token latencies)."""
         return [after - before for before, after in pairwise(self.times)]
 
 
@@ -89,12 +89,10 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens of all prompts."""
         return sum(len(trace.token_ids) for trace in self.traces)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all prompts per second of wall-clock time."""
         return self.tokens / self.seconds
 
     @property

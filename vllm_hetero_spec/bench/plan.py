@@ -9,11 +9,14 @@ Each round begins with another engine, so that a drift of the machine affects al
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby, product
 from typing import NamedTuple
 
 from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite, SuiteDrafter, Target
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
+
+Differ = Callable[[Target, SuiteDrafter], str | None]
 
 
 class EngineId(NamedTuple):
@@ -80,14 +83,8 @@ class Plan:
 
         An incomplete round runs its references again, because a ratio needs runs of the same time.
         """
-        return [
-            [
-                run
-                for whole in wave.rounds(self.repeats)
-                for run in _left(whole, [run for run in whole if run not in done])
-            ]
-            for wave in self.waves
-        ]
+        rounds = (wave.rounds(self.repeats) for wave in self.waves)
+        return [[run for whole in wave for run in _left(whole, done)] for wave in rounds]
 
 
 def reference_cells(cell: Cell) -> list[Cell]:
@@ -96,78 +93,62 @@ def reference_cells(cell: Cell) -> list[Cell]:
     return [cell._replace(engine=EngineId(cell.engine.target, method)) for method in methods]
 
 
-def _left(whole: list[Measurement], missing: list[Measurement]) -> list[Measurement]:
-    wanted = {cell for run in missing for cell in (run.cell, *reference_cells(run.cell))}
+def _left(whole: list[Measurement], done: Collection[Measurement]) -> list[Measurement]:
+    missing = [run.cell for run in whole if run not in done]
+    wanted = {each for cell in missing for each in (cell, *reference_cells(cell))}
     return [run for run in whole if run.cell in wanted]
 
 
-def make_plan(
-    suite: Suite,
-    engines_at_once: int,
-    differ: Callable[[Target, SuiteDrafter], str | None],
-    only: str | None = None,
-) -> Plan:
-    """Plan the runs of a suite.
+def make_plan(suite: Suite, engines_at_once: int, differ: Differ, only: str | None = None) -> Plan:
+    """Plan the runs of a suite, or of cells whose names contain the pattern `only`.
 
-    Args:
-        suite: The suite.
-        engines_at_once: Maximum number of engines that are up together.
-        differ: Returns the reason if the vocabularies of a pair differ, otherwise None.
-        only: Pattern for a part of a cell's name. References of matching cells are added.
+    `differ` returns the reason if the vocabularies of a pair differ, otherwise None. References of
+    matching cells are added.
 
     Raises:
         ConfigError: `only` matches no cell.
     """
     skipped: dict[Cell, str] = {}
     waves: list[Wave] = []
-    fits: set[Cell] = set()
     every: list[Cell] = []
     for target in suite.targets:
-        cells = {engine: _cells(suite, target, engine) for engine in _engines(suite, target)}
-        every += [cell for row in cells.values() for cell in row]
-        for engine, row in cells.items():
-            skipped |= {
-                cell: why for cell in row if (why := _unsupported(cell, target, engine, differ))
-            }
-        wanted = {cell for row in cells.values() for cell in row if cell not in skipped}
-        if only is not None:
-            wanted = {cell for cell in wanted if fnmatchcase(str(cell), f"*{only}*")}
-            fits |= wanted
-        wanted |= {
-            reference
-            for cell in wanted
-            for reference in reference_cells(cell)
-            if reference not in skipped
+        cells = list(_cells(suite, target))
+        every += cells
+        skipped |= {cell: why for cell in cells if (why := _unsupported(cell, target, differ))}
+        wanted = {
+            cell
+            for cell in cells
+            if cell not in skipped and (only is None or fnmatchcase(str(cell), f"*{only}*"))
         }
-        loads = dict.fromkeys(cell[1:] for row in cells.values() for cell in row)
-        for number, engines in enumerate(_waves(list(cells), wanted, engines_at_once)):
-            groups = (
-                tuple(
-                    cell
-                    for engine in engines
-                    for cell in cells[engine]
-                    if cell[1:] == load and cell in wanted
-                )
-                for load in loads
-            )
-            waves.append(Wave(number, tuple(group for group in groups if group)))
-    if only is not None and not fits:
+        wanted |= {of for cell in wanted for of in reference_cells(cell) if of not in skipped}
+        cells = [cell for cell in cells if cell in wanted]
+        engines = list(dict.fromkeys(cell.engine for cell in cells))
+        for number, up in enumerate(_waves(engines, engines_at_once)):
+            own = [cell for cell in cells if cell.engine in up]
+            groups = (tuple(group) for _, group in groupby(own, lambda cell: cell[1:]))
+            waves.append(Wave(number, tuple(groups)))
+    if only is not None and not any(wave.groups for wave in waves):
         raise ConfigError(f"--only {only!r} fits none of the {len(every)} cells, as {every[-1]}.")
     return Plan(tuple(waves), skipped, suite.repeats)
 
 
-def _engines(suite: Suite, target: Target) -> list[EngineId]:
-    """Engines of a target, references first so that they are in the first wave."""
+def _cells(suite: Suite, target: Target) -> Iterator[Cell]:
+    """All cells of a target: for each load all engines, references first."""
+    engines = list(_engines(suite, target))
+    for load in product(target.datasets, suite.batch_sizes, suite.temperatures):
+        for engine in engines:
+            yield Cell(engine, *load)
+
+
+def _engines(suite: Suite, target: Target) -> Iterator[EngineId]:
     asked = [ALONE, *suite.methods, *suite.peers]
     methods = dict.fromkeys([*asked, *(KINDS[method].reference for method in asked)])
-    alone = [method for method in methods if not KINDS[method].drafts]
     drafting = [method for method in methods if KINDS[method].drafts]
-    return [EngineId(target.name, method) for method in alone] + [
-        EngineId(target.name, method, drafter.name, lookahead)
-        for method in drafting
-        for drafter in _drafters(target, method)
-        for lookahead in suite.num_speculative_tokens
-    ]
+    yield from (EngineId(target.name, method) for method in methods if method not in drafting)
+    for method in drafting:
+        for drafter in _drafters(target, method):
+            for lookahead in suite.num_speculative_tokens:
+                yield EngineId(target.name, method, drafter.name, lookahead)
 
 
 def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
@@ -180,22 +161,8 @@ def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
     return first.values()
 
 
-def _cells(suite: Suite, target: Target, engine: EngineId) -> list[Cell]:
-    return [
-        Cell(engine, dataset, batch_size, temperature)
-        for dataset in target.datasets
-        for batch_size in suite.batch_sizes
-        for temperature in suite.temperatures
-    ]
-
-
-def _unsupported(
-    cell: Cell,
-    target: Target,
-    engine: EngineId,
-    differ: Callable[[Target, SuiteDrafter], str | None],
-) -> str | None:
-    kind = KINDS[engine.method]
+def _unsupported(cell: Cell, target: Target, differ: Differ) -> str | None:
+    kind = KINDS[cell.engine.method]
     if kind.huggingface and cell.batch_size > 1:
         return "Hugging Face's assisted generation takes one request at a time"
     ranks = target.engine.get("tensor_parallel_size", 1)
@@ -205,19 +172,14 @@ def _unsupported(
             "leave it out where one device holds the target"
         )
     if kind.same_vocabulary:
-        drafter = next(d for d in target.drafters if d.name == engine.drafter)
-        return differ(target, drafter)
+        return differ(target, next(d for d in target.drafters if d.name == cell.engine.drafter))
     return None
 
 
-def _waves(engines: list[EngineId], wanted: set[Cell], at_once: int) -> Iterator[list[EngineId]]:
-    """Engines that have cells; each wave includes `alone` if at least two engines may be up."""
-    busy = [engine for engine in engines if any(cell.engine == engine for cell in wanted)]
-    if at_once == 1:
-        yield from ([engine] for engine in busy)
-        return
-    alone = [engine for engine in busy if engine.method == ALONE]
-    others = [engine for engine in busy if engine.method != ALONE]
+def _waves(engines: list[EngineId], at_once: int) -> Iterator[list[EngineId]]:
+    """Engines by wave; each wave includes `alone` if at least two engines may be up."""
+    alone = [engine for engine in engines if engine.method == ALONE] if at_once > 1 else []
+    others = [engine for engine in engines if engine not in alone]
     room = at_once - len(alone)
     for first in range(0, max(len(others), 1), room):
         yield alone + others[first : first + room]

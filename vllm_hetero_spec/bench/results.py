@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results file of a benchmark: one JSON object per line, readable after any interruption.
 
-The first line describes the suite and the machine. Every finished run appends a line, which is
-synchronized to disk before the next run begins. A later session continues the file.
+The first line describes the suite and the machine. Each run appends a line, which is synchronized
+to disk. A later session continues the file.
 """
 
 import dataclasses
@@ -24,8 +24,6 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recorded run."""
-
     run: Measurement
     session: int  # from 0
     sample: Sample
@@ -49,12 +47,7 @@ class Results:
     def __init__(
         self, folder: Path | None = None, header: dict[str, Any] | None = None, fresh: bool = False
     ) -> None:
-        """Begin a file, or continue one.
-
-        Args:
-            folder: Folder of the file, created if missing; None keeps the results in memory.
-            header: "suite", "digest", "provenance" and further facts about the first session.
-            fresh: Begin a new file and keep the old one as .bak.
+        """Begin a file in a folder, or continue it; `fresh` keeps the old file as .bak.
 
         Raises:
             ConfigError: The file contains results of another suite, another process writes to it,
@@ -104,7 +97,7 @@ class Results:
 
     @property
     def session(self) -> int:
-        """Number of earlier sessions."""
+        """Number of earlier sessions in the file."""
         return len(self.contents.resumed)
 
     @property
@@ -149,11 +142,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Contents:
-    """Read the results file of a folder; an incomplete last line is ignored.
-
-    Raises:
-        ConfigError: The file does not exist, or is no results file.
-    """
+    """Read the results file of a folder, without an incomplete last line; or raise ConfigError."""
     path = folder / FILE
     try:
         data = path.read_bytes()

@@ -66,7 +66,7 @@ def _measure(
     engines: "_Engines",
     reporter: ProgressReporter,
 ) -> bool:
-    """Measure a run; return True if it succeeded."""
+    """Return True if the run succeeded."""
     engine = run.cell.engine
     try:
         running = engines.running(engine)
@@ -104,11 +104,7 @@ class _Engines:
                 self.running(engine)
 
     def running(self, engine: EngineId) -> EngineProcess:
-        """Return an engine; start it if it is not up.
-
-        Raises:
-            MeasurementError: It does not start, or did not start earlier.
-        """
+        """Return an engine, started if necessary; MeasurementError if it does not start."""
         if engine in self._refused:
             raise MeasurementError(self._refused[engine])
         if engine not in self._up:
@@ -124,6 +120,5 @@ class _Engines:
         return self._up[engine]
 
     def end(self, engine: EngineId) -> None:
-        """End an engine, if it is up."""
         if engine in self._up:
             self._up.pop(engine).close()

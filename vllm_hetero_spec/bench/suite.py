@@ -72,18 +72,16 @@ def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
-    """Write keys with underscores, so that a setting's key replaces the drafter's."""
-    for key in given:
-        name = key.replace("-", "_")
-        if name in _SET_ELSEWHERE and name not in but:
-            raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
-    return underscores(given)
+def _keys_without(*names: str) -> AfterValidator:
+    """Refuse keys that are set elsewhere; write others with underscores, so that they merge."""
 
+    def check(given: dict[str, Any]) -> dict[str, Any]:
+        for key in given:
+            if (name := key.replace("-", "_")) in names:
+                raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
+        return underscores(given)
 
-def _setting(given: dict[str, Any]) -> dict[str, Any]:
-    """Allow a draft length, because the setting's own name distinguishes its rows."""
-    return _not_set_elsewhere(given, _LOOKAHEAD)
+    return AfterValidator(check)
 
 
 def _auto(value: Any) -> Any:
@@ -111,8 +109,9 @@ def _without_setting(name: str) -> str:
 
 
 EngineArguments = Annotated[dict[str, Any], AfterValidator(_engine_arguments)]
-SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
-Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
+SpeculativeKeys = Annotated[dict[str, Any], _keys_without(*_SET_ELSEWHERE)]
+# A draft length is allowed, because the setting's own name distinguishes its rows.
+Setting = Annotated[dict[str, Any], _keys_without("method", "model")]
 Method = Annotated[str, one_of(METHODS)]
 Peer = Annotated[str, one_of(tuple(PEERS))]
 Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
@@ -134,20 +133,15 @@ class Named(Table):
 
 @dataclass(frozen=True)
 class SuiteDrafter(Named):
-    """A drafter.
+    """A drafter, with further keys of `--speculative-config`.
 
-    Attributes:
-        name: Its name in reports.
-        model: A Hugging Face name or a folder.
-        speculative: Further keys of `--speculative-config`.
-        settings: Further keys by name of the setting. All settings are measured side by side, and
-            rows name them DRAFTER:SETTING. A setting may contain num_speculative_tokens.
+    All settings are measured side by side; rows name them DRAFTER:SETTING.
     """
 
-    name: Annotated[Text, AfterValidator(_without_setting)]
+    name: Annotated[Text, AfterValidator(_without_setting)]  # in reports
     model: Annotated[Text, model_name("drafter")]
     speculative: SpeculativeKeys = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)  # further keys by name
 
     def in_each_setting(self) -> Iterator["SuiteDrafter"]:
         """Yield one drafter per setting, or this drafter if it has no settings."""
@@ -167,21 +161,13 @@ class InSetting(SuiteDrafter):
 
 @dataclass(frozen=True)
 class Target(Named):
-    """A target, its drafters and its datasets.
+    """A target, its drafters and the names of its datasets."""
 
-    Attributes:
-        name: Its name in reports.
-        model: A Hugging Face name or a folder.
-        drafters: Its drafters.
-        datasets: Names of datasets, in order; without them a suite file means all datasets.
-        engine: Further arguments of `vllm.LLM`, including those of the suite.
-    """
-
-    name: Text
+    name: Text  # in reports
     model: Annotated[Text, model_name("target")]
     drafters: Several[Annotated[SuiteDrafter, BeforeValidator(_by_name)]]
-    datasets: Several[Text] = ()
-    engine: EngineArguments = field(default_factory=dict)
+    datasets: Several[Text] = ()  # default in a suite file: all
+    engine: EngineArguments = field(default_factory=dict)  # includes those of the suite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,13 +245,11 @@ def read_suite(file: Path) -> Suite:
     for index, target in enumerate(asked.targets):
         names = target.datasets or tuple(asked.datasets)
         target = replace(target, engine=asked.engine | target.engine, datasets=names)
+        apart: list[SuiteDrafter] = []
         for number, drafter in enumerate(target.drafters):
-            try:
+            with source.line_of("targets", index, "drafters", number):
                 check_drafter(target, drafter, asked.methods, asked.num_speculative_tokens[0])
-            except ConfigError as error:
-                place = ("targets", index, "drafters", number)
-                raise source.refusal(place, error) from error
-        apart = [each for drafter in target.drafters for each in drafter.in_each_setting()]
+            apart += drafter.in_each_setting()
         targets.append(replace(target, drafters=tuple(apart)))
     given = {each.name: getattr(asked, each.name) for each in fields(Suite)}
     given |= {"name": asked.name or file.stem, "targets": tuple(targets)}
@@ -302,18 +286,16 @@ def _prompts(
         prompts[target.name] = {}
         for name in target.datasets:
             dataset = asked.datasets[name]
-            try:
-                if name not in plain:
-                    plain[name] = tuple(load_dataset(dataset, name))
-                texts = plain[name]
+            with source.line_of("datasets", name):
+                texts = plain[name] = plain.get(name) or tuple(load_dataset(dataset, name))
                 if dataset.chat_template:
                     texts = in_chat_template(texts, target.model, target.engine)
-            except (ConfigError, Mistake) as error:
-                raise source.refusal(("datasets", name), error) from error
-            if len(texts) < largest:
-                wants = f"batch size {largest} needs as many prompts"
-                has = f"dataset {name!r} has {len(texts)}"
-                raise source.refusal(("batch_sizes",), ConfigError(f"{wants}; {has}."))
+            with source.line_of("batch_sizes"):
+                if len(texts) < largest:
+                    raise ConfigError(
+                        f"batch size {largest} needs as many prompts; dataset {name!r} has "
+                        f"{len(texts)}."
+                    )
             prompts[target.name][name] = texts
     return prompts
 

@@ -3,6 +3,7 @@
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,11 +29,7 @@ _DEMO = "demo:"
 
 
 def optional(module: str, purpose: str) -> Any:
-    """Import a library that only some suites need.
-
-    Raises:
-        ConfigError: It is not installed. The message contains the pip command.
-    """
+    """Import a library that only some suites need; raise ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -89,25 +86,29 @@ Several = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_disti
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A suite file and its tree of YAML nodes."""
+    """A suite file, its tree of YAML nodes, and its content."""
 
     file: Path
     node: yaml.Node
+    value: Any
 
     def checked(self, model: type[Model]) -> Model:
-        """Convert the file to a model; validators receive the file's folder as their context.
+        """Convert the file to a model, or raise ConfigError about the first mistake.
 
-        Raises:
-            ConfigError: The first mistake.
+        Validators receive the file's folder as their context.
         """
         try:
-            value = yaml.constructor.SafeConstructor().construct_document(self.node)
-        except (yaml.YAMLError, ValueError) as error:
-            raise _not_yaml(self.file, error) from error
-        try:
-            return TypeAdapter(model).validate_python(value, context=self.file.parent)
+            return TypeAdapter(model).validate_python(self.value, context=self.file.parent)
         except ValidationError as error:
             raise self.refusal(*first_mistake(error)) from error
+
+    @contextmanager
+    def line_of(self, *place: int | str) -> Iterator[None]:
+        """Add file and line to a refusal inside the context; it is about the value at a place."""
+        try:
+            yield
+        except (ConfigError, Mistake) as error:
+            raise self.refusal(place, error) from error
 
     def refusal(self, place: Place, error: Exception) -> ConfigError:
         """Describe a mistake at a place, with file and line."""
@@ -132,6 +133,18 @@ class YamlFile:
         return line + 1
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML accepts a key twice and keeps the last value; this loader refuses it."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for index, (key, _) in enumerate(node.value):
+            if key.value in keys[:index]:
+                problem = f"{key.value!r} appears twice; names must differ"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(file: Path) -> YamlFile:
     """Read a YAML file.
 
@@ -139,33 +152,14 @@ def read_yaml(file: Path) -> YamlFile:
         ConfigError: It is empty, no YAML or cannot be read, or a key appears twice.
     """
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        loader = _UniqueKeys(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{file}:1: the suite is empty.")
+        return YamlFile(file, node, loader.construct_document(node))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the suite {file}: {error}.") from error
     except yaml.YAMLError as error:
-        raise _not_yaml(file, error) from error
-    if node is None:
-        raise ConfigError(f"{file}:1: the suite is empty.")
-    for key in _repeated(node):
-        line = key.start_mark.line + 1
-        raise ConfigError(f"{file}:{line}: {key.value!r} appears twice; names must differ.")
-    return YamlFile(file, node)
-
-
-def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Yield keys that appear earlier in the same mapping."""
-    mapping = isinstance(node, yaml.MappingNode)
-    keys = [key for key, _ in node.value] if mapping else []
-    for index, key in enumerate(keys):
-        if key.value in [other.value for other in keys[:index]]:
-            yield key
-    if not isinstance(node, yaml.ScalarNode):
-        for child in node.value:
-            yield from _repeated(child[1] if mapping else child)
-
-
-def _not_yaml(file: Path, error: Exception) -> ConfigError:
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark else 1
-    problem = first_line(getattr(error, "problem", None) or error)
-    return ConfigError(f"{file}:{line}: not YAML: {problem}.")
+        mark = getattr(error, "problem_mark", None)
+        problem = first_line(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{file}:{mark.line + 1 if mark else 1}: not YAML: {problem}.") from error

@@ -54,11 +54,7 @@ class DeviceMemory:
 
 
 class Driver:
-    """Runs loads on a `vllm.LLM`.
-
-    Raises:
-        ConfigError: Draft trees are configured, but one request may fill the whole KV cache.
-    """
+    """Runs loads on a `vllm.LLM`; ConfigError if branches of draft trees may not fit its KV."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -83,11 +79,7 @@ class Driver:
         self._warm: set[tuple[int, bool]] = set()
 
     def run(self, load: Load) -> Sample:
-        """Generate a load; the first load of each kind follows a warm-up.
-
-        Raises:
-            ConfigError: vLLM refused a request.
-        """
+        """Generate a load, the first of each kind after a warm-up; ConfigError if vLLM refuses."""
         self.warm_up(load)
         before = self._counters()
         rest()
@@ -217,11 +209,7 @@ def refusal(error: Exception) -> ConfigError:
 
 
 def start(spec: EngineSpec) -> Any:
-    """Build a `vllm.LLM`.
-
-    Raises:
-        ConfigError: vLLM or the plugin refused the models or the configuration.
-    """
+    """Build a `vllm.LLM`; ConfigError if vLLM or the plugin refuses it."""
     from vllm import LLM
 
     try:
@@ -246,11 +234,7 @@ def build(spec: EngineSpec) -> Callable[[Load], Sample]:
 
 
 def _end_with_core(client: Any) -> None:
-    """End this process if its engine core has ended.
-
-    vLLM raises if the core fails, but waits forever if the core was killed, for example because
-    memory ran out.
-    """
+    """End this process if its engine core was killed, for which vLLM would wait forever."""
     resources = getattr(client, "resources", None)  # None: the core is in this process
     while resources is not None:
         time.sleep(1)
@@ -261,11 +245,10 @@ def _end_with_core(client: Any) -> None:
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: vLLM's defaults on a GPU; on a CPU, KV for this batch size only.
+    """Further arguments of `vllm.LLM`; on a CPU, KV for this batch size only.
 
-    On a GPU, -1 shortens requests to the KV cache if necessary; otherwise vLLM would refuse the
-    model. CPUs compute in float32: few are fast at 16 bits, and equality of tokens should not
-    depend on rounding.
+    On a GPU, -1 shortens requests to the KV cache if necessary. CPUs compute in float32: few are
+    fast at 16 bits, and equality of tokens should not depend on rounding.
     """
     from vllm.platforms import current_platform
 
