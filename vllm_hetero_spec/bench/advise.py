@@ -60,7 +60,7 @@ class DrafterFacts:
 
 
 def look_at(
-    target: Target, documents: Sequence[str], dtype: str, sequences: int
+    target: Target, documents: Sequence[str], dtype: str, sequences: int, statistics_only: bool
 ) -> list[DrafterFacts]:
     """Compare tokenizers on documents, and compute each drafter's memory in a dtype.
 
@@ -80,8 +80,11 @@ def look_at(
         meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
         meter.add(documents)
         shared = len(shared_text(ours, theirs))
-        found.append(DrafterFacts(drafter, meter.statistics(), shared, memory))
-    if all(facts.not_measured for facts in found):
+        reason = "--statistics-only" if statistics_only else ""
+        reason = reason or missing_weights(target.model) or missing_weights(drafter.model)
+        reason = reason and f"not measured: {reason}."
+        found.append(DrafterFacts(drafter, meter.statistics(), shared, memory, reason))
+    if all(facts.statistics is None for facts in found):
         raise ConfigError(" ".join(facts.not_measured for facts in found))
     return found
 
@@ -143,10 +146,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements of a target."""
+    """All measurements of a target; empty if no engine started."""
 
-    rows: Sequence[Row]  # for each load the target alone, then the candidates
-    candidates: Sequence[Candidate]  # by falling speedup, failed ones last
+    rows: Sequence[Row] = ()  # for each load the target alone, then the candidates
+    candidates: Sequence[Candidate] = ()  # by falling speedup, failed ones last
     notes: Sequence[str] = ()
 
     @property

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench.load import Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.bench.tables import say
 from vllm_hetero_spec.errors import one_line
 
 
@@ -54,7 +55,7 @@ class ProgressReporter:
         self._total = len(runs)
 
     def starting(self, engine: EngineId) -> None:
-        self._say(f"starting {engine}")
+        say(self._console, f"starting {engine}")
 
     def started(self, engine: EngineId, seconds: float) -> None:
         """Record the end of a start, successful or not; writes nothing."""
@@ -78,10 +79,8 @@ class ProgressReporter:
         seconds = self._estimate.seconds(self._left, len(engines))
         left = f"; about {_duration(seconds)} left" if seconds and self._left else ""
         count = self._total - len(self._left)
-        self._say(f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}{left}")
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        done = f"[{count}/{self._total}] {run.cell}, round {run.round + 1}"
+        say(self._console, f"{done}: {how}{left}")
 
 
 def _duration(seconds: float) -> str:

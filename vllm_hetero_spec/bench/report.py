@@ -23,6 +23,7 @@ from vllm_hetero_spec.bench.tables import (
     median,
     number,
     ratio,
+    say,
     tail,
     terminal_table,
     widened,
@@ -163,12 +164,12 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
 
 def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
     """Print the table of speeds: drawn on a terminal, otherwise as Markdown."""
-    if not console.is_terminal:
-        console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
-    else:
+    if console.is_terminal:
         console.print(terminal_table(SPEED, rows))
+    else:
+        say(console, markdown_table(SPEED, rows))
     for note in notes(contents):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def notes(contents: Contents) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -65,6 +66,11 @@ def as_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_data(item) for item in value]
     return value
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line of text as it is: without markup, colors of its own or line breaks."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

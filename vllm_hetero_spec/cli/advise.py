@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench import engines, tables
 from vllm_hetero_spec.bench.advise import (
     Candidate,
     DrafterFacts,
@@ -52,7 +52,6 @@ from vllm_hetero_spec.cli.options import (
 )
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
@@ -111,12 +110,10 @@ def run(arguments: argparse.Namespace) -> None:
     documents = load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT)
     dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
     dtype = str(dtype or ("auto" if engines.on_gpu() else "float32"))
-    drafters = [
-        _left_out(target.model, facts, arguments.statistics_only)
-        for facts in look_at(target, documents, dtype, suite.batch_sizes[-1])
-    ]
+    sequences = suite.batch_sizes[-1]
+    drafters = look_at(target, documents, dtype, sequences, arguments.statistics_only)
     used = [facts.drafter for facts in drafters if not facts.not_measured]
-    measured = None
+    measured = Measured()
     if used:
         apart = tuple(each for drafter in used for each in drafter.in_each_setting())
         suite = replace(suite, targets=(replace(target, drafters=apart),))
@@ -125,18 +122,8 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(_as_json(arguments.target, suite, drafters, measured))
     else:
         _show(arguments.target, drafters, measured, Console())
-    if measured and measured.failures:
+    if measured.failures:
         raise MeasurementError("; ".join(measured.failures))
-
-
-def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> DrafterFacts:
-    """Add the reason if a drafter will not be measured."""
-    if facts.not_measured:
-        return facts
-    if statistics_only:
-        return replace(facts, not_measured="not measured: --statistics-only.")
-    reason = missing_weights(target) or missing_weights(facts.drafter.model)
-    return replace(facts, not_measured=f"not measured: {reason}.") if reason else facts
 
 
 def _measure(suite: Suite, verbose: bool) -> Measured:
@@ -187,11 +174,9 @@ _LOADS_NOTE = (
 
 
 def _show(
-    target: str, drafters: Sequence[DrafterFacts], measured: Measured | None, console: Console
+    target: str, drafters: Sequence[DrafterFacts], measured: Measured, console: Console
 ) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
-
+    say = functools.partial(tables.say, console)
     say(f"target   {target}")
     known = [facts for facts in drafters if facts.statistics is not None]
     console.print(terminal_table(_TOKENIZERS, known, "tokenizers on the text"))
@@ -201,7 +186,7 @@ def _show(
             say(f"{facts.drafter.name}: {_memory_and_method(facts)}.")
         if facts.not_measured:
             say(f"{facts.drafter.name}: {facts.not_measured}", "yellow")
-    if measured is None:
+    if not (measured.rows or measured.failures):
         return
     console.print(terminal_table(_LOADS, measured.rows, "loads"))
     for note in (_LOADS_NOTE, *measured.notes):
@@ -264,12 +249,12 @@ def _none_is_faster(ranking: Sequence[Candidate]) -> str:
 
 
 def _as_json(
-    name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured | None
+    name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured
 ) -> dict[str, Any]:
     """JSON output; times in seconds, shares between 0 and 1."""
     (target,) = suite.targets
     widened = widened_columns(target.model)
-    alone = [row for row in measured.rows if row.cell.engine.drafter is None] if measured else []
+    alone = [row for row in measured.rows if row.cell.engine.drafter is None]
     return {
         "target": name,
         "target_zero_mlp_columns": widened[0] if widened else 0,
@@ -283,10 +268,8 @@ def _as_json(
         },
         "drafters": [_drafter(facts) for facts in drafters],
         "target_alone": [_load(row) for row in alone],
-        "measured": [_candidate(measured, each) for each in measured.candidates]
-        if measured
-        else [],
-        "recommended": measured and measured.recommended and measured.recommended.config,
+        "measured": [_candidate(measured, each) for each in measured.candidates],
+        "recommended": measured.recommended and measured.recommended.config,
     }
 
 

@@ -21,6 +21,7 @@ from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
+from vllm_hetero_spec.bench.tables import say
 from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
@@ -95,7 +96,7 @@ def _measure(
     try:
         run_plan(plan, suite, results, start, ProgressReporter(progress))
     except KeyboardInterrupt:
-        progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
+        say(progress, _interrupted(arguments, plan, results))
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -117,7 +118,7 @@ def _can_plot(progress: Console) -> bool:
     try:
         optional("matplotlib", "drawing plots")
     except ConfigError as error:
-        progress.print(f"no plots: {error}", highlight=False, soft_wrap=True)
+        say(progress, f"no plots: {error}")
         return False
     return True
 
@@ -139,6 +140,4 @@ def _report(folder: Path, contents: Contents, plots: bool) -> None:
     console = Console()
     print_speed(contents, rows, console)
     written = [folder / MARKDOWN, *(write_plots(folder, rows) if plots else [])]
-    console.print(
-        f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True
-    )
+    say(console, f"written: {', '.join(map(str, written))}")

@@ -25,6 +25,7 @@ from vllm_hetero_spec.bench.tables import (
     count,
     number,
     print_json,
+    say,
     side_by_side,
     widened,
 )
@@ -152,15 +153,15 @@ def _show(
             console.print(f"[{colour}]the target alone wrote:[/]")
             console.print(escape(_cut(own)))
     console.rule()
-    for role, model in (("target ", target.model), ("drafter", target.drafters[0].model)):
-        console.print(f"{role}  {model}", markup=False, soft_wrap=True)
+    say(console, f"target   {target.model}")
+    say(console, f"drafter  {target.drafters[0].model}")
     if widening := widened_columns(target.model):
         console.print(widened("the target", widening))
     console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
     if coarse and drafted.identical and drafted.identical[0] < drafted.identical[1]:
         notes = [*notes, _TIES.format(dtype=drafted.figures.dtype)]
     for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def _verdict(row: Row) -> str:

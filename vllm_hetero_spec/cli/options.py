@@ -2,13 +2,12 @@
 """Shared options of commands, and the suite that these options describe."""
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target, check_drafter, short_name
 from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
@@ -137,9 +136,6 @@ def positive(text: str) -> int:
 def dictionary(text: str) -> dict[str, Any]:
     """Parse a JSON object; raises ArgumentTypeError, as argparse expects."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return found
+        return TypeAdapter(dict[str, Any]).validate_json(text)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(f"no JSON object: {error.errors()[0]['msg']}") from error

@@ -15,6 +15,7 @@ from vllm_hetero_spec.bench.tables import (
     count,
     number,
     percent,
+    say,
     side_by_side,
     terminal_table,
 )
@@ -35,8 +36,7 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
         for name, each in opened.items()
     }
     for name, side in sides.items():
-        line = f"{name:8} {side['name']}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"{name:8} {side['name']}")
     console.print(side_by_side(_VOCABULARY, sides, "vocabularies"))
     console.print(_intersection(found))
     text = found["text"]
