@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: Python's standard library on this machine, and conversations cut from it.
 
-The corpus needs no network. Code is regular enough that a model of a few million parameters
-continues it plausibly after minutes of training. In a conversation the user sends the head of a
-function, and the reply is its body.
+Code is regular enough that a small model continues it plausibly after minutes of training. In a
+conversation the user sends the head of a function, and the reply is its body.
 """
 
 import ast
@@ -36,11 +35,7 @@ class Corpus:
 
 
 def standard_library(heldout: int = 20) -> Corpus:
-    """Read the interpreter's standard library; `heldout` files are the same on every machine.
-
-    Raises:
-        FileNotFoundError: The interpreter comes without its sources.
-    """
+    """Read the interpreter's standard library; `heldout` files are the same on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):

@@ -3,8 +3,7 @@
 
 `byte_bpe` is GPT-2's scheme: BPE merges bytes, which are written as printable letters.
 `sentencepiece` is Llama-2's scheme: a space becomes "▁", and one "▁" is put in front of the text. A
-character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`. The two split the
-same text at different places. Each has a chat template with special tokens of its own.
+character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`.
 """
 
 import json
@@ -58,7 +57,6 @@ def train_tokenizer(
 
 
 def turn_end(kind: TokenizerKind) -> str:
-    """Special token that ends a turn."""
     return _TURNS[kind][2]
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 def runs_of(counts: Sequence[int], lookahead: int) -> Iterator[int]:
     """Yield runs from a text's token counts per step, each with a draft of `lookahead` tokens.
 
-    A bonus token counts as predicted, although that is unknown. The error is small if `lookahead`
-    is large.
+    A bonus token counts as predicted, although that is unknown; `lookahead` should be large.
     """
     run = 0
     for place, count in enumerate(counts, start=1):
@@ -28,11 +27,7 @@ def runs_of(counts: Sequence[int], lookahead: int) -> Iterator[int]:
 def serial_time(runs: Sequence[int], lookahead: int, target: float, token: float) -> float:
     """Time to generate a text if drafting and verification alternate.
 
-    Args:
-        runs: Runs of the text.
-        lookahead: Target tokens per draft.
-        target: Time per step of the target.
-        token: Time to draft one target token.
+    `target` is the time of a target's step, `token` that of drafting one target token.
     """
     left, time = sum(runs) + len(runs), 0.0
     for run in runs:
@@ -51,8 +46,7 @@ def dsi_time(
 
     The drafter never stops. A free server verifies each block of `lookahead` tokens, and one server
     immediately computes the token after each corrected one. The first wrong token invalidates all
-    later tokens. The drafter then restarts when its current forward ends. `serial_time` describes
-    the other arguments.
+    later tokens. The drafter then restarts when its current forward ends.
     """
     left, time, late = sum(runs) + len(runs) - 1, 0.0, 0.0
     for run in runs:

@@ -41,12 +41,10 @@ class GpuWorker:
     gpu_profiler: Any = None
 
     def gpu_set(self, rates: list[float] | None, lookahead: int, switched: str) -> None:
-        """Set verification and drafting of the next loads.
+        """Set verification and drafting of the next loads; `switched` is one of `SWITCHES` or "".
 
-        Args:
-            rates: Imposed conditional acceptance rate of each draft token; None: real verification.
-            lookahead: Draft length; 0: chosen by the engine's own controller.
-            switched: One of `SWITCHES`, or "".
+        `rates` are imposed conditional acceptance rates of each draft token; None verifies. With
+        `lookahead` 0 the engine's own controller chooses draft lengths.
         """
         runner, proposer = self.model_runner, getattr(self.model_runner, "drafter", None)
         if (sampler := runner.rejection_sampler) is not None:
@@ -91,7 +89,7 @@ class GpuWorker:
         return times
 
     def gpu_profile(self) -> None:
-        """Begin a profile that contains the sections of a round as named ranges."""
+        """Begin a profile; named ranges are the sections of a round."""
         if self.gpu_profiler is None:
             from vllm_hetero_spec.staging import Fetched
 
@@ -123,9 +121,9 @@ def recite(_: object, model: torch.nn.Module, config: Any) -> None:
 
 
 def impose(sampler: Any) -> None:
-    """Replace the verdict of our sampler by vLLM's synthetic acceptance, if rates are set.
+    """Replace the verdict of our sampler, after its work, by vLLM's synthetic acceptance.
 
-    Our sampler still runs, so that its time is included. Padding is -1, which vLLM rejects.
+    Padding is marked -1, which vLLM rejects.
     """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 

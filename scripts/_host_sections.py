@@ -59,7 +59,7 @@ def wrap_sections(around: Callable[[str], AbstractContextManager[Any]]) -> None:
 
 
 def found(method: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Return the class, name and function of a "module:Class.method"."""
+    """Resolve "module:Class.method" to the class, the name and the function."""
     module, _, name = method.partition(":")
     owner, _, attribute = name.partition(".")
     cls = getattr(importlib.import_module(f"vllm_hetero_spec.engine.{module}"), owner)
@@ -80,11 +80,7 @@ def wrapped(
 
 
 class OwnTime:
-    """Sums the time of nested sections; the time of a section excludes those inside it.
-
-    Attributes:
-        seconds: Sum by section.
-    """
+    """Sums the time of nested sections; the time of a section excludes those inside it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._open, self._since = clock, list[str](), 0.0
@@ -117,16 +113,11 @@ class _Section:
 
 
 def device_use(events: Sequence[Mapping[str, Any]], rounds: int) -> dict[str, Any]:
-    """Return the device's use per round of a profile.
-
-    Args:
-        events: Events of a Chrome trace, times in microseconds. A "user_annotation" is a section of
-            the host, including those inside it.
-        rounds: Number of rounds in the profile.
+    """Return the device's use per round, from a Chrome trace whose times are in microseconds.
 
     Returns:
-        Milliseconds in which the device is busy, and in which it is idle, by section. Counts of
-        kernels, copies and synchronizations of the host. Without a device it is always idle.
+        Milliseconds in which the device is busy, and in which it is idle, by section of the host
+        (a "user_annotation", including those inside it). Counts of kernels, copies and waits.
     """
     device = [event for event in events if event.get("cat") in _DEVICE]
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in device)

@@ -30,10 +30,7 @@ def serve_command(target: Path, *flags: str) -> list[str]:
 def launched(
     target: Path, log: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server and yield its URL and process without waiting; stop it at the end.
-
-    Its output goes to `log`. Its default environment is that of this process.
-    """
+    """Start a server and yield its URL and process without waiting; stop it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,11 +51,7 @@ def launched(
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until /health answers.
-
-    Raises:
-        RuntimeError: The server did not start. The message contains the end of the log.
-    """
+    """Wait until /health answers; RuntimeError with the end of the log if it does not."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:

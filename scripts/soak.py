@@ -35,7 +35,7 @@ AT_ONCE = 16
 _SECONDS = 300.0  # limit for one answer
 _SETTLE_SECONDS = 60.0  # limit for the end of requests whose clients disconnected
 _METRIC = r"^vllm:hetero_spec_(\w+)\{.*\} (\S+)$"
-_SPARE = 2  # threads, files and processes that a library starts late; a leak exceeds this
+_SPARE = 2  # threads, files and processes that a library starts late
 _TELLS_GROWTH = 1000  # requests; with fewer, caches that still fill up look like a leak
 _SPARE_GROWTH = 16.0  # KiB per request, beyond the target alone
 # Limit memory that glibc keeps after it was freed, and kernels cached for shapes of batches, so

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the small models of this project, without a network.
 
-`pair` trains the demo pair on the Python standard library, in about 80 minutes on one core (Zen 4).
-The target has a byte-level BPE tokenizer. The drafter has a SentencePiece-style tokenizer and also
-learns continuations of the target. `long` trains a Llama further on whole files, and cuts prompts
-from other files.
+`pair` trains the demo pair on the Python standard library, in about 80 minutes on one core (Zen 4);
+the drafter also learns continuations of the target. `long` trains a Llama further on whole files,
+and cuts prompts from other files.
 
     OMP_NUM_THREADS=1 python scripts/train_models.py pair examples/demo
     python scripts/train_models.py long TARGET examples/bench/long/target --prompt-lengths 2000
@@ -126,10 +125,7 @@ def train(
 
 
 def continuations(folder: Path, texts: Sequence[str], batches: int) -> list[str]:
-    """Let a model continue excerpts of `texts` and of conversations greedily, 96 per batch.
-
-    The drafter learns them, which is sequence-level distillation.
-    """
+    """Greedy continuations of excerpts of `texts`, for sequence-level distillation."""
     generator = torch.Generator().manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if _fast_bfloat16() else torch.float32
@@ -191,16 +187,13 @@ def token_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
 def _batch(
     streams: Sequence[torch.Tensor], tokenizer: Tokenizer, rows: int, sequence: int
 ) -> torch.Tensor:
-    """Cut ids [rows, sequence] at random offsets, an equal share from each stream.
-
-    Rows begin with a BOS token if the tokenizer adds one, because prompts do.
-    """
+    """Cut ids [rows, sequence] at random offsets, an equal share from each stream."""
     parts = []
     for stream in streams:
         starts = torch.randint(len(stream) - sequence, (rows // len(streams), 1))
         parts.append(stream[starts + torch.arange(sequence)])
     batch = torch.cat(parts)
-    if tokenizer("")["input_ids"]:
+    if tokenizer("")["input_ids"]:  # it adds a BOS token, with which prompts begin
         batch[:, 0] = tokenizer.bos_token_id
     return batch
 
