@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hetero_spec.bench.engines import vllm_config
 from vllm_hetero_spec.bench.figures import Row, Spread, rows_of
-from vllm_hetero_spec.bench.plan import Cell, EngineId
+from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.report import notes
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
@@ -199,14 +199,10 @@ def compared(suite: Suite, contents: Contents) -> Measured:
             engine = EngineId(target.name, method, drafter.name, *suite.num_speculative_tokens)
             own = [row for row in rows if row.cell.engine == engine]
             config = vllm_config(engine, drafter) or {}
-            candidates.append(Candidate(engine, config, own, _failure(engine, contents.errors)))
+            reasons = (why for cell, why in contents.errors.items() if cell.engine == engine)
+            candidates.append(Candidate(engine, config, own, "; ".join(dict.fromkeys(reasons))))
     candidates.sort(key=lambda each: -each.speedup.median if each.speedup else 0.0)
     return Measured(rows, candidates, notes(contents))
-
-
-def _failure(engine: EngineId, errors: dict[Cell, str]) -> str:
-    reasons = (reason for cell, reason in errors.items() if cell.engine == engine)
-    return "; ".join(dict.fromkeys(reasons))
 
 
 def trees(row: Row, small: Row, large: Row) -> str:

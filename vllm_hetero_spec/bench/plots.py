@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.figures import Row
-from vllm_hetero_spec.bench.suite import ALONE
 from vllm_hetero_spec.bench.values import optional
 
 _PANEL = (5.0, 3.6)  # inches
@@ -107,13 +106,9 @@ def _pareto(panel: Any, rows: list[Row]) -> None:
     panel.set(xlabel="tokens/s of one user (1 / TPOT)", ylabel="tokens/s of all users")
 
 
-def _has_speedup(row: Row) -> bool:
-    return row.speedup is not None and row.cell.engine.method != ALONE
-
-
 _Draw = Callable[[Any, list[Row]], None]
 _PICTURES: tuple[tuple[str, Callable[[Row], bool], _Draw], ...] = (
-    ("speedup-by-batch", _has_speedup, _speedup),
+    ("speedup-by-batch", lambda row: row.speedup is not None, _speedup),
     ("acceptance-by-position", lambda row: bool(row.figures.acceptance_per_position), _acceptance),
     ("users-and-throughput", lambda row: row.figures.tpot is not None, _pareto),
 )

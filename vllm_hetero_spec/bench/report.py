@@ -2,16 +2,17 @@
 """Report of a results file: Markdown, JSON, and a table on a terminal."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
-from vllm_hetero_spec.bench.suite import ALONE, KINDS
+from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite
 from vllm_hetero_spec.bench.tables import (
     NONE,
     Column,
@@ -213,10 +214,15 @@ def runner_notes(contents: Contents) -> list[str]:
     ]
 
 
-def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Numbers of zero and of all MLP columns of widened targets, by name."""
-    found = {target.name: widened_columns(target.model) for target in targets}
-    return {name: columns for name, columns in found.items() if columns}
+def conditions(suite: Suite) -> dict[str, Any]:
+    """The part of a header that `notes` reads."""
+    found = {target.name: widened_columns(target.model) for target in suite.targets}
+    return {
+        "engines_at_once": engines.at_once_for(suite),
+        "gpu": engines.on_gpu(),
+        # Numbers of zero and of all MLP columns.
+        "widened": {name: columns for name, columns in found.items() if columns},
+    }
 
 
 def _preamble(contents: Contents) -> list[str]:

@@ -36,7 +36,7 @@ def terminal_table(
 ) -> Table:
     """Table with one line per row; columns of numbers are right-aligned."""
     lines = [[column.value(row) for column in columns] for row in rows]
-    return _drawn([column.name for column in columns], lines, title)
+    return drawn([column.name for column in columns], lines, title)
 
 
 def side_by_side(
@@ -47,7 +47,7 @@ def side_by_side(
     """Transposed table: one line per column, one table column per row, no lines of dashes only."""
     lines = [[column.name, *map(column.value, rows.values())] for column in columns]
     kept = [line for line in lines if set(line[1:]) - {NONE, ""}]
-    return _drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
+    return drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
 
 
 def meanings(columns: Sequence[Column[Any]]) -> str:
@@ -131,12 +131,13 @@ def widened(target: str, columns: tuple[int, int]) -> str:
     )
 
 
-def _drawn(
+def drawn(
     heads: Sequence[str],
     lines: Sequence[Sequence[str]],
-    title: str | None,
+    title: str | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Table:
+    """Table of texts; `numbers` are right-aligned columns, by default those of numbers."""
     table = Table(
         *map(escape, heads),
         title=None if title is None else escape(title),

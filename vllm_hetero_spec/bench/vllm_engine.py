@@ -93,7 +93,7 @@ class Driver:
             accepted_tokens=grown.get("accepted_tokens", 0),
             accepted_per_position=grown.get("accepted_tokens_per_pos", []),
             worker=grown["worker"],
-            peak_memory_bytes=self._device_peak(),
+            peak_memory_bytes=sum(self._peaks()),
             runner=self._runner,
             dtype=self._dtype,
         )
@@ -167,6 +167,8 @@ class Driver:
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's counters of speculation by their shortened names; our counters under "worker"."""
+        from vllm_hetero_spec import read_stats
+
         found: dict[str, Any] = {}
         for metric in self._llm.get_metrics():
             if not metric.name.startswith(_METRICS):
@@ -177,19 +179,11 @@ class Driver:
                 found[name] = [a + b for a, b in zip(sums, metric.values, strict=True)]
             else:
                 found[name] = found.get(name, 0) + metric.value
-        return {**found, "worker": self._worker_counters()}
+        return {**found, "worker": read_stats(self._llm) if self._ours else {}}
 
-    def _worker_counters(self) -> dict[str, Any]:
-        if not self._ours:
-            return {}
-        from vllm_hetero_spec import read_stats
-
-        return read_stats(self._llm)
-
-    def _device_peak(self) -> int:
-        if not self._extended:  # the user chose another worker extension
-            return 0
-        return sum(self._llm.collective_rpc("hetero_spec_device_peak"))
+    def _peaks(self) -> list[int]:
+        """Peak memory of each worker; none if the user chose another worker extension."""
+        return self._llm.collective_rpc("hetero_spec_device_peak") if self._extended else []
 
 
 def since(before: Any, after: Any) -> Any:

@@ -25,7 +25,7 @@ from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.progress import ProgressReporter
-from vllm_hetero_spec.bench.report import acceptance_length, widened_targets
+from vllm_hetero_spec.bench.report import acceptance_length, conditions
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import ALONE, Suite
@@ -43,9 +43,9 @@ from vllm_hetero_spec.bench.tables import (
 )
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
+    MODEL,
     PROMPTS,
     add_load,
-    add_models,
     dictionary,
     positive,
     suite_of,
@@ -65,7 +65,9 @@ def add_parser(commands: Any) -> None:
         "target alone, in interleaved rounds and with the controller that will run. The "
         "configuration that it prints is one that it has measured.",
     )
-    add_models(parser, name="drafters", nargs="+", metavar="drafter")
+    parser.add_argument("target", help=MODEL)
+    drafters = f"{MODEL}; any tokenizer"
+    parser.add_argument("drafters", nargs="+", metavar="drafter", help=drafters)
     add_load(parser, longest=64, lookahead=8)
     several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     what = "requests that run at the same time (default: 1 8)"
@@ -127,15 +129,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measure(suite: Suite, verbose: bool) -> Measured:
-    """Measure all drafters; some of them may fail.
-
-    Raises:
-        MeasurementError: The target alone fails.
-    """
-    at_once = engines.at_once_for(suite)
+    """Measure all drafters, of which some may fail; MeasurementError if the target alone fails."""
+    header = conditions(suite)
+    at_once = header["engines_at_once"]
     start = functools.partial(engines.start, suite=suite, at_once=at_once, verbose=verbose)
-    header = {"widened": widened_targets(suite.targets), "gpu": engines.on_gpu()}
-    results = Results(header=header | {"engines_at_once": at_once})
+    results = Results(header=header)
     plan = make_plan(suite, at_once, lambda target, drafter: None)
     run_plan(plan, suite, results, start, ProgressReporter(Console(stderr=True)))
     for cell, reason in results.contents.errors.items():
@@ -201,14 +199,12 @@ def _show(
             say(f"{engine_name(candidate.engine)}: nothing was drafted ({reasons}).", "yellow")
     if not ranking:
         return
-    columns: tuple[Column[Candidate], ...] = (
-        Column("", lambda candidate: str(ranking.index(candidate) + 1)),
-        Column("drafter", lambda candidate: engine_name(candidate.engine)),
-        Column("speedup", lambda candidate: ratio(candidate.speedup)),
-        Column("verdict", measured.verdict),
-    )
+    lines = [
+        (str(place), engine_name(each.engine), ratio(each.speedup), measured.verdict(each))
+        for place, each in enumerate(ranking, 1)
+    ]
     title = "ranking, by the geometric mean over the loads"
-    console.print(terminal_table(columns, ranking, title))
+    console.print(tables.drawn(("", "drafter", "speedup", "verdict"), lines, title))
     for sentence in prospects(measured.rows, ranking[0].rows, ranking[0].config):
         say(f"{engine_name(ranking[0].engine)}: {sentence}")
     if measured.recommended is None:

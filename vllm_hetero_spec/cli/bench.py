@@ -17,7 +17,7 @@ from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import ProgressReporter
-from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
+from vllm_hetero_spec.bench.report import MARKDOWN, conditions, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
@@ -64,7 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
         return
     suite = read_suite(arguments.suite)
     folder = arguments.out or _RESULTS / suite.name
-    results = Results(folder, _header(suite), fresh=arguments.fresh)
+    header = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "digest": suite.digest,
+        "suite": suite.described(),
+        **conditions(suite),
+        "provenance": provenance(),
+    }
+    results = Results(folder, header, fresh=arguments.fresh)
     try:
         _measure(arguments, suite, results, progress)
     finally:
@@ -100,18 +107,6 @@ def _measure(
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _header(suite: Suite) -> dict[str, Any]:
-    return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "digest": suite.digest,
-        "suite": suite.described(),
-        "engines_at_once": engines.at_once_for(suite),
-        "gpu": engines.on_gpu(),
-        "widened": widened_targets(suite.targets),
-        "provenance": provenance(),
-    }
 
 
 def _can_plot(progress: Console) -> bool:

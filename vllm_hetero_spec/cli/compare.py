@@ -29,14 +29,7 @@ from vllm_hetero_spec.bench.tables import (
     side_by_side,
     widened,
 )
-from vllm_hetero_spec.cli.options import (
-    DEFAULT,
-    PROMPTS,
-    add_load,
-    add_models,
-    positive,
-    suite_of,
-)
+from vllm_hetero_spec.cli.options import DEFAULT, MODEL, PROMPTS, add_load, positive, suite_of
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.weights import fetch_weights
@@ -59,7 +52,8 @@ def add_parser(commands: Any) -> None:
         description="Runs the target with the drafter and alone, one engine after the other, each "
         "after a warm-up, and prints both side by side. `bench` does it for many at once.",
     )
-    add_models(parser)
+    parser.add_argument("target", help=MODEL)
+    parser.add_argument("drafter", help=f"{MODEL}; any tokenizer")
     add_load(parser, longest=96, lookahead=4)
     what = f"requests that run at the same time ({DEFAULT})"
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help=what)

@@ -19,11 +19,10 @@ _HUNG_UP = 141  # exit code that a shell reports after SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return its exit code.
 
-    Returns:
-        The exit code: 0 on success, 1 if an engine, the machine or a check failed, 2 for wrong
-        input, 130 after Ctrl-C, 141 if the reader of the output has ended.
+    0 on success, 1 if an engine, the machine or a check failed, 2 for wrong input, 130 after
+    Ctrl-C, 141 if the reader of the output has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

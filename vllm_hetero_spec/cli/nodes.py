@@ -42,13 +42,9 @@ def join_cluster() -> Any:
 
 
 def ask_nodes(drafter: str | None) -> dict[str, Node | str]:
-    """Run a task on each living node of the cluster.
+    """Return the versions of each living node, or the reason why it did not answer.
 
-    Returns:
-        Versions of each node, or the reason why it did not answer; by address and start of its id.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster.
+    Keys are the address and the start of the id. Raises as `join_cluster`.
     """
     ray = join_cluster()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On

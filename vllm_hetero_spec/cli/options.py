@@ -13,7 +13,7 @@ from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target, check_draf
 from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
-DEFAULT = "default: %(default)s"  # help text
+MODEL, DEFAULT = "Hugging Face name or folder", "default: %(default)s"  # help texts
 # Options by the field of a suite that they set.
 _FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
     field: f"--{field.replace('_', '-')}"
@@ -22,22 +22,8 @@ _FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
 PROMPTS = "prompts"  # name of the dataset in a suite that was made from options
 
 
-def add_models(parser: argparse.ArgumentParser, **drafters: Any) -> None:
-    """Add the arguments `target` and `drafter`; keywords change the latter."""
-    model = "Hugging Face name or folder"
-    parser.add_argument("target", help=model)
-    name = drafters.pop("name", "drafter")
-    parser.add_argument(name, help=f"{model}; any tokenizer", **drafters)
-
-
 def add_load(parser: argparse.ArgumentParser, longest: int, lookahead: int) -> None:
-    """Add options of loads, engines and output.
-
-    Args:
-        parser: Parser of a command.
-        longest: Default of --max-tokens.
-        lookahead: Default of --num-speculative-tokens.
-    """
+    """Add options of loads, engines and output; the numbers are defaults."""
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
     parser.add_argument("--num-prompts", default=8, help=DEFAULT, **number)
@@ -76,12 +62,14 @@ def suite_of(
             "with --prompts, or a smaller batch size."
         )
     lookahead = arguments.num_speculative_tokens
+    trusted = getattr(arguments, "trust_remote_code", False)
+    trust = {"trust_remote_code": True} if trusted else {}
     target = Target(
         name=short_name(arguments.target),
         model=arguments.target,
         drafters=tuple(_drafters(arguments, dict.fromkeys(drafters))),
         datasets=(PROMPTS,),
-        engine=_trust(arguments) | arguments.engine_args,
+        engine={**trust, **arguments.engine_args},
     )
     for drafter in target.drafters:
         check_drafter(target, drafter, methods, lookahead)
@@ -95,11 +83,6 @@ def suite_of(
         max_tokens=arguments.max_tokens,
         **further,
     )
-
-
-def _trust(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = getattr(arguments, "trust_remote_code", False)
-    return {"trust_remote_code": True} if given else {}
 
 
 def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[SuiteDrafter]:
