@@ -148,10 +148,7 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         # Streaming, because a dataset may have gigabytes; offline mode reads the cache.
         yield from library.load_dataset(
-            dataset.hf,
-            dataset.config,
-            streaming=not library.config.HF_DATASETS_OFFLINE,
-            **given,
+            dataset.hf, dataset.config, streaming=not library.config.HF_DATASETS_OFFLINE, **given
         )
     # The library passes on exceptions of file systems, parsers and HTTP clients.
     except Exception as error:

@@ -15,14 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_v
 from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
-from vllm_hetero_spec.bench.values import (
-    Positive,
-    Several,
-    Text,
-    YamlFile,
-    model_name,
-    read_yaml,
-)
+from vllm_hetero_spec.bench.values import Positive, Several, Text, YamlFile, model_name, read_yaml
 from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among, one_of
 from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 

@@ -40,9 +40,7 @@ def terminal_table(
 
 
 def side_by_side(
-    columns: Sequence[Column[Row]],
-    rows: Mapping[str, Row],
-    title: str | None = None,
+    columns: Sequence[Column[Row]], rows: Mapping[str, Row], title: str | None = None
 ) -> Table:
     """Transposed table: one line per column, one table column per row, no lines of dashes only."""
     lines = [[column.name, *map(column.value, rows.values())] for column in columns]
