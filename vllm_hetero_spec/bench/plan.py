@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite, SuiteDrafter, Target
 from vllm_hetero_spec.errors import ConfigError
@@ -41,6 +41,10 @@ class Cell(NamedTuple):
     dataset: str
     batch_size: int
     temperature: float
+
+    def flat(self) -> dict[str, Any]:
+        """The fields of the engine and of the load."""
+        return {**self.engine._asdict(), **dict(zip(Cell._fields[1:], self[1:], strict=True))}
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.dataset}/b{self.batch_size}/t{self.temperature:g}"

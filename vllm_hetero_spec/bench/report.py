@@ -259,5 +259,5 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
 
 def _as_data(row: Row) -> dict[str, Any]:
     plain = as_data(row)
-    cell = plain.pop("cell")
-    return {"name": str(row.cell), **cell.pop("engine"), **cell, **plain}
+    del plain["cell"]
+    return {"name": str(row.cell), **row.cell.flat(), **plain}

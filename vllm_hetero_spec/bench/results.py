@@ -110,7 +110,7 @@ class Results:
         self._append(
             {
                 "kind": "run",
-                **_plain(run.cell),
+                **run.cell.flat(),
                 "wave": run.wave,
                 "round": run.round,
                 "at": round(time.time(), 3),
@@ -120,13 +120,13 @@ class Results:
 
     def failed(self, cell: Cell, sentence: str) -> None:
         self.contents.errors[cell] = sentence
-        self._append({"kind": "error", **_plain(cell), "error": sentence})
+        self._append({"kind": "error", **cell.flat(), "error": sentence})
 
     def skip(self, cell: Cell, reason: str) -> None:
         """Record the reason of a cell that cannot be measured, without repeating it."""
         if self.contents.skipped.get(cell) != reason:
             self.contents.skipped[cell] = reason
-            self._append({"kind": "skipped", **_plain(cell), "reason": reason})
+            self._append({"kind": "skipped", **cell.flat(), "reason": reason})
 
     def close(self) -> None:
         """Release the file; idempotent."""
@@ -184,10 +184,6 @@ def _add(contents: Contents, record: dict[str, Any]) -> None:
         contents.errors[cell] = record["error"]
     else:
         contents.skipped[cell] = record["reason"]
-
-
-def _plain(cell: Cell) -> dict[str, Any]:
-    return {**cell.engine._asdict(), **dict(zip(Cell._fields[1:], cell[1:], strict=True))}
 
 
 def _compact(sample: Sample) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
 from vllm_hetero_spec.bench.values import Positive, Several, Text, YamlFile, model_name, read_yaml
-from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among, one_of
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, must, not_among, one_of
 from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 
 ALONE = "alone"
@@ -42,7 +42,6 @@ PEERS = {
 }
 KINDS = {**{method: Kind() for method in METHODS}, **PEERS}
 
-_AUTO = "auto"
 # Arguments of vllm.LLM that the benchmark sets.
 _RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
 # Keys of a method that are part of a row's name, with the place where a user sets each.
@@ -75,12 +74,6 @@ def _keys_without(*names: str) -> AfterValidator:
         return underscores(given)
 
     return AfterValidator(check)
-
-
-def _auto(value: Any) -> Any:
-    if isinstance(value, str) and value != _AUTO:
-        raise Mistake(f"is {value!r}; it must be {_AUTO} or a number.")
-    return None if value == _AUTO else value
 
 
 def _by_name(value: Any) -> Any:
@@ -181,7 +174,12 @@ class Suite(Table):
     seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # for the first request
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     engines_at_once: Annotated[
-        Annotated[int, Field(strict=True, ge=1, le=100)] | None, BeforeValidator(_auto)
+        Annotated[int, Field(strict=True, ge=1, le=100)] | None,
+        must(
+            "auto or a number",
+            lambda found: not isinstance(found, str),
+            lambda value: None if value == "auto" else value,
+        ),
     ] = None  # None: derived from the machine
 
     def target(self, name: str) -> Target:

@@ -18,6 +18,7 @@ from vllm_hetero_spec.errors import (
     Table,
     first_line,
     first_mistake,
+    must,
     sentence,
 )
 from vllm_hetero_spec.inputs.model_folder import check_model
@@ -35,12 +36,6 @@ def optional(module: str, purpose: str) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         raise ConfigError(f"{purpose} needs {package}: `pip install {package}`.") from error
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise Mistake(f"is {value!r}; it must be a string.")
-    return value
 
 
 def _distinct(values: Any) -> Any:
@@ -78,7 +73,7 @@ def model_name(role: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Text = Annotated[str, Field(strict=True), AfterValidator(_not_blank)]
+Text = Annotated[str, must("a string", lambda value: isinstance(value, str) and value.strip())]
 Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 31)]
 # One or more different values.
 Several = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_distinct)]

@@ -184,7 +184,7 @@ def _show(
             say(f"{facts.drafter.name}: {_memory_and_method(facts)}.")
         if facts.not_measured:
             say(f"{facts.drafter.name}: {facts.not_measured}", "yellow")
-    if not (measured.rows or measured.failures):
+    if not measured.rows:
         return
     console.print(terminal_table(_LOADS, measured.rows, "loads"))
     for note in (_LOADS_NOTE, *measured.notes):
