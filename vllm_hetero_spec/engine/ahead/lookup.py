@@ -221,6 +221,5 @@ def bytes_of_tokens(pair: TokenizerPair) -> dict[int, bytes]:
 def text_of(task: DraftTask) -> RemoteRequest:
     """Return a request's state as last sent to the drafter process."""
     assert task.state.sequence is not None
-    table = task.state.sequence.table
-    assert isinstance(table, RemoteRequest)
-    return table
+    text: RemoteRequest = task.state.sequence.table
+    return text
