@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack
-from vllm_hetero_spec.engine.ahead.guesses import choose_guesses
 from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
-from vllm_hetero_spec.engine.ahead.server_requests import Continuation, ServerRequest
+from vllm_hetero_spec.engine.ahead.server_requests import (
+    Continuation,
+    ServerRequest,
+    choose_guesses,
+)
 from vllm_hetero_spec.engine.ahead.table import Counts, DraftRecord, DraftTable
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
