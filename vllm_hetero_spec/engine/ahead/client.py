@@ -179,25 +179,23 @@ class ProcessSource:
         beats = self._process.counts.beats
         if not told or beats == self._unheard:
             return []
-        ratios = [ids_for_each(of.task) for of in told]
         lookaheads = {of.task.req_id: of.task.lookahead for of in told}
         unread = sum(of.text.unread for of in told)
         wrong = {of.task.req_id for of in told if of.missing == "not_guessed"}
-        tokens, seconds = self._control.wait(lookaheads, max(ratios), unread, wrong)
+        each = max(ids_for_each(of.task) for of in told)
+        tokens, seconds = self._control.wait(lookaheads, each, unread, wrong)
         if not tokens:
             return []
-        began, came, left = (
-            time.perf_counter(),
-            list[LookupResult](),
-            list(zip(told, ratios, strict=True)),
-        )
+        began, came, left = time.perf_counter(), list[LookupResult](), told
         while left:
             time.sleep(_A_MOMENT)
             late = time.perf_counter() - began > seconds
-            looked = [(self._look.behind(of.task), ratio) for of, ratio in left]
-            ended = [late or self._look.done(of, math.ceil(tokens * ratio)) for of, ratio in looked]
-            came += [of for (of, _), end in zip(looked, ended, strict=True) if end and of.ids]
-            left = [pair for pair, end in zip(looked, ended, strict=True) if not end]
+            looked, left = [self._look.behind(of.task) for of in left], []
+            for of in looked:
+                if not late and not self._look.done(of, math.ceil(tokens * ids_for_each(of.task))):
+                    left.append(of)
+                elif of.ids:
+                    came.append(of)
         self._unheard = -1 if came else self._process.counts.beats
         self._stats.drafts_waited += len(came)
         self._stats.wait_seconds += time.perf_counter() - began

@@ -55,6 +55,7 @@ class Continuation:
 
     Attributes:
         state: The ids of the request's text and of the continuation, with their KV.
+        rank: 0 for the chain, then the number of the branch.
         place: Ids after the text that are not its own: the update's `drafted`, or the chain's.
         wanted: Number of own ids to draft.
         ids: Own ids, including the guess.
@@ -64,6 +65,7 @@ class Continuation:
     """
 
     state: RequestState
+    rank: int = 0
     place: int = 0
     wanted: int = 0
     ids: list[int] = field(default_factory=list)
@@ -191,15 +193,15 @@ class ServerRequest:
             for at in range(self.num_text, last + 1)
         ]
 
-    def draw_of(self, rank: int, longest: int) -> DraftSampling | None:
+    def draw_of(self, line: Continuation, longest: int) -> DraftSampling | None:
         """Sampling parameters of the next token of a continuation, with a draw number of its own.
 
         `longest` is the maximum number of ids in a text with its continuation.
         """
         if self.draw is None:
             return None
-        place = len(self.lines[rank].state.context.ids) - self.num_text
-        return replace(self.draw, first=rank * longest + place)
+        place = len(line.state.context.ids) - self.num_text
+        return replace(self.draw, first=line.rank * longest + place)
 
     def begin_beside(self, guess: BranchPoint, table: BlockTable) -> Continuation:
         """Start a branch at a guess. `table` is a fork of the chain's up to there."""
@@ -208,7 +210,8 @@ class ServerRequest:
         context.ids = [*chain.context.ids[:at], guess.token]
         sequence = DraftSequence(table, context.ids[:at])
         state = RequestState(chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=at)
-        line = Continuation(state, guess.place, self._beside, [guess.token], [guess.probability])
+        own = [guess.token], [guess.probability]
+        line = Continuation(state, len(self.lines), guess.place, self._beside, *own)
         self.lines.append(line)
         return line
 

@@ -85,7 +85,6 @@ class DrafterProcess:
         ours.setblocking(False)
         self._socket, self._child = ours, child
         _SOCKETS.add(ours)
-        self.pid = child.pid
         self.close = weakref.finalize(self, _end, ours, child)
 
     def wait(self) -> Ready:
