@@ -161,7 +161,8 @@ class ProcessSource:
         """Look up the precomputed draft of a request, and count the result."""
         text = text_of(task)
         if not text.serial or text.life != self._process.life:
-            self._begin_anew(task)
+            text.sent.clear()  # the current process does not have it
+            task.state.num_kv_valid = text.serial = 0
             return LookupResult(task, missing="not_ready" if task.lookahead else "")
         found = self._look.behind(task)
         if task.lookahead:
@@ -201,12 +202,6 @@ class ProcessSource:
         self._stats.wait_seconds += time.perf_counter() - began
         self._look.translate(came)
         return came
-
-    def _begin_anew(self, task: DraftTask) -> None:
-        """Mark a request as unsent, because the current process does not have it."""
-        text = text_of(task)
-        text.sent.clear()
-        task.state.num_kv_valid = text.serial = 0
 
     def _commit(self, found: Sequence[LookupResult]) -> None:
         """Send the new state of each request, with the draft that the target verifies next."""
