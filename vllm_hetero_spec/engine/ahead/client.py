@@ -235,7 +235,8 @@ class ProcessSource:
         ids = state.context.ids[state.num_kv_valid :][:room]
         whole = state.num_kv_valid + len(ids) == len(state.context.ids)
         drafted = [*of.ids] if whole and not of.known else []
-        wanted, beside = (self._wanted(of.task, drafts) if whole else 0 for drafts in (2, 1))
+        wanted = self._wanted(of.task, 2) if whole else 0
+        beside = self._wanted(of.task, 1) if whole else 0
         return RequestUpdate(
             slot=text.slot,
             keep=state.num_kv_valid if text.serial else -1,
