@@ -20,8 +20,7 @@ from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
 
 from vllm_hetero_spec.engine.ahead import client
 from vllm_hetero_spec.engine.ahead import lookup as lookup_module
-from vllm_hetero_spec.engine.ahead.answers import Ready, encode
-from vllm_hetero_spec.engine.ahead.messages import UpdateBatch, update_batch_of
+from vllm_hetero_spec.engine.ahead.messages import Ready, UpdateBatch, encode, update_batch_of
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.ahead.table import DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter

@@ -16,8 +16,12 @@ from toy_drafter import SIZE, VOCAB, ToyDrafterModel
 from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.ahead.answers import encode
-from vllm_hetero_spec.engine.ahead.messages import RequestUpdate, UpdateBatch, update_batch_of
+from vllm_hetero_spec.engine.ahead.messages import (
+    RequestUpdate,
+    UpdateBatch,
+    encode,
+    update_batch_of,
+)
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable, make_file
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter

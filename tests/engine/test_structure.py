@@ -218,3 +218,9 @@ def test_files_of_model_runner_v1_are_listed() -> None:
 def test_no_file_is_long() -> None:
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
     assert not {named(file) for file, count in lines.items() if count > 350}
+
+
+def test_drafting_ahead_is_imported_in_one_file() -> None:
+    others = [file for file in FILES if "ahead" not in file.parts]
+    importers = {named(file) for file in others if "engine.ahead." in file.read_text("utf-8")}
+    assert importers == {"engine/drafting_rank.py"}

@@ -18,8 +18,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_hetero_spec.engine.ahead.answers import Ready
     from vllm_hetero_spec.engine.ahead.deployment import Deployment
+    from vllm_hetero_spec.engine.ahead.messages import Ready
     from vllm_hetero_spec.engine.ahead.server import DraftingServer
     from vllm_hetero_spec.engine.ahead.table import DraftTable
 
@@ -36,7 +36,7 @@ def main() -> None:
     cores = set(map(int, sys.argv[3:]))
     if cores:
         os.sched_setaffinity(0, cores)
-    from vllm_hetero_spec.engine.ahead.answers import Failed, encode
+    from vllm_hetero_spec.engine.ahead.messages import Failed, encode
     from vllm_hetero_spec.errors import ConfigError
 
     with contextlib.suppress(ConnectionError):  # the engine may end during loading
@@ -94,7 +94,7 @@ def _load(
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_hetero_spec.engine.ahead.answers import Ready
+    from vllm_hetero_spec.engine.ahead.messages import Ready
     from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
     from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
@@ -154,8 +154,7 @@ def serve(server: "DraftingServer", messages: socket.socket) -> None:
     """Draft until the engine closes the socket."""
     from vllm.utils.system_utils import set_process_title
 
-    from vllm_hetero_spec.engine.ahead.answers import LONGEST
-    from vllm_hetero_spec.engine.ahead.messages import update_batch_of
+    from vllm_hetero_spec.engine.ahead.messages import LONGEST, update_batch_of
 
     set_process_title(_TITLE)
 

@@ -2,7 +2,7 @@
 """Inputs and results of a drafting round."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class DraftTask(NamedTuple):
         paths: Number of drafter paths for a tree; 0 for a chain.
     """
 
-    state: RequestState
+    state: RequestState[Any]
     lookahead: int
     penalty: Penalty | None = None
     draw: DraftSampling | None = None
