@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a draft is chosen from the drafter's rows. Pure tensors."""
+"""Drafts, drafting methods and draft sampling on tensors. Imports no vLLM."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft: what every method of drafting makes, and all that verification needs to know of it."""
+"""The result of every drafting method: draft tokens with the data that verification needs."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from vllm_hetero_spec.trees.layout import TreeRows
 
 @dataclass(frozen=True)
 class DraftProbs:
-    """What the tokens of one draft were drawn from.
+    """The distributions that the tokens of one draft were sampled from.
 
     Attributes:
-        rows: float32 [R, V_T], shared by all requests of the round it was drafted in.
-        row_of: The row of each draft token, -1 where the token was certain.
+        rows: float32 [R, V_T], shared by all requests of a drafting round.
+        row_of: Row of each draft token; -1 if the token was certain (not sampled).
     """
 
     rows: torch.Tensor
@@ -26,11 +26,11 @@ class DraftProbs:
 
 
 def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
-    """The drafter's confidence in each target token: in all drafter tokens that only it needs.
+    """Return for each target token the product of `peaks` that no earlier target token needs.
 
     Args:
-        peaks: The drafter's largest probability in the place of each of its tokens.
-        ends: Leading ones that each target token needs.
+        peaks: The drafter's largest probability at each of its tokens.
+        ends: Number of leading drafter tokens that each target token needs.
     """
     confidences, start = [], 0
     for end in ends:
@@ -40,17 +40,17 @@ def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
 
 
 class Draft(NamedTuple):
-    """A draft of one request: a tree of target tokens, of which a chain is the usual case.
+    """A draft of one request: a tree of target tokens, usually a chain.
 
     Attributes:
-        req_id: The request.
-        tokens: Target ids, each behind its parent.
-        parents: Index of each token's parent, -1 for one that continues the text itself.
-        confidences: Of each token, where they were asked for: known before it was drawn.
-        draft_probs: What the tokens were drawn from; None where all are certain.
-        rows: How its target is fed a tree (`trees.layout.lay_out`), which is not cut any more
-            from then on; None for a chain.
-        explored: All that was found, of a chain that may still become a tree.
+        tokens: Target ids; each one comes after its parent.
+        parents: Index of each token's parent; -1 if the token directly continues the request.
+        confidences: One per token if requested, else empty. Each is known before its token is
+            drawn, so that a draft may be shortened by it without loss.
+        draft_probs: None if all tokens are certain.
+        rows: Rows of a tree in the target's forward (`trees.layout.lay_out`); None for a chain.
+            A draft with rows is not shortened anymore.
+        explored: All candidates of a chain that may still become a tree.
     """
 
     req_id: str
@@ -63,12 +63,12 @@ class Draft(NamedTuple):
 
     @property
     def fed(self) -> list[int]:
-        """Target ids that its target is fed, as the scheduler has them."""
+        """Target ids that the scheduler receives and the target is fed."""
         return self.tokens if self.rows is None else self.rows.tokens
 
     @property
     def depth(self) -> int:
-        """Tokens of its longest path."""
+        """Number of tokens of the longest path."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -82,11 +82,11 @@ class Draft(NamedTuple):
         confidences: Sequence[float] = (),
         draft_probs: DraftProbs | None = None,
     ) -> "Draft":
-        """A draft in which each token continues the one before."""
+        """Return a draft in which each token continues the previous one."""
         return cls(req_id, tokens, range(-1, len(tokens) - 1), confidences, draft_probs)
 
     def common(self, chain: Sequence[int]) -> list[int]:
-        """The leading tokens of a chain that are a path of this tree."""
+        """Return the longest prefix of a chain that is a path of this tree."""
         node, path = -1, list[int]()
         for token in chain:
             children = (i for i, parent in enumerate(self.parents) if parent == node)
@@ -97,7 +97,7 @@ class Draft(NamedTuple):
         return path
 
     def first(self, count: int) -> "Draft":
-        """The first `count` tokens; parents come before their children, so it is a tree again."""
+        """Return the first `count` tokens: a tree again, because parents precede children."""
         if count >= len(self.tokens):
             return self
         assert self.rows is None, "it has been laid out"

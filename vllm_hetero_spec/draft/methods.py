@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of drafting, one row each: what they propose, and for which pairs they are promising.
+"""Table of the drafting methods, with an estimate of how promising each one is for a pair.
 
 To add a method, add a row to `METHODS` and its name to the tests of `tests/draft/test_methods.py`.
-A sampled method is a map: which target tokens a drafter token proposes. Any map is right, because
-the verifier is told the very distribution that follows from it; a bad one is merely accepted less
-(`tests/oracle/reference.py` has the proof). Statistics of two tokenizers bound what a method can
-have accepted; they do not say what it will, so the order of the methods is a starting point for a
-measurement.
-
-The configuration reads the names from here: this file loads neither torch nor a tokenizer.
+A sampled method maps each drafter token to target tokens. Any map is lossless, because the
+verifier receives the distribution that follows from it (proof: `tests/oracle/reference.py`).
+Tokenizer statistics only bound the acceptance rate: `order` is a starting point for measurements.
+The configuration reads the names here, so this file loads neither torch nor a tokenizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,42 +18,43 @@ if TYPE_CHECKING:
     from vllm_hetero_spec.text.statistics import PairStatistics
     from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
-SLEM = "slem"  # the one that fits every pair
-HETERO = "hetero"  # an alias: the first of `order` that the deployment can run
+SLEM = "slem"  # fits every pair
+HETERO = "hetero"  # alias of the first method in `order` that the deployment can run
 
-# Where tokens straddle at least this often, what both vocabularies have leaves much out.
+# Share of straddling tokens from which on the shared vocabulary misses much text.
 STRADDLES = 0.03
-# Lines that come back changed: above this share a tokenizer counts as rewriting its text.
+# Share of lines changed by a round trip above which a tokenizer counts as rewriting its text.
 FAILURES = 0.01
-# A drafter that rewrites text still drafts well token by token if it has this many of the target's.
+# Share of target tokens that a rewriting drafter must have to draft well token by token.
 ENOUGH_SHARED = 0.6
-# Up to here a drafter spells nearly byte by byte, and target tokens take many of its steps.
+# Vocabulary size up to which a drafter spells nearly byte by byte: a target token takes many steps.
 FEW_TOKENS = 1000
-# Drafter tokens that one proposed target token may take: of such a drafter, and of any other. Each
-# costs a forward that may come to nothing; with 8 for drafters of bytes no more is accepted.
+# Drafter tokens that one proposed target token may take, for such a drafter and for any other. Each
+# costs a forward that may be wasted. 8 for byte-level drafters did not raise acceptance.
 LONG_SPAN, SHORT_SPAN = 4, 2
-# At most this hot, one greedy guess may be accepted more often than a drawn one.
+# Temperature up to which a greedy draft token may be accepted more often than a sampled one.
 NEARLY_GREEDY = 0.3
 
 
-# How promising a method is for a pair: its place, 0 for the first, and why.
+# How promising a method is for a pair: its rank, 0 for the best, and the reason.
 Promise = tuple[int, str]
 
 
 class Choice(NamedTuple):
-    """A method and, in one clause, why it stands where it stands."""
+    """A method and the reason for its rank, in one clause."""
 
     method: str
     reason: str
 
 
 class Spelling(NamedTuple):
-    """What each drafter token proposes.
+    """The target tokens that each drafter token proposes.
 
     Attributes:
-        first: int [V_D], target id of the token that is drawn; -1 for nothing.
-        lengths: int [V_D], target tokens proposed, those that follow for certain included.
-        tokens: All target tokens that a drafter id proposes.
+        first: int [V_D], id of the first target token; -1 if nothing is proposed.
+        lengths: int [V_D], number of target tokens proposed, including the certain ones after the
+            first.
+        tokens: Returns all target tokens that a drafter id proposes.
     """
 
     first: np.ndarray
@@ -65,20 +63,20 @@ class Spelling(NamedTuple):
 
 
 def spell_whole(maps: "VocabularyMaps") -> Spelling:
-    """Every drafter token by all target tokens that spell it."""
+    """Propose each drafter token as all target tokens that spell it."""
     lengths = np.diff(maps.kappa_ptr)
     return Spelling(maps.kappa_first, lengths, lambda d: maps.target_tokens(d).tolist())
 
 
 def spell_twins(maps: "VocabularyMaps") -> Spelling:
-    """Drafter tokens by the target token of the same bytes, others by nothing."""
+    """Propose each drafter token as the target token of the same bytes, or nothing."""
     twins = maps.d2t.tolist()
     tokens = lambda d: twins[d : d + 1] if twins[d] >= 0 else ()  # noqa: E731
     return Spelling(maps.d2t, np.ones_like(maps.d2t), tokens)
 
 
 def spell_same(size: int, width: int) -> Spelling:
-    """Ids as they are, of `size` drafter ids those below the `width` of the target's logits."""
+    """Propose each of `size` drafter ids as itself if it is below the target logits' `width`."""
     first = np.arange(size)
     first[first >= width] = -1
     return Spelling(first, np.ones_like(first), lambda d: (d,))
@@ -86,15 +84,16 @@ def spell_same(size: int, width: int) -> Spelling:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of drafting.
+    """A drafting method.
 
     Attributes:
-        summary: What it does, in a line.
-        spelling: From the pair's maps what drafter tokens propose; None for greedy drafts, which
-            do without the drafter's probabilities.
-        renormalise: Never draw what proposes nothing; else that is a null proposal.
-        merges: Target tokens of several drafter tokens are proposed too.
-        promise: For which pairs it is promising; None where it need not be tried.
+        summary: One line for users.
+        spelling: Maps drafter tokens to target tokens; None for greedy drafts, which need no
+            draft probabilities.
+        renormalise: True if drafter tokens that propose nothing are never drawn; otherwise such a
+            draw is a null proposal.
+        merges: True if one target token may be proposed for several drafter tokens.
+        promise: Rates the method for a pair; returns None if it need not be tried.
     """
 
     summary: str
@@ -105,12 +104,12 @@ class Method:
 
     @property
     def needs_probs(self) -> bool:
-        """Whether it verifies the drafter's probabilities, and so has to have them."""
+        """True if verification needs the drafter's probabilities."""
         return self.spelling is not None
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether its drafts may be drawn before it is known what they will follow."""
+        """True if drafts may be drawn before the target tokens they continue are known."""
         return self.needs_probs and self.renormalise and not self.merges
 
 
@@ -176,11 +175,9 @@ METHODS: Mapping[str, Method] = {
 
 
 def order(statistics: "PairStatistics", *, temperature: float) -> list[Choice]:
-    """The methods that fit a pair, the most promising first; never empty.
+    """Return the methods that fit a pair, the most promising first; never empty.
 
-    Args:
-        statistics: The pair on a text like the ones to come.
-        temperature: Of the target's sampling.
+    `statistics` should come from text similar to the expected requests.
     """
     if temperature == 0:
         reason = "temperature 0: the target has one right token, and a greedy draft aims at it"
@@ -196,5 +193,5 @@ def order(statistics: "PairStatistics", *, temperature: float) -> list[Choice]:
 
 
 def span(drafter_vocabulary: int) -> int:
-    """Drafter tokens that one proposed target token may take, for a drafter with so many ids."""
+    """Return how many drafter tokens one proposed target token may take."""
     return LONG_SPAN if drafter_vocabulary <= FEW_TOKENS else SHORT_SPAN

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's penalties, applied to the drafter's rows over the drafter's own tokens.
+"""Sampling penalties of a request, applied to the drafter's logits.
 
-A target that is told not to repeat itself rejects a draft that does. With equal tokenizers the
-penalised drafter ranks tokens exactly as the penalised target; otherwise nearly so. Only acceptance
-depends on it.
+A penalized target rejects drafts that repeat tokens. With equal tokenizers the drafter's penalties
+equal the target's; otherwise they approximate them. They only affect the acceptance rate.
 """
 
 from bisect import bisect_left
@@ -19,7 +18,7 @@ from vllm_hetero_spec.staging import Send
 
 @dataclass(frozen=True)
 class Penalty:
-    """A request's penalties, as in OpenAI's (presence, frequency) and CTRL's (repetition) sense."""
+    """A request's penalties: presence and frequency as in OpenAI's API, repetition as in CTRL."""
 
     presence: float = 0.0
     frequency: float = 0.0
@@ -27,28 +26,26 @@ class Penalty:
 
 
 class TokenCounts:
-    """How often one request's text has each drafter token, kept up to date as it grows.
+    """Number of occurrences of each drafter token in one request, updated as it grows.
 
     Args:
-        vocab_size: Ids of the drafter's tokenizer; a context id beyond counts as id 0.
-        num_prompt: Leading ids that are the prompt: repetition counts them, presence and frequency
-            do not.
-        device: Where the logits are.
+        vocab_size: Size of the drafter's vocabulary; a larger context id counts as id 0.
+        num_prompt: Number of prompt ids. Repetition counts them; presence and frequency do not.
 
     Attributes:
-        everywhere: float32 [V_D], in the whole text, as of the last `flush`.
-        output: float32 [V_D], behind the prompt.
+        everywhere: float32 [V_D], in prompt and output, as of the last `flush`.
+        output: float32 [V_D], in the output only.
     """
 
     def __init__(self, vocab_size: int, num_prompt: int, device: torch.device) -> None:
         self._num_prompt = num_prompt
         self._ids: list[int] = []
-        self._changes: list[tuple[int, int, float]] = []  # id, its place, +1 or -1
+        self._changes: list[tuple[int, int, float]] = []  # id, its index, +1 or -1
         self.everywhere = torch.zeros(vocab_size, device=device)
         self.output = torch.zeros(vocab_size, device=device)
 
     def update(self, ids: Sequence[int], unchanged: int) -> None:
-        """Note a text of which all but the first `unchanged` ids may be others than before."""
+        """Replace the ids after the first `unchanged` ones; `flush` updates the counts."""
         self._changes += [(i, at, -1.0) for at, i in enumerate(self._ids[unchanged:], unchanged)]
         del self._ids[unchanged:]
         size = len(self.everywhere)
@@ -57,8 +54,11 @@ class TokenCounts:
         self._ids += news
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `flush` needs of what was noted since the last call: int64 ids [n], their float32
-        weights [n] in the whole text, and [n] behind the prompt."""
+        """Return and clear the changes since the last call, as arguments of `flush`.
+
+        Returns:
+            int64 ids [n], and their float32 weights [n] for `everywhere` and for `output`.
+        """
         noted = np.array(self._changes, np.float64).reshape(-1, 3)
         self._changes.clear()
         weights = noted[:, 2].astype(np.float32)
@@ -66,19 +66,13 @@ class TokenCounts:
         return noted[:, 0].astype(np.int64), weights, behind
 
     def flush(self, ids: torch.Tensor, weights: torch.Tensor, behind: torch.Tensor) -> None:
-        """Count what `take_changes` said, now on the device."""
+        """Add the result of `take_changes`, which is now on the device, to the counts."""
         self.everywhere.index_add_(0, ids, weights)
         self.output.index_add_(0, ids, behind)
 
 
 class PenalizedRow(NamedTuple):
-    """One row of a batch that is penalised.
-
-    Attributes:
-        row: Its index in the batch.
-        penalty: What applies.
-        counts: Of its text so far.
-    """
+    """One penalized row of a batch; `row` is its index there."""
 
     row: int
     penalty: Penalty
@@ -86,12 +80,7 @@ class PenalizedRow(NamedTuple):
 
 
 class Penalties:
-    """Counts for the penalised rows of a batch, kept up to date while it drafts.
-
-    Args:
-        rows: In order of their index.
-        send: Brings arrays to the device.
-    """
+    """Token counts of the penalized rows of a batch, in order, for one drafting round."""
 
     def __init__(self, rows: Sequence[PenalizedRow], send: Send) -> None:
         self._rows = [row.row for row in rows]
@@ -109,11 +98,11 @@ class Penalties:
         self._seen = torch.stack([row.counts.everywhere for row in rows]) > 0
 
     def first(self, count: int) -> torch.Tensor:
-        """int64, the penalised among the first `count` rows of the batch."""
+        """Return the int64 indices of the penalized rows among the first `count` of the batch."""
         return self._index[: bisect_left(self._rows, count)]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Penalise the first rows of the batch, [B, V] logits, in place; the rows concerned."""
+        """Penalize logits [B, V] of the first rows in place; return the penalized rows."""
         index = self.first(len(logits))
         count = len(index)
         rows, seen, times = logits[index].float(), self._seen[:count], self._counts[:count]
@@ -125,7 +114,7 @@ class Penalties:
         return rows
 
     def add(self, ids: torch.Tensor) -> None:
-        """Count the ids [B] just drafted for the first rows of the batch."""
+        """Count the ids [B] just drafted for the first B rows of the batch."""
         index = self.first(len(ids))
         if not len(index):
             return

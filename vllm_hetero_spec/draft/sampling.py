@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled drafts: draws from a drafter's rows, and the distribution of what each proposes.
+"""Sampled drafts: draws from the drafter's rows, and the draft_probs of each draw.
 
-It is computed from the very row that is drawn from.
+The draft_probs are computed from the same row as the draw, so they are exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,15 @@ from vllm_hetero_spec.verify.race import race
 
 @dataclass(frozen=True)
 class DraftSampling:
-    """How one request's drafts are drawn.
+    """Sampling parameters of one request's draft.
 
     Attributes:
-        temperature: Above 0, as the target's.
-        top_k: 0 for all.
-        top_p: 1 for all.
-        seed: From which the request's random choices follow.
-        place: Index in the request's output of the first token to be proposed.
-        races: The target's tokens will be the winners of races.
-        first: Number of the first draw among all that belong to this place.
+        temperature: The request's own; above 0.
+        top_k: 0 for no limit.
+        top_p: 1 for no limit.
+        place: Index of the first draft token in the request's output.
+        races: True if the target chooses its tokens by exponential races (`verify.race`).
+        first: Index of the first random number to use for this place.
     """
 
     temperature: float
@@ -45,15 +44,15 @@ class DraftSampling:
 
 @dataclass(frozen=True)
 class SampledMethod:
-    """A method of sampled drafting.
+    """A sampled drafting method, with its data on the device.
 
     Attributes:
-        tokens: What a drafter token proposes first.
-        lengths: int64 [V_D], target tokens that a drafter token spells; only races read it.
-        spell: All target tokens that a drafter token proposes.
+        tokens: First target token that each drafter token proposes.
+        lengths: int64 [V_D], number of target tokens that a drafter token spells; used by races
+            only.
+        spell: Returns all target tokens that a drafter token proposes.
         merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
-        merge_span: Of SLRS-n.
-        likeliest: How many drafter tokens, the likeliest, are drawn from; None for all.
+        likeliest: Only so many most likely drafter tokens are drawn from; None for all.
     """
 
     tokens: TokenMap
@@ -65,19 +64,17 @@ class SampledMethod:
 
 
 class BatchSampler:
-    """The sampled requests of one round of drafting.
+    """Sampler of the n sampled requests of one drafting round.
 
     Args:
-        rows: Places of the n sampled requests in their batch.
-        draws: Of each.
-        steps: Tokens each is to draft; not increasing.
-        method: What the drafter's tokens propose.
-        send: Brings arrays to the device.
-        beside: Arrivals that are kept of each race.
+        rows: Indices of the n requests in the batch.
+        steps: Number of drafter tokens to draw for each request; not increasing.
+        send: Copies arrays to the device; called once.
+        beside: Number of first arrivals to keep of each race.
 
     Attributes:
         index: int64 [n], `rows` on the device.
-        arrivals: Of the last races; None where nothing is raced for, or nothing kept.
+        arrivals: First arrivals of the last races; None without races or if `beside` is 0.
     """
 
     def __init__(
@@ -108,23 +105,23 @@ class BatchSampler:
         )
         self._top_k = top_k if any(draw.top_k for draw in draws) else None
         self._top_p = top_p if min(draw.top_p for draw in draws) < 1 else None
-        # All requests race or none does.
+        # Either all requests race or none.
         self._raced = places.clone() if draws[0].races else None
         self._table = tokens.table(sum(steps))
         self._used = self._steps = 0
 
     @property
     def draft_probs(self) -> torch.Tensor:
-        """float32 [R, V_T], what was drawn from, one row per draw, in the order of drawing."""
+        """float32 [R, V_T], distributions of the proposed tokens, one row per draw, in order."""
         return self._table[: self._used, :-1]
 
     @property
     def stand_ins(self) -> torch.Tensor | None:
-        """int64 [R], what stands in for a draw that proposes nothing; None where none can be."""
+        """int64 [R], target tokens that replace null proposals; None if there are none."""
         return None if self._tokens.renormalise else fast_argmax(self.draft_probs)
 
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
-        """The rows that requests `index` draw from, float32 [m, V_D], of logits [m, V_D]."""
+        """Return probabilities, float32 [m, V_D], for logits [m, V_D] of requests `index`."""
         rows = torch.empty_like(logits, dtype=torch.float32)
         for part in slices(len(logits), logits.shape[1], logits.device):
             rows[part] = self._rows(logits[part], index[part])
@@ -139,16 +136,12 @@ class BatchSampler:
             self._temperature[index],
             None if self._top_k is None else self._top_k[index],
             None if self._top_p is None else self._top_p[index],
-        ).nan_to_num_()  # a row in which nothing may be drawn: its token has no mass
+        ).nan_to_num_()  # a row without tokens that may be drawn becomes 0
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw one token for each of the first m requests and keep what it was drawn from.
+        """Draw a drafter id for each of the first m requests, and add its row to `draft_probs`.
 
-        Args:
-            logits: float [m, V_D], changed in place.
-
-        Returns:
-            int64 [m] drafter ids.
+        `logits`, float [m, V_D], are changed in place. Returns int64 [m].
         """
         count = len(logits)
         table = self._table[self._used : self._used + count]
@@ -177,15 +170,15 @@ class BatchSampler:
         return chosen
 
     def skip(self, first: int, chosen: torch.Tensor, times: int = 1) -> None:
-        """The requests from `first` on have a token each already, int32 [n - first] drafter ids.
+        """Advance the race places of the requests from `first` on by one chosen token each.
 
-        `times` -1 takes them back.
+        `chosen` are drafter ids, int32 [n - first]; `times` is 1, or -1 to undo it.
         """
         assert self._raced is not None
         self._raced[first:] += times * self._lengths[chosen.long()]
 
 
 def _only(count: int, logits: torch.Tensor) -> torch.Tensor:
-    """Logits [B, V_D] of the `count` likeliest tokens of each row, exactly so many."""
+    """Return logits [B, V_D] with exactly `count` tokens per row, the most likely; others -inf."""
     kept = logits.topk(min(count, logits.shape[1]))
     return torch.full_like(logits, float("-inf")).scatter_(1, kept.indices, kept.values)

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of few tokens as they travel: draft_probs of drafts that were drawn from the likeliest.
+"""Compact format for draft_probs that are sent between processes or nodes.
 
-A row over the target's vocabulary is megabytes for each request and step. So where it has to go
-far, what is drawn from is cut down to the likeliest tokens first, and these are all of the row.
+A dense row has one float32 per token of the target's vocabulary. To send less, drafts are drawn
+only from the `SPARSE_TOP_K` most likely tokens, so that a row has no other entries.
 """
 
 import torch
 
-# Tokens that are drawn from there.
-SPARSE_TOP_K = 64
+SPARSE_TOP_K = 64  # drafter tokens to draw from
 
 
 def pack(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows with at most so many tokens, as they travel.
-
-    Args:
-        rows: float32 [R, V_T].
-        count: C.
+    """Pack rows, float32 [R, V_T], with at most `count` (C) nonzero entries.
 
     Returns:
-        int32 [R, 2, C]: target ids, and the bits of their float32 probabilities; 0 where there are
-        fewer.
+        int32 [R, 2, C]: target ids, and the bits of their float32 probabilities, padded with 0.
     """
     kept = rows.topk(min(count, rows.shape[1]))
     packed = torch.zeros((len(rows), 2, count), dtype=torch.int32, device=rows.device)
@@ -30,7 +24,7 @@ def pack(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Whole rows again, float32 [R, V_T], of what `pack` gave, and V_T."""
+    """Return dense rows, float32 [R, width], from the result of `pack`."""
     values = packed[:, 1].contiguous().view(torch.float32)
     rows = values.new_zeros((len(packed), width))
     return rows.scatter_add_(1, packed[:, 0].long(), values)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's row carried over to the target's vocabulary: draft_probs.
+"""Map of a drafter's distribution to the target's vocabulary: draft_probs.
 
-Every method that verifies by probability draws d from a row q over the drafter's vocabulary and
-proposes the target token `first[d]`. The verifier needs the distribution of that token, which is q
-carried over by `first`: draft_probs(t) = sum of q(d) over all d with first[d] = t.
+A sampled method draws d from a row q over the drafter's vocabulary and proposes the target token
+`first[d]`. The verifier needs the distribution of that token:
+draft_probs(t) = sum of q(d) over all d with first[d] = t.
 """
 
 from dataclasses import dataclass, field
@@ -12,31 +12,28 @@ import torch
 
 from vllm_hetero_spec.fast_argmax import fast_argmax
 
-# How many of a row's likeliest tokens top_k and top_p choose among: to order a whole vocabulary can
-# take longer than the forward that the row comes from.
+# Most likely tokens of a row that top_k and top_p choose among. Sorting a whole vocabulary can take
+# longer than the drafter's forward.
 _ORDERED = 1024
-# Bytes that the rows of a round may take: they are kept through the target's next forward.
+# Bytes that the draft_probs of a round may take; they are kept during the target's next forward.
 _MOST_BYTES = 1 << 30
 
 
 def most_rows(width: int) -> int:
-    """How many rows of the target's vocabulary a round may make, one for each drawn token.
-
-    Args:
-        width: Columns of the target's logits, V_T.
-    """
+    """Return how many rows of draft_probs, [width + 1] each, a drafting round may allocate."""
     return max(1, _MOST_BYTES // (4 * (width + 1)))
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Which target token each drafter token proposes.
+    """Map from drafter tokens to the target tokens that they propose.
 
     Attributes:
-        first: int64 [V_D], target id, -1 where a drafter token proposes nothing.
-        width: Columns of the target's logits, V_T, padding included.
-        renormalise: Never draw a drafter token that proposes nothing (TLI, push-forward). Where
-            False such a draw is a null proposal (union), for which the likeliest token stands in.
+        first: int64 [V_D], target ids; -1 if a drafter token proposes nothing.
+        width: Columns of the target's logits, V_T, including padding.
+        renormalise: True if drafter tokens that propose nothing are never drawn (TLI,
+            push-forward). If False, such a draw is a null proposal (union), and the most likely
+            target token replaces it.
     """
 
     first: torch.Tensor
@@ -48,28 +45,28 @@ class TokenMap:
     def __post_init__(self) -> None:
         allowed = self.first >= 0
         object.__setattr__(self, "_nothing", ~allowed)
-        # What proposes nothing goes to a column of its own, which is cut off.
+        # Tokens that propose nothing map to an extra column, which `table[:, :-1]` removes.
         object.__setattr__(self, "_column", torch.where(allowed, self.first, self.width))
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V_D] without the tokens that propose nothing, in place."""
+        """Mask logits [B, V_D] of tokens that must not be drawn, in place, and return them."""
         if self.renormalise:
             logits[:, : len(self.first)].masked_fill_(self._nothing, float("-inf"))
         return logits
 
     def table(self, count: int) -> torch.Tensor:
-        """float32 zeros [count, V_T + 1], to be filled by `add_draft_probs`.
+        """Return float32 zeros [count, V_T + 1] for `add_draft_probs`.
 
-        The last column is scratch: there the probability of all that proposes nothing is added up.
-        draft_probs are `table[:, :-1]`, whose rows do not lie behind one another in memory: who
-        sends them as bytes has to make them contiguous.
+        The last column is scratch: it sums the probability of tokens that propose nothing.
+        draft_probs are `table[:, :-1]`. They are not contiguous, so they must be made contiguous
+        before they are sent as bytes.
         """
         return torch.zeros((count, self.width + 1), device=self.first.device)
 
     def likeliest(self, q: torch.Tensor) -> torch.Tensor:
-        """int64 [B, V_T], the likeliest drafter token that proposes each target token.
+        """Return the most likely drafter token that proposes each target token, int64 [B, V_T].
 
-        Any id beyond the drafter's where none does. Of rows q [B, V_D] or wider.
+        For rows q [B, V_D] or wider. The id is V_D if no drafter token proposes a target token.
         """
         q = q[:, : len(self.first)]
         columns = self._column.expand(len(q), -1)
@@ -80,11 +77,11 @@ class TokenMap:
         return found.scatter_reduce(1, columns, ids, "amin")[:, :-1]
 
     def add_draft_probs(self, q: torch.Tensor, table: torch.Tensor) -> None:
-        """Carry rows q [B, V_D] or wider (padding is not read) over to rows of a `table`."""
+        """Add the draft_probs of rows q [B, V_D] or wider (padding is ignored) to a `table`."""
         table.index_add_(1, self._column, q[:, : len(self.first)])
         if not self.renormalise:
-            # A null proposal becomes the likeliest real one: samplers of whole rows know no null,
-            # and with any token fixed before the draw the row is still what is drawn from.
+            # The most likely token replaces a null proposal, because rejection samplers have no
+            # null token. It is fixed before the draw, so the row stays the exact distribution.
             nothing = table[:, -1:].clone()
             table.scatter_add_(1, fast_argmax(table[:, :-1])[:, None], nothing)
 
@@ -95,18 +92,18 @@ def probabilities(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a drafter draws from: its logits under the request's own sampling parameters.
+    """Apply a request's sampling parameters to the drafter's logits.
 
     Args:
         logits: float [B, V_D]; -inf for tokens that must not be drawn.
         temperature: float [B], above 0.
-        top_k: int64 [B], 0 for all; None where no request has one.
-        top_p: float [B], 1 for all; None where no request has one.
+        top_k: int64 [B], 0 for no limit; None if no request has a limit.
+        top_p: float [B], 1 for no limit; None if no request has a limit.
 
     Returns:
-        float32 [B, V_D]; ties at the edge of top_k are kept. Any distribution may be drawn from:
-        the parameters only bring it nearer to the target's. So where they leave more than
-        `_ORDERED` tokens, those are all.
+        float32 [B, V_D], the distributions to draw from. Ties at the limit of top_k are kept. A row
+        with a limit has at most `_ORDERED` tokens. This is lossless, because drafts may be drawn
+        from any distribution; the parameters only bring it closer to the target's.
     """
     rows = (logits.float() / temperature[:, None]).softmax(-1)
     if top_k is None and top_p is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far to draft, and whether at all, from what steps cost and drafts bring. Pure numpy."""
+"""Controllers of the draft length, from costs of steps and acceptance rates. NumPy only."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely the target is to accept the tokens of a draft, learnt while it verifies them.
+"""Estimates of the acceptance rate of draft tokens, learnt from verification.
 
 Position j of a draft is tested only if positions 1 .. j-1 were accepted, so rates are conditional:
 of the drafts that got as far as j, how many passed. Old tests count less and less.
@@ -70,15 +70,15 @@ class PositionRates:
         self._accepted *= scale
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts, as JSON takes them."""
+        """Return the counts as JSON values."""
         return {"tested": self._tested.tolist(), "accepted": self._accepted.tolist()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: float) -> "PositionRates":
-        """What `to_dict` gave, worth so many drafts at most.
+        """Restore the result of `to_dict` with the weight of at most `weight` drafts.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         rates = cls(positions)
         rates._tested = numbers(saved["tested"], (positions,))
@@ -174,15 +174,15 @@ class Confidence:
         self._information = _PRIOR_INFORMATION + learnt * float(_aged(tests, keep)[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it."""
+        """Return the state as JSON values."""
         return {"weights": self._as_floats, "information": self._information.tolist()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "Confidence":
-        """What `to_dict` gave, worth so many tokens at most.
+        """Restore the result of `to_dict` with the weight of at most `weight` tokens.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         confidence = cls()
         confidence._weights = numbers(saved["weights"], _PRIOR_WEIGHTS.shape)
@@ -195,7 +195,7 @@ class Confidence:
 
     @property
     def _tests(self) -> float:
-        """About how many tokens were learnt from."""
+        """Approximate discounted number of observed tokens."""
         return float((self._information - _PRIOR_INFORMATION)[2, 2]) / _LEAST_VARIANCE
 
 
@@ -214,7 +214,7 @@ class StepsOfDraft:
         self._extra, self.each = 0.0, 1.0
 
     def observe(self, tokens: int, steps: float) -> None:
-        """One round: target tokens of its longest draft, and the steps it took."""
+        """Add a round: target tokens of its longest draft, and its drafter steps."""
         if tokens <= 0 or steps < 0:
             return
         new = (1.0, tokens, tokens**2, steps, steps * tokens)
@@ -223,15 +223,15 @@ class StepsOfDraft:
         self._fit()
 
     def to_dict(self) -> dict[str, Any]:
-        """What was observed, as JSON takes it."""
+        """Return the state as JSON values."""
         return {"sums": list(self._sums)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "StepsOfDraft":
-        """What `to_dict` gave, worth so many rounds at most.
+        """Restore the result of `to_dict` with the weight of at most `weight` rounds.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         steps = cls()
         sums = numbers(saved["sums"], (len(steps._sums),))
@@ -261,10 +261,10 @@ def _aged(tests: np.ndarray, keep: float) -> np.ndarray:
 
 
 def numbers(saved: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Saved numbers as an array.
+    """Return saved numbers as an array.
 
     Raises:
-        ValueError: They are none, not finite, or not of this shape.
+        ValueError: They are not finite numbers of this shape.
     """
     array = np.array(saved, float)
     if array.shape != shape or not np.isfinite(array).all():
@@ -280,7 +280,7 @@ def _logit(confidences: np.ndarray) -> np.ndarray:
 
 
 def _probability(scores: np.ndarray) -> np.ndarray:
-    """Of logits, bounded."""
+    """Return the probabilities of bounded logits."""
     bounded = np.minimum(np.maximum(scores, -_STEEPEST), _STEEPEST)
     probability: np.ndarray = 1.0 / (1.0 + np.exp(-bounded))
     return probability

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What past drafts teach about the next: acceptance by position, by confidence, and whole drafts.
+"""Statistics of past drafts: acceptance by position, by confidence, and whole drafts.
 
-Greedy and random requests are two kinds: what the drafter is sure of a greedy target hardly ever
-rejects, a random one as often as it draws something else. Drafts are noted one request at a time
-and learnt together now and then, which is cheaper.
+Greedy and sampled requests are separate kinds: a greedy target hardly ever rejects a confident
+token, a sampled one as often as it draws another token. Drafts are recorded one by one and learnt
+in batches, which is cheaper.
 
-A rate per position hides that some drafts are good to the end and others lost at once. So recent
-drafts are kept as well: replaying them says what any lookahead or rule for stopping would give.
+A rate per position hides that some drafts are accepted entirely and others not at all. So recent
+drafts are kept, and replayed to estimate any draft length or stopping rule.
 """
 
 import math
@@ -30,7 +30,7 @@ _ENDED = -1.0  # in the place of a confidence: the drafter had nothing more to p
 
 
 class Observation(NamedTuple):
-    """One draft that was verified; see `Controller.observe_acceptance`."""
+    """One verified draft, with the arguments of `Controller.observe_acceptance`."""
 
     verified: int
     accepted: int
@@ -39,16 +39,16 @@ class Observation(NamedTuple):
 
 
 class AcceptanceStats:
-    """All that is known of drafts.
+    """Statistics of all drafts.
 
     Args:
-        positions: Longest draft, in target tokens.
+        positions: Largest draft length, in target tokens.
 
     Attributes:
         positions: As given.
         drafts: Number of drafts learnt from.
-        late: Of those that the target waited for, once more; learnt anew in every run.
-        hits: Which lines drafted ahead were hit; learnt anew as well.
+        late: Statistics of drafts that the target waited for; not saved.
+        hits: Statistics of precomputed drafts that were used; not saved.
     """
 
     def __init__(self, positions: int) -> None:
@@ -65,10 +65,10 @@ class AcceptanceStats:
         self._observations[random].append(draft)
 
     def learn(self, keep: float = 1.0) -> bool:
-        """Learn from what was noted; what was known weighs `keep` times as much.
+        """Learn from the recorded drafts; older ones get `keep` times their weight.
 
         Returns:
-            Whether there was anything to learn from.
+            True if there were recorded drafts.
         """
         if not any(self._observations):
             return False
@@ -91,8 +91,8 @@ class AcceptanceStats:
         """P[accepted up to each position] of recent drafts, float [n, positions].
 
         Args:
-            random: Of each request that is to be drafted for, at least one; the kinds of drafts
-                come in turn as these do.
+            random: One entry per request to draft for, at least one; True if it is sampled. The
+                kinds of the n drafts alternate in the same order.
         """
         by_kind = {kind: self._kinds[kind].survival for kind in set(random)}
         if len(by_kind) == 1:
@@ -115,16 +115,16 @@ class AcceptanceStats:
         return np.where(kinds[:, None], self.rates(True), self.rates(False))
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it."""
+        """Return the state as JSON values."""
         greedy, random = self._kinds
         return {"drafts": self.drafts, "greedy": greedy.to_dict(), "random": random.to_dict()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: int) -> "AcceptanceStats":
-        """What `to_dict` gave, worth so many drafts of each kind at most.
+        """Restore the result of `to_dict` with the weight of at most `weight` drafts of each kind.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         stats = cls(positions)
         stats.drafts = int(saved["drafts"])
@@ -143,7 +143,7 @@ class AcceptanceStats:
 
 
 class _KindStats:
-    """What is known of the drafts of one kind of request.
+    """Statistics of the drafts of one kind of request.
 
     Attributes:
         rates: Conditional acceptance of each position.
@@ -158,7 +158,7 @@ class _KindStats:
         self._refresh()
 
     def learn(self, observations: Sequence[Observation], keep: float) -> None:
-        """From drafts, at least one; what was known weighs `keep` times as much."""
+        """Learn from at least one draft; older ones get `keep` times their weight."""
         if self._surprised(observations[-_LOOKED_BACK:]):
             keep = min(keep, _AFTER_SURPRISE)
         if keep < 1.0:
@@ -180,7 +180,6 @@ class _KindStats:
         self._refresh()
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it."""
         return {
             "by_position": self._by_position.to_dict(),
             "by_confidence": self._by_confidence.to_dict(),
@@ -189,7 +188,6 @@ class _KindStats:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: int) -> "_KindStats":
-        """What `to_dict` gave; see `AcceptanceStats`."""
         kind = cls(positions)
         kind._by_position = PositionRates.from_dict(saved["by_position"], positions, weight)
         tokens = _TOKENS_OF_DRAFT * weight
@@ -207,7 +205,7 @@ class _KindStats:
         return survival
 
     def _surprised(self, observations: Sequence[Observation]) -> bool:
-        """Whether acceptance has been so far from what was expected that it must have changed."""
+        """Return True if acceptance differs from its estimate by more than chance explains."""
         for draft in observations:
             survival = self.survival_of(draft.confidences[: draft.verified])
             mean = sum(survival)
@@ -250,7 +248,7 @@ class _RecentDrafts:
         self._count += 1
 
     def to_lists(self) -> list[list[float | None]]:
-        """The drafts, oldest first, as JSON takes them."""
+        """Return the drafts as JSON values, oldest first."""
         ordered = np.roll(self._ring, -(self._count % _KEPT), axis=0)[-min(self._count, _KEPT) :]
         rows = ordered.round(4).tolist() if self._count else []
         return [[None if math.isnan(x) else x for x in row] for row in rows]
@@ -259,10 +257,10 @@ class _RecentDrafts:
     def from_lists(
         cls, saved: Sequence[Sequence[float | None]], positions: int, most: int
     ) -> "_RecentDrafts":
-        """The last of what `to_lists` gave.
+        """Restore the last `most` drafts of a result of `to_lists`.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         drafts = cls(positions)
         for row in saved[-most:]:
@@ -281,8 +279,8 @@ class _RecentDrafts:
         """P[accepted up to each position] of the drafts, [n, positions], n at least 1.
 
         Args:
-            confidence: What it means today.
-            rates: Acceptance of positions that a draft did not get to, [positions].
+            confidence: The present model.
+            rates: Acceptance rates of positions that a draft did not reach, [positions].
         """
         drafts = self._ring[: min(self._count, _KEPT)]
         if not len(drafts):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides how far to draft: the base class, and two simple controllers.
+"""Controllers of the draft length: the base class, and two simple controllers.
 
-Whatever is decided keeps the target's law, because every decision is a stopping time: whether a
-token is in a draft depends on the tokens before it and on confidences that were known before the
-token itself was drawn, never on which token it became.
+Every decision is lossless, because it is a stopping time. Whether a token is in a draft depends on
+the tokens before it and on confidences known before the token was drawn, never on the token itself.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +16,13 @@ from vllm_hetero_spec.trees.policy import Trees
 
 
 class LookaheadPlan(NamedTuple):
-    """What to draft in this step.
+    """Draft lengths of a step.
 
     Attributes:
-        lookahead: Target tokens to draft for each request; 0 leaves a request alone: the drafter
-            need not even read what was emitted.
-        probe: These drafts only look whether drafting would pay.
-        trees: What they may be where drafts may be trees.
+        lookahead: Draft length of each request, in target tokens. With 0 the drafter need not even
+            read the emitted tokens.
+        probe: True if the drafts only measure whether drafting would pay.
+        trees: Kind of the drafts, if drafts may be trees.
     """
 
     lookahead: tuple[int, ...]
@@ -32,7 +31,7 @@ class LookaheadPlan(NamedTuple):
 
 
 def lookahead_of(chosen: Sequence[int], length: int, limits: Sequence[int]) -> tuple[int, ...]:
-    """So many tokens for the chosen requests, within their limits, and none for the others."""
+    """Return draft lengths: `length` for the chosen requests, within their limits; 0 for others."""
     lookahead = [0] * len(limits)
     for i in chosen:
         lookahead[i] = min(length, limits[i])
@@ -60,19 +59,18 @@ class Gauges(NamedTuple):
 
 
 class Controller(ABC):
-    """Decides how far to draft, step by step, and is told what came of it.
+    """Decides the draft length of each step, and learns from its results.
 
-    One step is `plan`, then drafting (with `continue_drafting` between drafter steps, where the
-    drafter can stop early), `trim`, and the target's step. The observations may come in any order
-    before the next `plan`, or behind it unless it `learns_first`; what is never observed is never
-    learnt, and nothing breaks. The base class learns nothing; without a `policy` it never stops
-    early and verifies everything.
+    The order of a step is `plan`, drafting (with `continue_drafting` between drafter steps if the
+    drafter can stop early), `trim`, and the target's step. Observations may come in any order
+    before the next `plan`, or after it unless `learns_first`. They are optional. The base class
+    learns nothing; without a `policy` it never stops early and verifies everything.
 
     Attributes:
-        regime: A word or two for what it does at present; a change is worth a line in the log.
-        off: The target works alone at present, but for probes.
-        branches: To be told of trees; None where that is of no interest.
-        policy: What tokens are worth in the present step; None where that is not asked.
+        regime: Short description of the present behavior; changes are logged.
+        off: True if speculation is disabled at present, except for probes.
+        branches: Statistics of trees to update; None if the controller does not use them.
+        policy: Prices of the present step; None if the controller has none.
     """
 
     regime = "drafting"
@@ -82,12 +80,12 @@ class Controller(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next few steps, of a batch like this, need not be looked at: off for now."""
+        """True if the next few steps with a similar batch need no `plan`."""
         return self.off
 
     @property
     def learns_first(self) -> bool:
-        """Whether the next plan hangs on what the last step has shown."""
+        """True if the next `plan` needs the observations of the last step."""
         return False
 
     @abstractmethod
@@ -99,62 +97,62 @@ class Controller(ABC):
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
-        """How far to draft.
+        """Choose the draft length of each request.
 
         Args:
-            batch: Requests in the target's next step.
-            limits: Most target tokens worth drafting for each request; 0 to leave it alone.
-            pending: Context tokens that the drafter has yet to read for each; None for none.
-            random: Which requests are random, not greedy; None where none is.
-            buckets: Where drafts are filled up, the lengths that they may have, rising from 0: the
-                target computes as many rows of every request. None where each is as long as it is.
+            batch: Number of requests in the target's next step.
+            limits: Largest draft length of each request, in target tokens; 0 for no draft.
+            pending: Context tokens that the drafter has not read, per request; None for none.
+            random: True for each sampled request; None if all are greedy.
+            buckets: If drafts are padded, their possible lengths, increasing from 0: the target
+                computes as many rows for every request. Empty if drafts are not padded.
         """
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Which requests draft on, between two drafter steps.
+        """Return for each request whether to continue its draft, between two drafter steps.
 
         Args:
-            confidences: Of the tokens proposed so far, one list for each request of the plan;
-                empty for those that are not drafted for.
+            confidences: One list per request of the plan, for the tokens proposed so far; empty for
+                requests without a draft.
         """
         if self.policy is not None:
             return self.policy.continue_drafting(confidences)
         return [True] * len(confidences)
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many of each request's proposed tokens to verify.
+        """Return the number of each request's proposed tokens to verify.
 
-        Whether token j of a request is in depends on its confidences up to j, and on those of
-        other requests.
+        Whether token j is included depends only on the request's confidences up to j, and on those
+        of other requests.
 
         Args:
-            confidences: For each request of the plan one number for each proposed target token,
-                from 0 to 1, known before that token was drawn.
+            confidences: One list per request of the plan, with a number from 0 to 1 for each
+                proposed target token, known before that token was drawn.
         """
         if self.policy is not None:
             return self.policy.trim(confidences)
         return [len(request) for request in confidences]
 
     def row_price(self, rows: int) -> float:
-        """Tokens that a row more has to bring in a step of so many."""
+        """Return the price in tokens of one more row in a step of `rows` rows."""
         return 0.0 if self.policy is None else self.policy.row_price(rows)
 
     def side_price(self, context: int) -> float:
-        """Tokens that a side sequence of a tree has to bring beside its rows.
+        """Return the price in tokens of a branch, without its rows.
 
         Args:
-            context: Tokens of its request, which it reads once more.
+            context: Tokens of its request, which the branch reads again.
         """
         return 0.0 if self.policy is None else self.policy.side_price(context)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:  # noqa: B027
-        """A target step without prefill took so long: wall time, from drafts to next tokens.
+        """Observe a target step without prefill.
 
         Args:
-            batch: Its requests.
-            rows: All that it computed.
-            seconds: That it took.
-            again: KV tokens that side sequences of trees have read again.
+            batch: Number of requests.
+            rows: Number of computed rows.
+            seconds: Wall time from drafts to next tokens.
+            again: Context tokens whose KV branches of trees have read.
         """
 
     def observe_draft(  # noqa: B027
@@ -169,17 +167,17 @@ class Controller(ABC):
         exposed: float | None = None,
         wide: bool = False,
     ) -> None:
-        """The drafting of one step took so long.
+        """Observe the drafting round of a step.
 
         Args:
-            batch: Requests that drafted, the mean over its steps.
-            steps: Drafter forwards, the one that catches up included.
-            seconds: Of the forwards.
-            overhead: Seconds of the rest: translation, copies, picking.
+            batch: Mean number of drafted requests over the drafter steps.
+            steps: Number of drafter forwards, including the catch-up.
+            seconds: Time of the forwards.
+            overhead: Time of the rest in seconds: translation, copies, token choice.
             fed: Context tokens fed in the catch-up, over all requests.
             longest: Target tokens of the longest draft.
-            exposed: Those of the forwards that the target waited for; all where None.
-            wide: The forwards looked at more than the next token, for trees.
+            exposed: Number of forwards that the target waited for; None for all.
+            wide: True if the forwards also collected candidates for trees.
         """
 
     def observe_acceptance(  # noqa: B027
@@ -190,25 +188,25 @@ class Controller(ABC):
         wanted: int = 0,
         random: bool = False,
     ) -> None:
-        """One request's draft was verified.
+        """Observe the verification of one request's draft.
 
         Args:
-            verified: Tokens of it that the target verified.
-            accepted: Leading tokens that it accepted.
-            confidences: Of all tokens proposed, those that were trimmed included.
-            wanted: Tokens that were asked for; left out where `continue_drafting` ended the draft.
-            random: The request is random, not greedy.
+            verified: Number of verified draft tokens.
+            accepted: Number of accepted draft tokens.
+            confidences: One per proposed token, including those removed by `trim`.
+            wanted: Planned draft length; omitted if `continue_drafting` ended the draft.
+            random: True if the request is sampled.
         """
 
     def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
-        """The step as a whole, drafting included, gave so many tokens over all requests."""
+        """Observe the emitted tokens of a step over all requests, and its seconds with drafting."""
 
     def refresh_forecast(self) -> None:  # noqa: B027
-        """There is time: what the next plan needs may be worked out."""
+        """Prepare the next `plan` while the host is idle."""
 
     @abstractmethod
     def gauges(self) -> Gauges:
-        """The present, for metrics."""
+        """Return the present state for metrics."""
 
 
 class Fixed(Controller):
@@ -231,12 +229,10 @@ class Fixed(Controller):
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
-        """The fixed lookahead, within the limits; see `Controller`."""
         lookahead = tuple(min(limit, self._lookahead) for limit in limits)
         return LookaheadPlan(lookahead, trees=self._trees)
 
     def gauges(self) -> Gauges:
-        """The lookahead; nothing is estimated."""
         return Gauges(self._lookahead)
 
 
@@ -249,7 +245,7 @@ class ConfidenceStop(Fixed):
     Args:
         threshold: Lowest confidence behind which drafting goes on, from 0 to 1.
         lookahead: Longest draft, in target tokens.
-        width: See `Fixed`.
+        width: As in `Fixed`.
     """
 
     def __init__(self, threshold: float, lookahead: int, width: int = DEFAULT_TREE_WIDTH) -> None:
@@ -257,11 +253,9 @@ class ConfidenceStop(Fixed):
         self._threshold = threshold
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Requests without a low confidence so far; see `Controller`."""
         return [all(not c < self._threshold for c in request) for request in confidences]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """Up to the first low confidence; see `Controller`."""
         return [
             next((j + 1 for j, c in enumerate(request) if c < self._threshold), len(request))
             for request in confidences

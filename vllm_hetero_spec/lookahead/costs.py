@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of the target, a step of the drafter and the work around a draft cost, in seconds.
+"""Costs in seconds of target steps, of drafter steps, and of the overhead of a draft.
 
-Calibrated at start-up where possible, corrected by every step that is run. A plain step of the
-target (one row per request) and one that verifies drafts are two kinds: it is their difference that
-decides whether to speculate, so neither may be mistaken for the other.
+They are calibrated at start-up if possible, and corrected by every step. Target steps without
+drafts (plain, one row per request) and with drafts are separate kinds, because their difference
+decides whether to speculate.
 """
 
 import math
@@ -64,12 +64,12 @@ class CostModel:
 
     @property
     def knows_target(self) -> bool:
-        """Whether any step of the target was calibrated or measured."""
+        """True if any step of the target was calibrated or measured."""
         return self._target.known
 
     @property
     def knows_drafter(self) -> bool:
-        """Whether any step of the drafter was calibrated or measured."""
+        """True if any step of the drafter was calibrated or measured."""
         return self._drafter.known
 
     def target(self, batch: int, rows: float) -> float:
@@ -100,27 +100,27 @@ class CostModel:
         return self._target.slopes(batch, most, _VERIFY)
 
     def prepare(self, batch: int, most: int) -> None:
-        """Work out what will be asked of steps with up to so many rows; kept until it changes."""
+        """Compute and cache the costs of steps with up to `most` rows."""
         self.target(batch, most)
         self.rows(batch, most)
         if self.knows_drafter:
             self.drafter(batch)
 
     def plain_stddev(self, batch: int, since: int = 0) -> float:
-        """How uncertain a plain step is: standard deviation as a share of its seconds.
+        """Return the standard deviation of a plain step's cost, as a share of its seconds.
 
         Args:
-            batch: Its requests.
-            since: Steps since one was made: the more, the less is certain.
+            batch: Number of requests.
+            since: Steps since the last plain one; uncertainty increases with them.
         """
         return self._target.stddev(batch, _PLAIN) * max(1.0, since / _LONG_AGO)
 
     def verify_stddev(self, rows: float) -> float:
-        """The same of a step that verifies drafts."""
+        """Return the relative standard deviation of a step that verifies drafts."""
         return self._target.stddev(rows, _VERIFY)
 
     def drafter_stddev(self, batch: float) -> float:
-        """The same of a drafter step."""
+        """Return the relative standard deviation of a drafter step."""
         return self._drafter.stddev(batch)
 
     def drafter(self, batch: float) -> float:
@@ -133,7 +133,7 @@ class CostModel:
         return overhead + steps * self._drafter.seconds(batch)
 
     def beside(self, batch: float) -> float:
-        """Seconds that such a step takes longer where it looks for trees."""
+        """Return the additional seconds of a drafter step that collects candidates for trees."""
         return self._drafter.seconds(batch) * math.expm1(self._longer)
 
     def catch_up(self, pending: int) -> float:
@@ -141,22 +141,22 @@ class CostModel:
         return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
     def reading(self, batch: float, steps: float, seconds: float, fed: int) -> float:
-        """Seconds of a round that it takes longer for a long catch-up, where it has one."""
+        """Return the additional seconds of a round that has a long catch-up; otherwise 0."""
         if fed - _USUAL_FEED * batch < _LONG_FEED or not self._drafter.known:
             return 0.0
         return max(0.0, seconds - steps * self._drafter.seconds(batch))
 
     def side(self, context: float) -> float:
-        """Seconds that a side sequence over so much context takes beside its rows."""
+        """Return the seconds of a branch that reads `context` tokens, without its rows."""
         tokens, seconds = self._read_again
         return context * max(seconds, 0.0) / tokens
 
     def loosen_drafter(self, spread: float) -> None:
-        """The drafter was left alone: its steps may have changed by about this share."""
+        """Increase the uncertainty of drafter steps by this share, after a time without them."""
         self._drafter.widen(spread)
 
     def observe_target(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
-        """One target step without prefill, in which so many KV tokens were read again."""
+        """Observe a target step without prefill, in which branches read `again` KV tokens."""
         rows = max(rows, batch)
         first = rows not in self._met
         self._met.add(rows)
@@ -182,9 +182,10 @@ class CostModel:
         wide: bool = False,
         looks: bool = False,
     ) -> None:
-        """One round of drafting; see `Controller.observe_draft`.
+        """Observe a drafting round; arguments as in `Controller.observe_draft`.
 
-        Where it only `looks` for trees, other rounds tell what one takes that does not.
+        Args:
+            looks: True for a probe of trees: the round does not update the cost of plain rounds.
         """
         if not (batch > 0 and steps > 0 and seconds > 0):
             return
@@ -218,12 +219,11 @@ class CostModel:
 
     @property
     def _seconds_per_token(self) -> float:
-        """Of a catch-up."""
         tokens, seconds = self._caught_up
         return max(seconds, 0.0) / tokens if tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What is known, as JSON takes it; `from_dict` reads it as a calibration."""
+        """Return the estimates as JSON values; `from_dict` reads them as a calibration."""
         return {
             "target": self._target.points(_PLAIN),
             "verify": self._target.points(_VERIFY),
@@ -235,10 +235,10 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CostModel":
-        """The model that `to_dict` described.
+        """Restore the result of `to_dict`.
 
         Raises:
-            ValueError: It is not such a description.
+            ValueError: Invalid data.
         """
         try:
             curves = {

@@ -84,23 +84,23 @@ class CostCurve:
 
     @property
     def known(self) -> bool:
-        """Whether there is a calibration or a measurement at all."""
+        """True if there is any calibration or measurement."""
         return bool(self._seen)
 
     def seconds(self, size: float, kind: int = 0) -> float:
-        """Of a step of this size; beyond the largest size the line goes on."""
+        """Return the seconds of a step of this size; extrapolated beyond the largest knot."""
         values = self._values(kind)
         at, share = _place(size)
         low, high = values[at : at + 2]
         return low + share * (high - low) if at or share > 0.0 else low
 
     def slope(self, size: float, first: float, last: float, kind: int = 0) -> float:
-        """Seconds that one more adds at this size, on the way from a first size to a last.
+        """Return the additional seconds per size at this size, on the way from `first` to `last`.
 
-        Machines work in tiles: one size may cost much and the next ones nothing. A dear one that
-        leads to cheap ones is spread over them (the lower convex hull of the curve over that
-        range), so that nobody stops before it who would be glad to be beyond. What is uncertain
-        counts for the least that is likely. At least 0.
+        Kernels work in tiles: one size may cost much and the next ones nothing. An expensive size
+        is averaged with the cheap ones after it (lower convex hull over the range), so that drafts
+        do not stop just before it. An uncertain slope is reduced by a standard deviation, to at
+        least 0.
         """
         at, low, high = _below(size), _below(first), _below(max(first, last))
         if low <= at <= high:
@@ -123,7 +123,7 @@ class CostCurve:
         return math.sqrt(max(low * low * first + high * high * second + 2 * low * high * both, 0.0))
 
     def widen(self, spread: float) -> None:
-        """Long unmeasured: the whole curve may have moved by this standard deviation."""
+        """Increase the standard deviation of the whole curve by `spread`, if long unmeasured."""
         self._covariance += spread**2
         self._forget_results()
 
@@ -146,10 +146,10 @@ class CostCurve:
         return [(_SIZES[knot], self.seconds(_SIZES[knot], kind)) for knot in seen]
 
     def _learn(self, size: float, kind: int, measured: Sequence[float]) -> None:
-        """From the seconds of steps alike, one after the other.
+        """Learn from the seconds of equal steps, one after the other.
 
-        Each moves the curve along the same column of the covariance, and takes some of that column:
-        numbers tell how much, and the arrays follow in the end.
+        Each measurement moves the curve along the same column of the covariance and reduces it. So
+        scalars are accumulated, and the arrays are updated once at the end.
         """
         first = _FADE_EVERY - 1 - self._learnt % _FADE_EVERY  # so many before the curve fades
         if 0 < first < len(measured):
@@ -212,7 +212,7 @@ class CostCurve:
         return values
 
     def _spread_slopes(self, low: int, high: int, kind: int) -> list[float]:
-        """See `slope`: from the first knot to the last, each to the next, [1 + high - low]."""
+        """Return `slope` at the knots from `low` to `high`, [1 + high - low]."""
         slopes = self._slopes.get((kind, low, high))
         if slopes is None:
             values, widths = self._values(kind)[low : high + 2], _WIDTHS[low : high + 1]
@@ -249,7 +249,7 @@ def _below(size: float) -> int:
 
 
 def _place(size: float) -> tuple[int, float]:
-    """The knot below a size, and how far the size is towards the next; above 1 past the last."""
+    """Return the knot below a size, and its distance as a share; above 1 past the last knot."""
     low = _below(size)
     return low, (size - _SIZES[low]) / _WIDTHS[low]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is known of a pair of models on a machine, and how a later run begins with it."""
+"""Estimates for a pair of models on a machine; they can be saved for a later run."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ _NODES_OF_DRAFT = 2  # at which a tree is tested, about
 
 
 class Estimates(NamedTuple):
-    """What is known; it is learnt in place.
+    """Estimates for a pair; updated in place.
 
     Attributes:
-        costs: Of steps, in seconds.
-        steps: Drafter steps that a draft takes.
-        acceptance: Of past drafts.
-        trees: Values of what is in trees.
+        costs: Costs of steps, in seconds.
+        steps: Drafter steps per draft.
+        acceptance: Statistics of past drafts.
+        trees: Models of the values of tree tokens.
     """
 
     costs: CostModel
@@ -31,7 +31,7 @@ class Estimates(NamedTuple):
 
     @classmethod
     def of(cls, costs: CostModel, positions: int) -> "Estimates":
-        """Costs, and nothing of drafts of up to so many target tokens."""
+        """Return estimates with costs only, for drafts of up to `positions` target tokens."""
         return cls(costs, StepsOfDraft(), AcceptanceStats(positions), TreeValues.unknown())
 
     def summary(self) -> str:
@@ -43,7 +43,7 @@ class Estimates(NamedTuple):
         return f"{self.acceptance.drafts} drafts, acceptance {greedy} greedy, {random} random"
 
     def to_dict(self) -> dict[str, Any]:
-        """What is known, as JSON takes it."""
+        """Return the estimates as JSON values."""
         return {
             "version": VERSION,
             "costs": self.costs.to_dict(),
@@ -54,10 +54,10 @@ class Estimates(NamedTuple):
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], positions: int) -> "Estimates":
-        """What `to_dict` gave: of drafts it counts for so little that new ones soon outweigh it.
+        """Restore the result of `to_dict`; new drafts soon outweigh the old ones.
 
         Raises:
-            ValueError: It is not that.
+            ValueError: Invalid data.
         """
         try:
             if saved["version"] != VERSION:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second: what was achieved under each load, and what every lookahead would give.
+"""Tokens per second: the measured rate of each load, and a forecast for every draft length.
 
-A round with lookahead k takes the drafter's steps and the target's, and gives one token for each
-request plus those accepted: rate(k) = tokens(k) / seconds(k). Lookahead 0 is the target alone.
-Recent drafts are replayed at present costs. Tokens that would be left unverified, and rounds that
-would be ended early, are so in the replay too, at the same price: what a second is worth in tokens.
+A round with draft length k takes the drafter's and the target's steps, and emits one token per
+request plus the accepted tokens: rate(k) = tokens(k) / seconds(k). Draft length 0 is the target
+alone. Recent drafts are replayed at present costs. The replay also omits tokens that would not be
+verified and stops rounds early, at the same price of a second in tokens.
 """
 
 import math
@@ -29,19 +29,19 @@ _FORECAST_WEIGHT = 8.0  # steps of measurement that weigh as much as what was fo
 
 
 class Throughput:
-    """Tokens per second achieved under each load: what a second is worth."""
+    """Measured tokens per second of each load."""
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, tuple[float, float, float]] = {}  # steps, tokens, seconds
 
     def add(self, load: Hashable, tokens: int, seconds: float) -> None:
-        """One step of this load."""
+        """Add a step of this load."""
         if seconds > 0:
             steps, sum_tokens, sum_seconds = (_KEEP * x for x in self._sums.get(load, _NEW_LOAD))
             self._sums[load] = steps + 1.0, sum_tokens + tokens, sum_seconds + seconds
 
     def knows(self, load: Hashable) -> bool:
-        """Whether any step of this load was measured."""
+        """Return True if any step of this load was measured."""
         return load in self._sums
 
     def rate(self, load: Hashable, foreseen: float) -> float:
@@ -58,12 +58,11 @@ class Forecast(NamedTuple):
 
     Attributes:
         alone: Rate of the target alone.
-        rates: As expected.
-        optimistic_rates: If steps cost less than thought where little is known.
-        stddevs: How uncertain the costs of each lookahead are, as a share: the target's, or the
-            drafter's for as much as it is of the time, little where drafts are made ahead.
-        beside: Tokens that a tree brings at each depth beside its chain, what their rows cost taken
-            off; none of chains.
+        rates: Expected rates.
+        optimistic_rates: Rates with uncertain costs reduced.
+        stddevs: Relative standard deviation of the costs of each draft length: that of the target,
+            or that of the drafter times its share of the time, whichever is larger.
+        beside: Net gain in tokens of a tree at each depth beside its chain; empty for chains.
     """
 
     alone: float
@@ -89,18 +88,18 @@ def forecast(
     paths: int = 1,
     buckets: Sequence[int] = (),
 ) -> Forecast:
-    """Rates of all lookaheads that are worth a look.
+    """Return the rates of all promising draft lengths.
 
     Args:
-        known: What is known of the pair.
-        batch: Requests in the target's step.
-        limits: Longest draft of each request that may have one; at least one above 0.
-        random: Which of the requests to be drafted for are random, in turn.
+        known: Estimates for the pair.
+        batch: Number of requests in the target's step.
+        limits: Largest draft length of each request; at least one above 0.
+        random: One entry per request to draft for; True if it is sampled.
         tokens_per_second: Lambda.
-        can_stop_early: Drafting can end between drafter steps.
-        branches: Of trees; None where drafts are chains.
-        paths: Of each tree, that the drafter follows.
-        buckets: See `Controller.plan`: rows within one cost nothing more.
+        can_stop_early: True if drafting can end between drafter steps.
+        branches: Statistics of trees; None if drafts are chains.
+        paths: Number of drafter paths per tree.
+        buckets: As in `Controller.plan`: rows within a bucket have no additional cost.
     """
     costs = known.costs
     # Requests whose limit is 0 or more, 1 or more, ...
@@ -167,14 +166,14 @@ def forecast(
 
 
 def filled_up(length: int, buckets: Sequence[int]) -> int:
-    """Rows of a request behind its first one where the longest draft has that many tokens."""
+    """Return the padded draft length if the longest draft has `length` tokens."""
     return next((bucket for bucket in buckets if bucket >= length), buckets[-1])
 
 
 def _price_of_last(
     costs: CostModel, tokens_per_second: float, chains: float, drafting: int, beside: float
 ) -> float:
-    """Tokens that the last row has to bring where drafts have so many beside the rows of chains."""
+    """Return the price in tokens of the last row, if drafts have `beside` rows beside chains."""
     rows = chains + drafting * beside
     return tokens_per_second * costs.row(rows, chains, rows)
 
@@ -200,7 +199,7 @@ class _Groups:
         self._group_of = np.arange(drafts) % self._whole // self._shape[1]
 
     def earn(self, expected: np.ndarray, price: float) -> np.ndarray:
-        """bool [drafts], whether the group of each earns that many tokens, of those in [drafts]."""
+        """Return for each draft whether its group earns at least `price` tokens, bool [drafts]."""
         earned = expected[: self._whole].reshape(self._shape).sum(1) * self._scale
         enough: np.ndarray = (earned >= price)[self._group_of]
         return enough

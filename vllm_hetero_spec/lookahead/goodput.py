@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts as far as it raises tokens per second, and not at all where the target alone is faster.
+"""Controller that maximizes tokens per second, and disables speculation if the target is faster.
 
-A renewal process that earns tokens and costs seconds is run best by doing whatever earns more than
-lambda tokens for each second it takes, lambda being the rate achieved (Dinkelbach). Three decisions
-follow: how far to draft and whether at all (`plan`), whether one more drafter step is worth its
-time (`continue_drafting`), and which proposed tokens are worth a row of the target (`trim`).
+A renewal process that earns tokens and costs seconds is optimal if it does whatever earns more than
+lambda tokens per second; lambda is the achieved rate (Dinkelbach). This gives three decisions: the
+draft length (`plan`), whether one more drafter step is worth its time (`continue_drafting`), and
+which proposed tokens are worth a row of the target (`trim`).
 """
 
 import math
@@ -48,17 +48,13 @@ _LEAST_GAIN = 0.02  # and may take this share of them where nothing is gained
 
 
 class Goodput(Controller):
-    """The controller that maximises tokens per second.
+    """Controller that maximizes tokens per second.
 
     Args:
-        known: Of the pair, calibrated where possible; corrected by what is observed.
-        can_stop_early: The drafter asks `continue_drafting` between its steps.
-        width: Most paths that the drafter follows for a tree; 0 where drafts are chains.
-        clock: Seconds that never run back.
-
-    Attributes:
-        known: As given.
-        branches: See `Controller`.
+        known: Estimates for the pair; updated in place.
+        can_stop_early: True if the drafter calls `continue_drafting` between its steps.
+        width: Largest number of paths that the drafter follows for a tree; 0 if drafts are chains.
+        clock: Monotonic clock in seconds.
     """
 
     branches: BranchStatistics
@@ -94,12 +90,10 @@ class Goodput(Controller):
 
     @property
     def learns_first(self) -> bool:
-        """See `Controller`: whether drafts pay is not known yet, or a probe asks."""
         return self.off or self._warm_up.lasts
 
     @property
     def is_idle(self) -> bool:
-        """See `Controller`; not before it is known what drafts bring."""
         return self.off and self._costs.knows_drafter and not self._warm_up.lasts
 
     def plan(
@@ -110,7 +104,6 @@ class Goodput(Controller):
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
-        """How far to draft; see `Controller`."""
         now, self._buckets, self._read = self._clock(), buckets, 0.0
         limits = self._limits = [min(limit, self._positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
@@ -152,7 +145,6 @@ class Goodput(Controller):
         return LookaheadPlan(lookahead, trees=trees)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
-        """A target step took so long; see `Controller`."""
         if self._budget.probing:
             self._budget.charge(self._costs.more_rows(batch, rows - batch))
         self._costs.observe_target(batch, rows, seconds, again)
@@ -169,7 +161,6 @@ class Goodput(Controller):
         exposed: float | None = None,
         wide: bool = False,
     ) -> None:
-        """The drafting of one step took so long; see `Controller`."""
         waited = steps if exposed is None else exposed
         if self._budget.probing:
             self._budget.charge(seconds * waited / steps + overhead)
@@ -186,13 +177,11 @@ class Goodput(Controller):
         wanted: int = 0,
         random: bool = False,
     ) -> None:
-        """One request's draft was verified; see `Controller`."""
         if self._budget.probing:
             self._budget.earn(verified, accepted * self._target_seconds_per_token())
         self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
     def emitted(self, tokens: int, seconds: float) -> None:
-        """The step gave so many tokens; see `Controller`."""
         self._throughput.add(self._load, tokens, seconds)
         if not self.off and self._warm_up.lasts:
             plain = self._target_seconds_per_token()
@@ -200,7 +189,6 @@ class Goodput(Controller):
             self._warm_up.lose(lost, self._batch * plain)
 
     def refresh_forecast(self) -> None:
-        """See `Controller`: for a load like the present one, the next forecast if it is due."""
         found = self._forecast
         if found is None or self.learns_first or not any(self._limits):
             return
@@ -211,7 +199,6 @@ class Goodput(Controller):
         self._costs.prepare(self._batch, self._batch * (1 + self._lookahead))
 
     def gauges(self) -> Gauges:
-        """The present, for metrics."""
         batch, costs = self._batch, self._costs
         return Gauges(
             lookahead=0 if self.off else self._lookahead,
@@ -223,7 +210,7 @@ class Goodput(Controller):
         )
 
     def _refresh_forecast(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
-        """The present load's forecast, a new one where that is due: after a probe always."""
+        """Return the present load's forecast; compute it if it is due or after a probe."""
         target_rate = foreseen = 1.0 / self._target_seconds_per_token()
         gain_before = self._forecast.gain if self._forecast else 0.0
         if self._forecast is not None and self._forecast_load == self._load:
@@ -262,7 +249,7 @@ class Goodput(Controller):
         return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
 
     def _warm_up_gain(self, limits: Sequence[int]) -> float:
-        """The gain if drafts were good, while warming up; then 0."""
+        """Return the gain if drafts were good during warm-up; otherwise 0."""
         if not self._warm_up.lasts:
             return 0.0
         prices = self._tokens_per_second, self._can_stop_early
@@ -270,8 +257,10 @@ class Goodput(Controller):
         return max(found.optimistic_rates) / found.alone
 
     def _choose(self, found: Forecast) -> int:
-        """The best lookahead, or the last one where it is as good; as deep as is good if rounds
-        are ended early anyway.
+        """Return the best draft length.
+
+        If the last one is about as good, keep it. If rounds can end early, return the largest that
+        is about as good.
         """
         deeper = enumerate(found.stddevs[1:], 1)
         within = next((k for k, stddev in deeper if stddev > _UNCERTAIN), len(found.stddevs))
@@ -284,13 +273,13 @@ class Goodput(Controller):
         return rates.index(max(rates)) + 1
 
     def _plain_step_is_due(self, gain: float) -> bool:
-        """Whether a step without drafts could show that drafting does not pay."""
+        """Return True if a step without drafts could show that drafting does not pay."""
         stddev = self._costs.plain_stddev(self._batch, self._since_plain)
         apart = _PLAIN_EARLY if stddev > _UNKNOWN else _PLAIN_EVERY
         return self._since_plain >= apart and 2.0 * stddev > math.log(gain)
 
     def _catch_up_pays(self, share: float, pending: int) -> bool:
-        """Whether a request's catch-up is worth it at this gain over the target alone."""
+        """Return True if a request's catch-up pays at this gain over the target alone."""
         cost = self._costs.catch_up(pending)
         if not cost:  # as in most steps of most requests
             return True
@@ -298,7 +287,7 @@ class Goodput(Controller):
         return cost <= share * horizon
 
     def _familiar(self) -> int:
-        """For how many requests the drafter's cost is known well enough to draft."""
+        """Return for how many requests the drafter's cost is known well enough."""
         count = self._batch
         while count > 1 and self._costs.drafter_stddev(count) > _UNCERTAIN:
             count //= 2
@@ -307,9 +296,9 @@ class Goodput(Controller):
     def _maybe_probe(
         self, now: float, able: Sequence[int], limits: Sequence[int], pending: Sequence[int]
     ) -> LookaheadPlan | None:
-        """Drafts for a few requests, where it is time and they can be afforded.
+        """Return drafts for a few requests if a probe is due and within its budget.
 
-        The number of requests is the one that loses least for each, or else a single one.
+        The number of requests has the smallest loss per request; a single one if that is too much.
         """
         if self._budget.early(now):
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the lines that are drafted ahead the target then goes along: the chain, or a guess.
+"""Hit rates of precomputed drafts (lines): of the chain's, and of those for guessed tokens.
 
-Of each line by itself, as guesses come the likeliest first: so it is known what one more would add.
-Lines that have not been followed for long count as promising again, and are tried.
+Each line is counted by its rank, the most likely first, which gives the gain of one more guess.
+The rate of a line that was not drafted for long returns to its prior, so that it is tried again.
 """
 
 _WEIGHT = 4.0  # look-ups that what is thought of a line before any is worth
@@ -10,17 +10,17 @@ _KEEP = 0.99  # weight of a look-up against the next: half after 70, some second
 
 
 class GuessHits:
-    """Chances of lines, by rank: 0 is the chain's."""
+    """Hit rates of lines by rank; rank 0 is the chain's."""
 
     def __init__(self) -> None:
         self._counts: list[list[float]] = []  # of each rank: look-ups, hits
 
     def observe(self, rank: int | None, guesses: int) -> None:
-        """One look-up, where so many guesses were followed beside the chain.
+        """Add a look-up.
 
         Args:
-            rank: Of the line that was hit; None where none was.
-            guesses: As said.
+            rank: Rank of the line that was hit; None if none was.
+            guesses: Number of lines beside the chain.
         """
         self._counts += [[0.0, 0.0] for _ in range(1 + guesses - len(self._counts))]
         for line, counts in enumerate(self._counts):
@@ -28,10 +28,10 @@ class GuessHits:
             counts[1] = _KEEP * counts[1] + (line == rank)
 
     def chances(self, guesses: int) -> list[float]:
-        """P[any line up to each is hit]: of the chain alone, with one guess, and so on.
+        """Return P[any line up to each rank is hit], for the chain alone, with one guess, ...
 
-        Of a line that was not followed: half of what those before it leave, and no more than the
-        one before it has.
+        The prior of a line is half of the probability that the lines before it miss, and at most
+        the rate of the previous line.
         """
         reached, last, found = 0.0, 1.0, []
         for line in range(1 + guesses):

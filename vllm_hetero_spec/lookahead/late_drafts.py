@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts bring that the target waits for, where others are made ahead.
+"""Acceptance of drafts that the target waits for, if drafts are normally precomputed.
 
-They follow what the drafter did not foresee, and where a text has surprised it once it may well do
-so again: fewer of their tokens tend to be accepted. None is waited for in the beginning: what was
-made ahead costs next to nothing, and shows what the drafter is like.
+Such drafts follow tokens that the drafter did not predict, so fewer of their tokens tend to be
+accepted. Initially the target waits for none: precomputed drafts cost next to nothing, and show how
+good the drafter is.
 """
 
 from vllm_hetero_spec.lookahead.acceptance import PositionRates
@@ -14,7 +14,7 @@ _TRIED_EVERY = 16
 
 
 class LateDrafts:
-    """Their acceptance, and whether it is time to see it again.
+    """Acceptance rates of late drafts, and when to measure them again.
 
     Args:
         positions: Longest draft, in target tokens.
@@ -27,20 +27,20 @@ class LateDrafts:
 
     @property
     def due(self) -> bool:
-        """Whether they are to be taken for drafts like others, to learn from them."""
+        """True if late drafts are treated like others, to measure them again."""
         return self._passed >= _TRIED_EVERY
 
     def decided(self, *, waits: bool) -> None:
-        """Drafts of a step are waited for, or not."""
+        """Record whether the target waits for the drafts of a step."""
         self._passed = 0 if waits else self._passed + 1
 
     def observe(self, verified: int, accepted: int, random: bool) -> None:
-        """One of a greedy or a random request was verified."""
+        """Add a verified late draft of a greedy or sampled request."""
         counts = self._counts[random]
         counts.observe([verified], [accepted])
         self._rates[random] = counts.rates().tolist()
 
     def rates(self, random: bool) -> list[float]:
-        """Conditional acceptance of each position; 0 before any was seen."""
+        """Return the conditional acceptance of each position; 0 before any observation."""
         rates: list[float] = self._rates[random]
         return rates

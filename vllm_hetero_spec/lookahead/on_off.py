@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting or the target alone: when to change over, and when to look again whether to.
+"""Switch between drafting and the target alone, and the budget of probes.
 
-Another batch changes it at once, mere estimates with inertia. While the target works alone, probes
-may lose a small share of the time, pauses not counted; what they earn in tokens is set off. They
-come less and less often while they show nothing new; one that does is followed by others as far as
-the share saved up allows.
+A different batch size switches at once, changed estimates with hysteresis. While speculation is
+disabled, probes may lose a small share of the time; idle time does not count, and earned tokens
+are credited. Probes become rarer while they show nothing new. A probe with news is followed by
+others within the saved budget.
 """
 
 BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast may be off
@@ -22,13 +22,13 @@ _FREE = 0.1  # seconds that the first probe may lose at once, instead of being s
 
 
 def other_batch(requests: int, others: int) -> bool:
-    """Whether two batches of so many requests differ by more than estimates have inertia for."""
+    """Return True if two batch sizes differ so much that hysteresis does not apply."""
     low, high = sorted((requests, others))
     return high > _OTHER_BATCH * low
 
 
 class OnOff:
-    """Off in the beginning."""
+    """Decides with hysteresis whether to draft; initially off."""
 
     def __init__(self) -> None:
         self._off = True
@@ -36,7 +36,7 @@ class OnOff:
         self._batch = 0
 
     def update(self, gain: float, batch: int) -> bool:
-        """Whether to be off in this step; `gain` is the rate of drafting over the target alone."""
+        """Return True if this step is off; `gain` is the rate of drafting over the target alone."""
         self._since += 1
         settled = other_batch(batch, self._batch) or self._since >= _STAY_OFF
         if (settled and gain > BEGIN) if self._off else gain < _END:
@@ -46,14 +46,14 @@ class OnOff:
 
 
 class ProbeBudget:
-    """Seconds to spend on probes.
+    """Budget of probes in seconds.
 
     Args:
         now: Seconds of the caller's clock, here and below.
 
     Attributes:
-        probing: A probe is under way.
-        verified: Whether drafts of it were, or, if none is, of the last one.
+        probing: True during a probe.
+        verified: True if drafts of the present or last probe were verified.
     """
 
     def __init__(self, now: float) -> None:
@@ -64,17 +64,17 @@ class ProbeBudget:
         self._wait = _FIRST_WAIT
 
     def early(self, now: float) -> bool:
-        """Whether it is not yet time to think of a probe."""
+        """Return True if no probe is due yet."""
         self._credit += _SHARE * min(now - self._counted, _PAUSE)
         self._counted = now
         return now < self._next
 
     def affords(self, cost: float, *, free: bool = False) -> bool:
-        """Whether a probe that is expected to lose so many seconds may be made.
+        """Return True if the budget allows a probe.
 
         Args:
-            cost: Those seconds.
-            free: Nothing is known of drafts: the first probe need not be saved up for.
+            cost: Seconds that the probe is expected to lose.
+            free: True if no drafts were observed: the first probe may exceed the budget.
         """
         if free and not self._probed and cost <= _FREE:
             return True
@@ -82,24 +82,24 @@ class ProbeBudget:
         return self._credit >= cost
 
     def defer(self, now: float, cost: float) -> None:
-        """The cheapest probe was too dear at this cost: think again when it may be afforded."""
+        """Defer the next probe until the budget may allow this cost."""
         self._next = now + min((cost - self._credit) / _SHARE, _LONGEST_DEFERRAL)
 
     def begin(self) -> None:
-        """A probe is made."""
+        """Begin a probe."""
         self.probing, self.verified, self._lost = True, False, 0.0
 
     def charge(self, seconds: float) -> None:
-        """The probe under way lost so many seconds."""
+        """Add lost seconds to the present probe."""
         self._lost += seconds
 
     def earn(self, verified: int, seconds: float) -> None:
-        """So many drafted tokens were verified, of which those accepted are worth these seconds."""
+        """Record verified draft tokens; the accepted ones are worth `seconds`."""
         self._lost -= seconds
         self.verified = self.verified or verified > 0
 
     def end(self) -> bool:
-        """Pay for the probe under way; whether there was one."""
+        """Charge the present probe to the budget; return True if there was one."""
         ended, self.probing = self.probing, False
         if ended:
             self._probed = True
@@ -107,6 +107,6 @@ class ProbeBudget:
         return ended
 
     def finish_probe(self, now: float, *, news: bool) -> None:
-        """What it showed is known: the next one waits longer, or not at all after news."""
+        """Set the time of the next probe: at once after news, otherwise after a longer wait."""
         self._wait = _FIRST_WAIT if news else min(2 * self._wait, _LONGEST_WAIT)
         self._next = now if news else now + self._wait

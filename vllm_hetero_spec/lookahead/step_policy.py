@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside a step: which tokens are worth the time they take.
+"""Decisions within a step: which tokens are worth their time.
 
-A drafter step, and a row of the target, are worth it if they bring more tokens than lambda times
-their seconds. Both are asked before the token concerned is drawn, or of all that were proposed.
+A drafter step or a row of the target is worth it if its expected tokens exceed lambda times its
+seconds. Each decision is made before its token is drawn, or for all proposed tokens.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ _ON_ITS_WAY = 0.5  # of a drafter step, which has to end before one for the new 
 
 
 class StepPolicy:
-    """The drafts of one step, at the costs that are known when it begins.
+    """Decisions for the drafts of one step, at the costs known when it begins.
 
     Args:
-        known: Estimates.
+        known: Estimates for the pair.
         tokens_per_second: Lambda.
-        batch: Requests in the target's step.
-        most: Rows of that step if all drafts were as long as planned.
-        random: Which of the requests are random.
-        beside: Tokens that a tree brings beside its chain at each depth; none of chains.
-        paths: How many the drafter follows.
-        filled_up: All drafts are filled up to the longest: rows are there in any case.
+        batch: Number of requests in the target's step.
+        most: Rows of that step if all drafts have their planned length.
+        random: True for each sampled request.
+        beside: Net gain in tokens of a tree at each depth beside its chain; empty for chains.
+        paths: Number of paths that the drafter follows.
+        filled_up: True if all drafts are padded to the longest, so that rows have no price.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepPolicy:
         self._step_prices: dict[int, float] = {}  # by requests that take it
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Which requests draft on; see `Controller`."""
+        """Decide as `Controller.continue_drafting`."""
         price = self.row_price(self._batch + sum(map(len, confidences)))
         expected = []
         for draft, random in zip(confidences, self._random, strict=True):
@@ -59,10 +59,10 @@ class StepPolicy:
         return [enough and tokens > 0 for tokens in expected]
 
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many proposed tokens to verify; see `Controller`.
+        """Decide as `Controller.trim`.
 
-        Depth by depth over the whole batch, the most promising requests first, so that whether a
-        token is in does not depend on what was drawn after it.
+        Tokens are chosen depth by depth over the whole batch, the most promising requests first, so
+        that the choice of a token does not depend on tokens drawn after it.
         """
         survival = list(map(self._known.acceptance.survival_of, confidences, self._random))
         kept = [0] * len(survival)
@@ -84,17 +84,17 @@ class StepPolicy:
     def wait(
         self, missing: Sequence[int], longest: int, each: float, unread: int
     ) -> tuple[int, float]:
-        """How far to wait for drafts that were not made ahead: while nothing else can be done.
+        """Decide whether the target waits for drafts that were not precomputed.
 
         Args:
-            missing: The requests that have none.
-            longest: Target tokens of a draft.
-            each: Drafter steps for each of them.
-            unread: Context tokens that it reads before.
+            missing: Indices of the requests without a precomputed draft.
+            longest: Largest draft length, in target tokens.
+            each: Drafter steps per target token.
+            unread: Context tokens that the drafter must read first.
 
         Returns:
-            Target tokens of each draft that are worth it, 0 for none; and the seconds in which all
-            that they bring would be lost.
+            The draft length to wait for, 0 for none; and the seconds after which waiting no longer
+            pays.
         """
         step = self._known.costs.drafter(len(missing))
         begins = _ON_ITS_WAY * step + self._known.costs.catch_up(unread)
@@ -116,24 +116,24 @@ class StepPolicy:
         return most, seconds
 
     def came_late(self, verified: int, accepted: int, random: bool) -> None:
-        """One that was waited for was verified, of a greedy or a random request."""
+        """Observe the verification of a draft that the target waited for."""
         self._known.acceptance.late.observe(verified, accepted, random)
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """Which line drafted ahead was hit; see `GuessHits.observe`."""
+        """Observe a look-up of precomputed drafts; arguments as in `GuessHits.observe`."""
         self._known.acceptance.hits.observe(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """Lines beside each chain that a process of its own drafts while the target verifies.
+        """Return how many lines to precompute beside each chain, while the target verifies.
 
-        Each makes it likelier that one is hit, and all of them shorter, as they share the
-        drafter's forwards: the number at which the next draft brings most.
+        Each line increases the probability of a hit, but makes all lines shorter, because they
+        share the drafter's forwards.
 
         Args:
-            drafting: Chains.
-            longest: Target tokens of a draft.
-            each: Drafter steps for each of them.
-            most: Lines at most.
+            drafting: Number of chains.
+            longest: Largest draft length, in target tokens.
+            each: Drafter steps per target token.
+            most: Largest number of lines.
         """
         acceptance, costs = self._known.acceptance, self._known.costs
         step = np.array([costs.drafter(drafting * (1 + count)) for count in range(1 + most)])
@@ -145,7 +145,7 @@ class StepPolicy:
         return int((acceptance.hits.chances(most) * tokens).argmax())
 
     def row_price(self, rows: int) -> float:
-        """Tokens that one row more has to bring."""
+        """Return the price of one more row, in tokens."""
         if self._filled_up:
             return 0.0
         if self._batch <= rows <= self._most:
@@ -155,11 +155,11 @@ class StepPolicy:
         return self._tokens_per_second * self._known.costs.row(rows, self._batch, most)
 
     def side_price(self, context: int) -> float:
-        """Tokens that a side sequence over so much context has to bring beside its rows."""
+        """Return the price in tokens of a branch that reads `context` tokens, without its rows."""
         return self._tokens_per_second * self._known.costs.side(context)
 
     def _step_price(self, drafting: int) -> float:
-        """Tokens that a drafter step of so many requests has to bring."""
+        """Return the price in tokens of a drafter step for `drafting` requests."""
         price = self._step_prices.get(drafting)
         if price is None:
             costs, wide = self._known.costs, drafting * self._paths
@@ -169,7 +169,7 @@ class StepPolicy:
         return price
 
     def _next(self, confidences: Sequence[float], random: bool) -> float:
-        """P[a further token counts]: 0 for a request without a draft or at its longest."""
+        """Return P[a further token counts]: 0 for a request without a draft or at its longest."""
         acceptance, depth = self._known.acceptance, len(confidences)
         rates = acceptance.rates(random)
         if not 0 < depth < len(rates):

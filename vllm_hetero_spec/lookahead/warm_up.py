@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first drafts of a pair that is not known: they go on, whatever the very first were like."""
+"""Warm-up of an unknown pair: drafting continues even if the very first drafts are rejected."""
 
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
 
@@ -9,10 +9,10 @@ _SECONDS = 0.05  # or, where these are quick, so many seconds
 
 
 class WarmUp:
-    """Drafting as long as it loses little, if good drafts would pay.
+    """Allows drafting while it loses little.
 
     Args:
-        acceptance: Of the pair; what earlier runs learnt is believed, and nothing is tried.
+        acceptance: Statistics of the pair; there is no warm-up if an earlier run has saved some.
     """
 
     def __init__(self, acceptance: AcceptanceStats) -> None:
@@ -21,15 +21,15 @@ class WarmUp:
 
     @property
     def lasts(self) -> bool:
-        """Whether too little is known to go by it."""
+        """True if there are too few observations to rely on."""
         return self._goes_on and self._acceptance.drafts < _DRAFTS
 
     def lose(self, seconds: float, plain: float) -> None:
-        """A step has ended.
+        """Record a step.
 
         Args:
-            seconds: That it took longer than the target alone takes for its tokens, but for texts
-                that the drafter had not read.
+            seconds: Its time minus that of the target alone for its tokens, and minus the drafter's
+                catch-up.
             plain: Seconds of a step of the target alone.
         """
         self._lost += seconds

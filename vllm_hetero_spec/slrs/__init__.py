@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods slrs and SLRS-n: sampling target tokens from a drafter's tree. Pure tensors."""
+"""Methods `slrs` and SLRS-n: sample target tokens from a tree of drafter tokens. No vLLM."""

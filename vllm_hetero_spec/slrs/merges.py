@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafter token, coming after others, makes the target write one longer token first.
+"""Merges: pairs of drafter tokens that the target writes as one longer token first.
 
-A drafter that says "New" and "York" may mean a target that has "NewYork". For drafter tokens d and
-e, mu(d, e) is the target's first token of their joined bytes, where it is longer than d; the same
-for a path of several tokens in the place of d. What the target's vocabulary allows bounds the
-candidates; its real tokenizer decides. Space is seldom the end of a text, and most tokenizers leave
-the last space of a run to the word after it: joined bytes that end in space are followed by a word.
+For example, the drafter writes "New" and "York", and the target has "NewYork". For drafter tokens
+d and e, mu(d, e) is the first target token of their joined bytes if it is longer than d. Instead
+of d, mu also takes a path of several tokens. The target's vocabulary bounds the candidates, and its
+tokenizer decides. Most tokenizers join the last space of a run to the next word, so a word is
+appended to joined bytes that end in space.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,25 +19,17 @@ from vllm_hetero_spec.text.cuts import ANY_WORD
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import Ids, VocabularyMaps, encode_strings
 
-# Remembered at most: verdicts (some 200 bytes each) and the candidates of paths (a few numbers).
-MEMO_PAIRS = 1 << 18
-MEMO_RANGES = 1 << 14
+MEMO_PAIRS = 1 << 18  # cached values of mu, about 200 bytes each
+MEMO_RANGES = 1 << 14  # cached candidate ranges of paths, a few numbers each
 
 
 class Merges:
-    """mu of the drafter tokens that are asked about, remembered.
+    """Computes mu on demand, and caches it.
 
-    mu(d, e) is the first id that the target gives for the bytes of d and e in a row (and a word
-    behind them, where they end in space). Its bytes must begin the joined bytes and end past those
-    of d: inside e or at its end. It is not defined for d outside the intersection, nor for control
-    tokens and tokens that the target cannot spell. Of a path only the first token has to be in the
-    intersection.
-
-    Args:
-        target: Its tokenizer.
-        drafter: Its tokenizer.
-        maps: Between their vocabularies, control tokens included.
-        memo_pairs: Verdicts to remember at most.
+    The bytes of mu(d, e) must begin the joined bytes and end inside e or at its end. mu is
+    undefined for control tokens, for tokens that the target cannot spell, and for d outside the
+    intersection of the vocabularies. In a path, only the first token must be in the intersection.
+    `maps` include control tokens.
     """
 
     def __init__(
@@ -61,21 +53,21 @@ class Merges:
         self._memo_pairs = memo_pairs
 
     def find_mergeable(self) -> NDArray[np.bool_]:
-        """[V_D]: whether some target token spells a drafter token and goes on."""
+        """Return `goes_on` of each single drafter token, [V_D]."""
         able = np.zeros(self._drafter.vocab_size, bool)
         for d in self._order.tolist():
             able[d] = self.goes_on((d,))
         return able
 
     def goes_on(self, path: Sequence[int]) -> bool:
-        """Whether some target token spells the tokens of a path and goes on."""
+        """Return True if the bytes of a path are a proper prefix of some target token."""
         data = self._joined(path)
         after = bisect_right(self._target_strings, data)
         longer = self._target_strings[after : after + 1]
         return bool(data) and bool(longer) and longer[0].startswith(data)
 
     def among(self, path: Sequence[int], drafter_ids: Ids) -> Ids:
-        """mu(path, e) for each e of `drafter_ids`, -1 where it is not defined."""
+        """Return mu(path, e) for each e of `drafter_ids`; -1 if it is undefined."""
         result = np.full(len(drafter_ids), -1, np.int32)
         data = self._joined(path)
         ranges = self._ranges(data)
@@ -95,13 +87,13 @@ class Merges:
         return result
 
     def _joined(self, path: Sequence[int]) -> bytes:
-        """Bytes of a path; none where it has no merges: see the class."""
+        """Return the bytes of a path; empty if mu is undefined for it."""
         if self._maps.d2t[path[0]] < 0 or any(self._place[d] < 0 for d in path):
             return b""
         return b"".join([self._drafter.token_bytes[d] for d in path])
 
     def _find_ranges(self, data: bytes) -> NDArray[np.int32]:
-        """[2, n]: ascending begins and ends of stretches of `_order`."""
+        """Return ascending begins and ends of the ranges of `_order` that may merge, [2, n]."""
         strings = self._target_strings
         ranges = []
         index = bisect_right(strings, data) if data else len(strings)
@@ -111,7 +103,7 @@ class Merges:
             end = _end_of_range(self._strings, rest, begin)
             if begin < end:
                 ranges.append((begin, end))
-            # Target tokens that go on from this one allow no further e.
+            # Target tokens that begin with this one allow no further e.
             index = _end_of_range(strings, strings[index], index)
         return np.array(ranges, np.int32).reshape(-1, 2).T.copy()
 
@@ -121,20 +113,20 @@ class Merges:
         merged = np.full(len(joined), -1, np.int32)
         for index, ids in enumerate(encode_strings(self._target, texts)):
             first = self._target.token_bytes[ids[0]] if ids else b""
-            # A normaliser may have changed the beginning: that is no token of these bytes.
+            # If a normalizer changed the beginning, the token does not have these bytes.
             if len(first) > len(data) and joined[index].startswith(first):
                 merged[index] = ids[0]
         return merged
 
     def _is_text(self, drafter_id: int) -> bool:
-        """Whether the target can spell the token and it is not mapped by role, as an EOS is."""
+        """Return True if the target spells the token's bytes; False if mapped by role, as EOS."""
         data = self._drafter.token_bytes[drafter_id]
         row = self._maps.target_tokens(drafter_id)
         return len(row) > 0 and self._target.decode_bytes(row.tolist()) == data != b""
 
 
 def _end_of_range(strings: Sequence[bytes], prefix: bytes, begin: int) -> int:
-    """Where, in sorted strings, those that start with `prefix` and come from `begin` on end."""
+    """Return the end of the range of sorted strings that start with `prefix`, from `begin` on."""
     stem = prefix.rstrip(b"\xff")
     if not stem:
         return len(strings)

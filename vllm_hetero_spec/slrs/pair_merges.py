@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target tokens of several drafter tokens, as drafting asks for them: of two real tokenizers."""
+"""Merges of a pair of tokenizers, in the form that drafting needs."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,10 @@ from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
 
 class PairMerges(Merges):
-    """Target tokens of several drafter tokens of a pair.
-
-    Args:
-        target: Its tokenizer.
-        drafter: Its tokenizer.
-        maps: Between their vocabularies, ends of text included.
-        device: Where the drafter runs.
+    """Merges and spellings of a pair of tokenizers.
 
     Attributes:
-        mergeable: float32 [V_D], 1 where `goes_on` of a single drafter token, else 0.
+        mergeable: float32 [V_D], 1 if `goes_on` of the single drafter token, otherwise 0.
     """
 
     def __init__(
@@ -35,10 +29,10 @@ class PairMerges(Merges):
         self.mergeable = torch.from_numpy(self.find_mergeable().astype(np.float32)).to(device)
 
     def spell(self, d: int) -> Sequence[int]:
-        """Target tokens of a drafter token."""
+        """Return the target tokens that spell a drafter token."""
         return self._maps.target_tokens(d).tolist()
 
     def rest(self, path: Sequence[int], merged: int) -> Sequence[int]:
-        """Target tokens of what a path spells behind the merged token that begins it."""
+        """Return the target tokens of a path's bytes after its first target token `merged`."""
         spelled = self._drafter.decode_bytes(path)
         return self._target.encode_bytes(spelled[len(self._target.token_bytes[merged]) :])

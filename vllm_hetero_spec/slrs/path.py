@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's draft by SLRS-n, and how the drafter is fed along it."""
+"""State of one request's SLRS-n draft, and the interface of the drafter to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,38 +9,36 @@ import torch
 
 
 class SlrsFeed(Protocol):
-    """The drafter, as a path sees it."""
+    """Forward of the drafter."""
 
     def __call__(
         self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
     ) -> torch.Tensor:
-        """Feed ids to paths, behind the `written` ones.
+        """Feed ids to paths, after their `written` tokens.
 
         Args:
-            indices: Of the paths, [n].
-            ids: At least one for each.
-            side_branches: The last so many of these leave nothing behind.
+            indices: Indices of the paths, [n].
+            ids: At least one per path, [n].
+            side_branches: Number of last entries that are side branches: they do not change the KV
+                of their requests.
 
         Returns:
-            float32 [n, V_D], the rows that follow, as probabilities.
+            Probabilities of the next drafter token, float32 [n, V_D].
         """
 
 
 @dataclass
 class SlrsPath:
-    """One request's draft.
+    """Draft of one request.
 
     Attributes:
-        steps: Drafter tokens that it may still draw.
-        wanted: Target tokens after which it stops.
-        side_branches: Tokens that can be fed in one step beside the chain, leaving nothing behind.
-        drafted: Drafter ids; the KV of the first `fed` is written.
-        ahead: Tokens of the chain whose KV is written behind those, not drawn yet.
-        proposal: Target ids.
-        row_of: Row of `draft_probs` of each target id, -1 where it was certain.
-        seed: From which its random choices follow.
-        place: Index in the request's output of the first token to be proposed.
-        numbers: Random numbers that it has used up.
+        steps: Number of drafter tokens that may still be drawn.
+        wanted: Draft length in target tokens at which drafting stops.
+        side_branches: Number of tokens that can be fed in one step beside the chain.
+        fed: Number of leading tokens of `drafted` with KV.
+        ahead: Number of undrawn tokens of the chain with KV, after the `fed` ones.
+        row_of: Row of `draft_probs` of each target id; -1 if it was certain.
+        numbers: Count of random numbers already used.
     """
 
     steps: int
@@ -57,15 +55,15 @@ class SlrsPath:
 
     @property
     def written(self) -> int:
-        """Tokens of the draft and its chain whose KV is written."""
+        """Number of tokens of the draft and its chain with KV."""
         return self.fed + self.ahead
 
     @property
     def unfed(self) -> list[int]:
-        """The end of the draft that has no KV yet."""
+        """Last tokens of the draft, which have no KV yet."""
         return self.drafted[self.fed :]
 
     @property
     def draws(self) -> int:
-        """How many target tokens a new path may draw."""
+        """Largest number of target tokens that a new path may draw."""
         return max(0, min(self.steps, self.wanted))

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """SLRS-n: push-forward that also proposes target tokens made of several drafter tokens.
 
-An example: the target writes NewYork as one token, the drafter as New|York. Push-forward could
-only propose New. SLRS-2 runs the drafter once more behind New, before anything is drawn, and reads
-that York follows with probability 0.9. With probability 0.3 for New, draft_probs are now known:
-0.27 for NewYork and 0.03 for New, which stands for New and something else. Only then New is drawn
-and, from the row behind it, York: NewYork is proposed. Had it been New|Jersey, New would have been
-proposed, and the next token drawn afresh from the same row without York.
+Example: the target writes NewYork as one token, the drafter as New|York. Push-forward can only
+propose New. SLRS-2 first runs the drafter after New, which has probability 0.3, and York follows
+with 0.9. So draft_probs are 0.27 for NewYork and 0.03 for New. Then New is drawn and, from the row
+after it, York: NewYork is proposed. If Jersey is drawn instead, New is proposed, and the next token
+is drawn again from the same row without York.
 
-In general a tree of drafter tokens is laid before the draw: a chain of the likeliest tokens for as
-long as what they spell begins a longer target token, and beside its first token a few other likely
-ones, the side branches. Draws follow the rows of the tree until one leaves it, and the longest
-target token found along them is proposed. Its draft_probs add up, over the places where the tree
-may be left, with what probability it is left for which token.
+In general a tree of drafter tokens is built before the draw. It has a chain of the most likely
+tokens, as long as a longer target token begins with their bytes. Beside the chain's first token it
+has a few other likely tokens, the side branches. Draws follow the tree until one leaves it. The
+longest target token along them is proposed, and its draft_probs are summed over all draws that
+propose it.
 
-What was drawn behind the proposal is thrown away, and the next token drawn from the row there
-without what would have made the proposal longer. (To keep what was drawn and tell the verifier the
-plain row would be biased.) A chain that is not drawn costs forwards and no memory: the drawn tokens
-take its places. Side branches lie in blocks of their own, and are fed again where they are drawn.
-`slrs_n` of `tests/oracle/reference.py` is the readable form.
+Tokens drawn after the proposal are discarded. The next token is drawn from the row there, without
+the tokens that would have made the proposal longer; to keep the drawn token with the plain row
+would be biased. An undrawn chain costs forwards but no memory, because drawn tokens overwrite its
+KV. Side branches have KV blocks of their own and are fed again if they are drawn.
+Readable form: `slrs_n` of `tests/oracle/reference.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,16 +32,15 @@ from vllm_hetero_spec.slrs.path import SlrsFeed, SlrsPath
 from vllm_hetero_spec.slrs.tree import Node, SlrsCandidate, SlrsTree
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 
-# Tokens behind a path that are asked whether they merge; all others count as not merging.
-PARTNERS = 64
+PARTNERS = 64  # most likely tokens after a path that may merge; others count as not merging
 
 
 class MergeSpan(NamedTuple):
-    """How far SLRS-n looks ahead.
+    """Size of the trees of SLRS-n.
 
     Attributes:
         tokens: Drafter tokens that a proposed target token may take, n.
-        candidates: The drafter is run one token past so many of the likeliest tokens, m.
+        candidates: Number of most likely tokens after which the drafter is run, m.
     """
 
     tokens: int = 2
@@ -50,19 +48,12 @@ class MergeSpan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As figures are named: slrs_2, slrs_2_of_8."""
+        """Name in results, for example slrs_2 or slrs_2_of_8."""
         return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
 
 
 class Slrs:
-    """Drafts a batch.
-
-    Args:
-        tokens: First target token of each drafter token.
-        merges: Target tokens of several drafter tokens.
-        ends: Drafter ids after which nothing follows.
-        span: Drafter tokens that a proposed target token may take, n.
-    """
+    """Drafts a batch by SLRS-n; `span` is n, and `ends` are drafter ids that end a draft."""
 
     def __init__(
         self,
@@ -75,15 +66,10 @@ class Slrs:
         self._span = span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: SlrsFeed) -> torch.Tensor:
-        """Fill the paths.
+        """Fill the paths with drafts; synchronizes with the device.
 
-        Args:
-            rows: float32 [B, V_D], probabilities of each path's first drafter token.
-            paths: [B].
-            feed: The drafter.
-
-        Returns:
-            float32 [R, V_T], the rows that `row_of` indexes.
+        `rows`, float32 [B, V_D], are probabilities of each path's first drafter token. Returns
+        draft_probs, float32 [R, V_T], which `row_of` of the paths indexes.
         """
         table = self._tokens.table(sum(path.draws for path in paths))
         used = 0
@@ -103,7 +89,6 @@ class Slrs:
     def _trees(
         self, heads: dict[int, torch.Tensor], paths: Sequence[SlrsPath], feed: SlrsFeed
     ) -> dict[int, SlrsTree]:
-        """The tree of each path, known before anything is drawn."""
         trees = {i: SlrsTree(row) for i, row in heads.items()}
         self._find_candidates(list(trees.values()), [1 + paths[i].side_branches for i in trees])
         for depth in range(1, self._span):
@@ -132,7 +117,7 @@ class Slrs:
         return trees
 
     def _find_candidates(self, trees: Sequence[SlrsTree], counts: Sequence[int]) -> None:
-        """The likeliest tokens that can merge, so many: the chain's first and its side branches."""
+        """Set the most likely mergeable tokens: the chain's first token and the side branches."""
         able = self._merges.mergeable
         for part, rows in _stacks([tree.row for tree in trees]):
             best = (rows[:, : len(able)] * able).topk(min(max(counts[part]), len(able)), -1)
@@ -142,10 +127,10 @@ class Slrs:
                 tree.candidates = [SlrsCandidate((d,), share) for d, share in likely if share]
 
     def _add_draft_probs(self, trees: Sequence[SlrsTree], table: torch.Tensor) -> None:
-        """What the next proposals are drawn from into rows of a `TokenMap.table`.
+        """Add the draft_probs of the next proposals to rows of a `TokenMap.table`.
 
-        At first every drawn token stands for the first target token that it begins. Node by node,
-        what merges behind it moves from the longest token found so far to the merged one.
+        At first each drafter token counts for its first target token. Then, node by node, the
+        probability of merging tokens moves from the longest token so far to the merged one.
         """
         for part, rows in _stacks([tree.row for tree in trees]):
             self._tokens.add_draft_probs(rows, table[part])
@@ -164,7 +149,7 @@ class Slrs:
     def _draw(
         self, trees: dict[int, SlrsTree], paths: Sequence[SlrsPath]
     ) -> dict[int, tuple[int, ...]]:
-        """Draws along each tree, the one that leaves it included."""
+        """Draw along each tree, up to and including the token that leaves it."""
         rows = [row for tree in trees.values() for row in tree.rows]
         each = [(paths[i], number) for i, tree in trees.items() for number in range(len(tree.rows))]
         numbers = [[path.seed, path.place, path.numbers + number] for path, number in each]
@@ -182,9 +167,9 @@ class Slrs:
     def _advance(
         self, path: SlrsPath, row: int, drawn: tuple[int, ...], tree: SlrsTree
     ) -> Node | None:
-        """Add what was drawn to a path; the node behind which it goes on, without what merges."""
+        """Add drawn tokens to a path; return the node at which it continues, if there is one."""
         spelled = self._merges.spell(drawn[0])
-        if not len(spelled):  # nothing can be drawn from a row of nothing
+        if not len(spelled):  # the row had no tokens that may be drawn
             path.steps = 0
             return None
         token, used, fed = spelled[0], 1, 0
@@ -197,13 +182,13 @@ class Slrs:
         path.steps -= used
         rest = spelled[1:] if used == 1 else self._merges.rest(drawn[:used], token)
         path.proposal += [token, *rest]
-        path.row_of += [row, *[-1] * len(rest)]  # what follows the drawn token is certain
+        path.row_of += [row, *[-1] * len(rest)]  # the further tokens are certain
         return tree.nodes.get(drawn[:used])
 
     def _next_heads(
         self, ends: dict[int, Node | None], paths: Sequence[SlrsPath], feed: SlrsFeed
     ) -> dict[int, torch.Tensor]:
-        """The next row of each path that goes on: the one known, or behind what is fed now."""
+        """Return the next row of each unfinished path: a row of its tree, or of a new forward."""
         rows = {i: node.row for i, node in ends.items() if node and not paths[i].unfed}
         going = {i: node for i, node in ends.items() if self._goes_on(paths[i])}
         if late := [i for i in going if i not in rows]:
@@ -219,6 +204,6 @@ class Slrs:
 
 
 def _stacks(rows: list[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows [V] as tables [m, V] of a few, and which they are."""
+    """Yield slices of rows [V] stacked as tables [m, V], which bounds the memory."""
     for part in slices(len(rows), len(rows[0]), rows[0].device):
         yield part, torch.stack(rows[part])

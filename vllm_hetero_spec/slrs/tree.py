@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter tokens laid before anything is drawn, and all that is known along them.
+"""Tree of drafter tokens that SLRS-n builds before it draws.
 
-A tree of paths: a chain of likely tokens, and beside its first a few others, one token each.
+Its paths are a chain of likely tokens, and side branches of one token beside the chain's first.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class SlrsCandidate(NamedTuple):
 
     Attributes:
         path: Drafter ids from the root on.
-        share: Probability of the last in the row before it.
+        share: Probability of the last id, given the ids before it.
     """
 
     path: tuple[int, ...]
@@ -25,18 +25,17 @@ class SlrsCandidate(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A path of a tree, and what is known behind it.
+    """A path of a tree and the drafter's row after it.
 
     Attributes:
-        path: Drafter ids from the root on.
-        side_branch: Whether it is one, so that its KV is not in the request's own blocks.
-        follow: Probability that draws follow it to its end.
-        longest: Target token, the longest found along it.
-        used: Tokens of the path that it takes.
+        side_branch: True if the path is a side branch: its KV is not in the request's own blocks.
+        follow: Probability that draws follow the path to its end.
+        longest: The longest target token along the path.
+        used: Number of tokens of the path that `longest` takes.
         row: float32 [V_D], probabilities of the next drafter token.
         e_ids: int64 [n], next drafter tokens that merge with the path.
-        t_ids: int64 [n], the target tokens that they make together, and
-        shares: float32 [n], with what probability the draws follow the path to them.
+        t_ids: int64 [n], the merged target tokens.
+        shares: float32 [n], probabilities that draws follow the path and then `e_ids`.
     """
 
     path: tuple[int, ...]
@@ -50,14 +49,14 @@ class Node(NamedTuple):
     shares: np.ndarray
 
     def longest_with(self, e: int) -> tuple[int, int]:
-        """The longest target token along the path and e, and how many of these it takes."""
+        """Return the longest target token along the path and e, and the tokens that it takes."""
         merged = np.flatnonzero(self.e_ids == e)
         if len(merged):
             return int(self.t_ids[merged[0]]), len(self.path) + 1
         return self.longest, self.used
 
     def unmerged(self, row: torch.Tensor) -> torch.Tensor:
-        """A row [V_D] behind the path without what merges; 0 where nothing else is in it."""
+        """Return a row [V_D] after the path without merging tokens; 0 if nothing remains."""
         row = row.clone()
         row[torch.from_numpy(self.e_ids).to(row.device)] = 0.0
         return row / row.sum().clamp_min(torch.finfo(row.dtype).tiny)
@@ -65,12 +64,11 @@ class Node(NamedTuple):
 
 @dataclass
 class SlrsTree:
-    """What is known of a request before its next tokens are drawn.
+    """Tree of one request before its next tokens are drawn.
 
     Attributes:
         row: float32 [V_D], probabilities of the next drafter token.
-        nodes: By path.
-        candidates: Paths that may be added; the first prolongs the chain.
+        candidates: Paths that may be added; the first one extends the chain.
     """
 
     row: torch.Tensor
@@ -79,7 +77,7 @@ class SlrsTree:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """What the next draws are from: at the root, then behind each node."""
+        """Rows to draw from: at the root, then after each node."""
         return [self.row, *(node.row for node in self.nodes.values())]
 
     def add(
@@ -94,12 +92,11 @@ class SlrsTree:
         """Add a path.
 
         Args:
-            candidate: One of them.
-            first: Target token that the first token of the path begins.
-            row: float32 [V_D], probabilities of the next drafter token behind it.
-            e_ids: int64 [n], next tokens that may merge, with
-            t_ids: int [n], what they make, -1 where they do not merge, and
-            shares: float32 [n], their probabilities in the row.
+            first: First target token of the path's first drafter token.
+            row: float32 [V_D], probabilities of the next drafter token after the path.
+            e_ids: int64 [n], next drafter tokens that may merge.
+            t_ids: int [n], the merged target tokens; -1 if `e_ids` does not merge.
+            shares: float32 [n], probabilities of `e_ids` in the row.
         """
         follow, longest, used = candidate.share, first, 1
         parent = self.nodes.get(candidate.path[:-1])
@@ -114,7 +111,7 @@ class SlrsTree:
         )
 
     def path_taken(self, drawn: Sequence[int]) -> tuple[int, ...]:
-        """Draws from `rows` up to the first that leaves the tree."""
+        """Return the draws, one from each of `rows`, up to the first that leaves the tree."""
         of_node = dict(zip(self.nodes, drawn[1:], strict=True))
         path: tuple[int, ...] = (drawn[0],)
         while path in of_node:

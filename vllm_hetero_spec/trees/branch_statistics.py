@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trees would add to chains: recent trees replayed at any price of a row."""
+"""Expected gain of draft trees over chains: recent trees are replayed at any price of a row."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-_KEEP = 0.9  # weight of a step's trees against the next
-_REPRICED = 4  # prices of a row that are tried, until its tokens pay for the last of them
-_KEPT = 32  # trees of each kind: each has several nodes beside its chain
+_KEEP = 0.9  # discount factor per observation
+_REPRICED = 4  # largest number of row prices that `paying` tries
+_KEPT = 32  # trees per kind; each has several nodes beside its chain
 
 
 class BranchStatistics:
-    """What recent trees had beside the drafter's chain, of greedy and of random requests.
+    """Nodes of recent trees beside the drafter's chain, for greedy and for sampled requests.
 
     Attributes:
-        room: Whether the target has any for them in the present step; told before it is planned.
+        room: True if the target has room for branches in the present step; set before each plan.
     """
 
     def __init__(self) -> None:
         self.room = True
         self._kinds = deque[np.ndarray](maxlen=_KEPT), deque[np.ndarray](maxlen=_KEPT)
-        self._together: list[np.ndarray | None] = [None, None]  # of each kind
-        # Trees and their seconds, discounted: found and valued; and trimmed, where that was due.
+        self._together: list[np.ndarray | None] = [None, None]  # per kind
+        # Discounted numbers of trees, and seconds to find and value them, and to trim them.
         self._found = self._trimmed = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
-        """That a tree takes on the host, beside the drafter's steps."""
+        """Seconds per tree on the host, without the drafter's steps."""
         return sum(seconds / max(trees, 1.0) for trees, seconds in (self._found, self._trimmed))
 
     def add(
@@ -38,40 +38,40 @@ class BranchStatistics:
         context: int,
         random: bool,
     ) -> None:
-        """Note a tree.
+        """Add a tree; arrays have one entry per node beside the chain.
 
         Args:
-            depths: Of each node beside the chain, 1 for one that continues the text itself.
-            values: P[accepted] of each.
-            again: Rows that are fed again for each: above 0 where it opens a side sequence.
-            context: Tokens of its request, which each side sequence reads.
-            random: Of a random request, not a greedy one.
+            depths: 1 for a node that directly continues the request.
+            values: P[accepted].
+            again: Rows that are recomputed for the node; above 0 if it opens a branch.
+            context: Tokens of the request, which each branch reads.
+            random: True for a sampled request.
         """
         read = [context * (rows > 0) for rows in again]
         self._kinds[random].append(np.array([depths, values, again, read], float).reshape(4, -1))
         self._together[random] = None
 
     def found(self, trees: int, seconds: float) -> None:
-        """Note what it took to find so many trees, or 0 for what it took to value them."""
+        """Add the seconds that it took to find `trees` trees, or to value them (`trees` 0)."""
         self._found = _discounted(self._found, trees, seconds)
 
     def trimmed(self, trees: int, seconds: float) -> None:
-        """Note what it took to trim so many."""
+        """Add the seconds that it took to trim `trees` trees."""
         self._trimmed = _discounted(self._trimmed, trees, seconds)
 
     def worth(
         self, depth: int | None, row: float, random: Sequence[bool], read: float = 0.0
     ) -> np.ndarray:
-        """Tokens, rows, and context tokens read again, that a draft has beside its chain.
+        """Return the gain and cost of a draft's nodes beside its chain.
 
         Args:
-            depth: At which depth, from 1; None for all.
-            row: Tokens that a row has to bring.
-            random: Of each request that is to be drafted for, at least one.
-            read: Tokens that each context token read again has to bring.
+            depth: Depth of the nodes, from 1; None for all.
+            row: Price of a row in tokens.
+            random: One entry per request to draft for, at least one; True if it is sampled.
+            read: Price in tokens of each context token that a branch reads.
 
         Returns:
-            float [3].
+            float [3]: expected tokens, rows, and context tokens that branches read.
         """
         share = sum(random) / len(random)
         found = np.zeros(3)
@@ -95,12 +95,12 @@ class BranchStatistics:
         random: Sequence[bool],
         read: float,
     ) -> tuple[np.ndarray, float]:
-        """`worth` at a price at which all rows pay for the last of them, or nearly; and that price.
+        """Return `worth` at a row price at which nearly all rows pay for the last, and the price.
 
         Args:
-            row: Price of the first.
-            price_of: That of the last of so many for each draft.
-            depth, random, read: See `worth`.
+            row: Price of the first row.
+            price_of: Returns the price of the last of so many rows per draft.
+            depth, random, read: As in `worth`.
         """
         for _ in range(_REPRICED):
             found = self.worth(depth, row, random, read)
@@ -111,7 +111,7 @@ class BranchStatistics:
         return found, row
 
     def _joined(self, random: bool) -> np.ndarray:
-        """float [4, n], depths, values, rows fed again, context read again of one kind's nodes."""
+        """Return depths, values, recomputed rows and read context of one kind, float [4, n]."""
         joined = self._together[random]
         if joined is None:
             joined = self._together[random] = np.concatenate(self._kinds[random], axis=1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees, grown best-first.
 
-A node's value is the probability that the target goes on with it, as far as the drafter knows. So
-values fall along paths, and the expected number of accepted tokens is their sum over the tree: the
-best tree of so many nodes is that of the largest values (ERSD's Algorithm 3, with all children
-offered at once: the first of them need not be the best).
+The value of a node estimates the probability that the target emits its path. Values decrease along
+paths, and their sum is the expected number of accepted tokens. So the best tree of n nodes has the
+n largest values (ERSD's Algorithm 3, but all children are offered at once, because the first need
+not be the best).
 
-Where the drafter has another vocabulary, what grows is a tree of its own tokens. Its leaves share
-out all that may be written; each is translated as a whole, and a target token is worth all leaves
-whose translation begins with its path.
+If the vocabularies differ, a tree of drafter tokens is grown. Its leaves partition the possible
+continuations. Each leaf is translated as a whole, and the value of a target token is the sum over
+all leaves whose translation begins with its path.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,13 +20,13 @@ from vllm_hetero_spec.trees.walk import ROOT
 
 
 class Children(NamedTuple):
-    """Of nodes and the root, as arrays over the m children.
+    """The m children of nodes and of the root.
 
     Attributes:
-        parent: int64 [m], numbers of the nodes before them.
-        rank: int64 [m], their places among their siblings.
-        depth: int64 [m], of the nodes before them.
-        shares: float64 [m], their values behind these.
+        parent: int64 [m], numbers of the parents; 0 for the root.
+        rank: int64 [m], ranks among their siblings.
+        depth: int64 [m], depths of the parents.
+        shares: float64 [m], their values divided by the parents'.
     """
 
     parent: np.ndarray
@@ -36,12 +36,11 @@ class Children(NamedTuple):
 
 
 class ScoredTree(NamedTuple):
-    """A tree of tokens, each behind its parent.
+    """A tree of tokens; each one comes after its parent.
 
     Attributes:
-        tokens: Ids.
-        parents: Index of each token's parent, ROOT for one that continues the text itself.
-        values: Of each token: at most its parent's, as is the sum of siblings.
+        parents: Index of each token's parent; ROOT if it directly continues the request.
+        values: Value of each token. Siblings sum to at most their parent's value.
     """
 
     tokens: list[int]
@@ -50,12 +49,7 @@ class ScoredTree(NamedTuple):
 
     @classmethod
     def spelt(cls, texts: Sequence[Sequence[int]], masses: Sequence[float]) -> "ScoredTree":
-        """The beginnings of some texts, each worth all the texts that begin with it.
-
-        Args:
-            texts: Target ids.
-            masses: Probability of each; at most 1 together.
-        """
+        """Build the prefix tree of some continuations with their probabilities (sum at most 1)."""
         tree, known = cls([], [], []), dict[tuple[int, int], int]()
         for text, mass in zip(texts, masses, strict=True):
             node = ROOT
@@ -67,7 +61,7 @@ class ScoredTree(NamedTuple):
         return tree
 
     def children(self) -> Children:
-        """All tokens as children; of siblings, those in front are taken for the likelier ones."""
+        """Return all tokens as children; siblings have ranks in the order of the tree."""
         ranks: list[int] = []
         depths: list[int] = []
         shares: list[float] = []
@@ -83,20 +77,16 @@ class ScoredTree(NamedTuple):
         )
 
     def revalued(self, shares: Sequence[float]) -> "ScoredTree":
-        """The same tokens, each with another share of its parent's value."""
+        """Return the tree with new shares of the parents' values."""
         values: list[float] = []
         for parent, share in zip(self.parents, shares, strict=True):
             values.append(share * values[parent] if parent >= 0 else share)
         return self._replace(values=values)
 
     def tested(self, emitted: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """What the target has said of the tree: the children of the nodes that it came by.
+        """Return the children of the nodes that the target visited.
 
-        Args:
-            emitted: Tokens behind the text, chosen by the target.
-
-        Returns:
-            The children, and which of them were next.
+        Also return for each child whether the target chose it; `emitted` are the chosen tokens.
         """
         children, taken, at = list[int](), list[bool](), ROOT
         for token in emitted:
@@ -110,18 +100,18 @@ class ScoredTree(NamedTuple):
         return children, taken
 
     def add(self, parent: int, token: int, value: float) -> None:
-        """A token more."""
+        """Add a token."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
 
     def best(self, count: int) -> "ScoredTree":
-        """The best tree of so many tokens, or all of them, the most valuable first."""
+        """Return the best tree of at most `count` tokens, in order of decreasing value."""
         order = sorted(range(len(self.tokens)), key=lambda node: (-self.values[node], node))
         return self.only(order[:count])
 
     def only(self, nodes: Sequence[int]) -> "ScoredTree":
-        """Some of the tokens, in this order: each behind its parent, which is one of them."""
+        """Return a tree of some nodes in this order; each must come after its parent."""
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         return ScoredTree(
             [self.tokens[node] for node in nodes],
@@ -131,13 +121,12 @@ class ScoredTree(NamedTuple):
 
 
 class TreeCandidates(NamedTuple):
-    """What was found of a request's continuation; its draft is a part of it.
+    """Candidate tokens of a request, from which its draft is selected.
 
     Attributes:
-        tree: In target tokens.
-        leads: Where they are raced for, by how much the first arrival leads each, in logarithms;
-            None where the target takes the likeliest.
-        shares: Where they are raced for, the probability of each in its row.
+        leads: With races, log of the first arrival's lead over each token; None if the target is
+            greedy.
+        shares: With races, probability of each token in its row.
     """
 
     tree: ScoredTree
@@ -146,33 +135,23 @@ class TreeCandidates(NamedTuple):
 
 
 class TreeBuilder:
-    """A tree under way: what is known of a request's continuation.
+    """Grows the tree of candidates of one request.
 
-    Behind a node that was fed its children are known, and what they leave is that of all others.
-
-    Args:
-        ends: Tokens that nothing follows.
-
-    Attributes:
-        tree: All nodes, whether they will be in a draft or not.
+    The children of a fed node are known; unknown children have the rest of its value.
     """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
         self.tree = ScoredTree([], [], [])
         self._ends = ends
         self._unfed = {ROOT}
-        self._rest: dict[int, float] = {}  # of each fed node, what its children leave
+        self._rest: dict[int, float] = {}  # value of each fed node minus that of its children
 
     def offer(self, node: int, tokens: Sequence[int], shares: Sequence[float]) -> list[int]:
-        """A node, or the ROOT, was fed: some of its children.
+        """Add and return children of a node (or ROOT) that was fed for the first time.
 
         Args:
-            node: Not fed before.
-            tokens: Different ones.
-            shares: Probability of each behind the node; at most 1 together.
-
-        Returns:
-            The children.
+            tokens: Different tokens.
+            shares: Probability of each token after the node; their sum is at most 1.
         """
         tree, first = self.tree, len(self.tree.tokens)
         self._unfed.discard(node)
@@ -185,13 +164,12 @@ class TreeBuilder:
         return list(range(first, len(tree.tokens)))
 
     def to_feed(self, path: Sequence[int], node: int | None = ROOT) -> int | None:
-        """Where tokens behind a node lead; None where that is not known, was fed, or is an end."""
+        """Return the descendant of a node by its path; None if it is unknown, fed or an end."""
         for token in path:
             node = None if node is None else self._child(node, token)
         return node if node in self._unfed else None
 
     def _child(self, node: int, token: int) -> int | None:
-        """The child of a node that a token leads to."""
         edges = zip(self.tree.tokens, self.tree.parents, strict=True)
         return next((child for child, edge in enumerate(edges) if edge == (token, node)), None)
 
@@ -199,7 +177,7 @@ class TreeBuilder:
         return 1.0 if node == ROOT else self.tree.values[node]
 
     def path(self, node: int) -> list[int]:
-        """The tokens up to a node."""
+        """Return the tokens from the root to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tree.tokens[node])
@@ -207,10 +185,9 @@ class TreeBuilder:
         return path[::-1]
 
     def leaves(self, most: int) -> Iterator[tuple[list[int], float]]:
-        """Paths that share out all that may follow, and their masses, the likeliest first.
+        """Yield paths that partition the possible continuations, with decreasing probabilities.
 
-        Args:
-            most: Nodes without children at most; smaller ones count with what they continue.
+        At most `most` nodes without children are included; others count as their parents.
         """
         tree, rest = self.tree, dict(self._rest)
         childless = [node for node in range(len(tree.tokens)) if node not in rest]

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a target computes the rows of draft trees: side sequences over scratch blocks.
+"""Layout of draft trees in the target's batch: branch sequences over scratch KV blocks.
 
-A target's attention knows sequences, not trees. So a tree's main path is its request's own
-sequence, as a chain is, and every other path is a sequence beside it: with the request's full
-blocks, and scratch blocks from the one on that the step begins in. The tokens that a path shares
-with those before it are fed again at its beginning, so that all it reads of this step is its own.
+Attention supports sequences, not trees. So the main path of a tree is its request's own sequence,
+like a chain, and every branch is an additional sequence. A branch shares the request's full KV
+blocks and has scratch blocks from the block on in which the step begins. It recomputes the tokens
+that it shares with other paths, so that it reads no KV that another sequence writes in this step.
 
-Before the forward, what the request's last block holds already is copied to the first scratch block
-of each branch (`tails`). After a walk that ended on a branch, its scratch blocks replace the
-request's own (`blocks_to_copy`), except a block that the root has filled: it is right already, and
-may be published. Scratch blocks are reserved for one step.
-
-Plain arrays: nothing here knows a model runner.
+Before the forward, the request's last partial block is copied to the first scratch block of each
+branch (`tails`). If the accepted path ends on a branch, its scratch blocks are copied over the
+request's own (`blocks_to_copy`). A block that the root has filled is excluded: it is correct
+already, and the prefix cache may share it. Scratch blocks are reserved for one step.
 """
 
 from collections.abc import Sequence
@@ -25,14 +23,14 @@ from vllm_hetero_spec.trees.walk import NO_NODE, ROOT
 
 
 class TreeRows(NamedTuple):
-    """A request's draft as its target is fed it, behind the row of the root.
+    """Rows of a draft in the target's forward, after the row of the root.
 
-    Every beginning of it is a tree too: it may be cut anywhere.
+    Every prefix is a tree too, so the rows may be truncated anywhere.
 
     Attributes:
-        tokens: Target ids; tokens that are fed again, the root's as well, stand among them.
-        parents: Of each token its parent among them, ROOT, or NO_NODE for one that is fed again.
-        counts: Rows of each sequence; those of the first, the main path, begin with the root's.
+        tokens: Target ids, including recomputed tokens (also the root).
+        parents: Index of each token's parent, ROOT, or NO_NODE for a recomputed token.
+        counts: Number of rows of each sequence. The first is the main path, including the root.
     """
 
     tokens: list[int]
@@ -40,11 +38,9 @@ class TreeRows(NamedTuple):
     counts: list[int]
 
     def fitted(self, length: int, branches: int) -> "TreeRows":
-        """What of it can be verified, `length` long; what is behind that is no node.
+        """Return the rows that can be verified with at most so many branches.
 
-        Args:
-            length: Tokens of the draft that the target is fed: fewer or more than there are.
-            branches: Side sequences that it may have.
+        They are truncated or padded with NO_NODE to `length`, the scheduled draft length.
         """
         counts: list[int] = []
         left = length + 1
@@ -57,9 +53,9 @@ class TreeRows(NamedTuple):
         return TreeRows(self.tokens[:length], self.parents[:nodes] + [NO_NODE] * behind, counts)
 
     def end(self, emitted: Sequence[int]) -> tuple[int, int]:
-        """Where the walk that emitted these tokens ended: the sequence, and the depth in it.
+        """Return the sequence and depth at which the walk with these emitted tokens ended.
 
-        The last of them was chosen there. Its ancestors' KV lies in the same sequence.
+        The last token was chosen there. The KV of its ancestors is in the same sequence.
         """
         at = ROOT
         for token in emitted[:-1]:
@@ -81,22 +77,19 @@ def lay_out(
     branches: int,
     rows: int,
 ) -> TreeRows:
-    """A tree as rows: the main path, the likeliest child each time, then the most valuable others.
+    """Lay out a tree as rows: the main path of most valuable children, then the best branches.
 
     Args:
         root: The request's last token.
-        tokens: Of the tree, each behind its parent.
-        parents: Index of each token's parent, ROOT for one that continues the text itself.
-        values: Of each token, not above its parent's.
-        branches: Side sequences at most.
-        rows: Rows behind the root's at most, with what is fed again.
+        tokens, parents, values: As in `ScoredTree`.
+        branches, rows: Largest numbers; `rows` includes recomputed tokens but not the root's row.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
     laid = TreeRows([], [], [])
-    place = {ROOT: ROOT}  # of each node among the rows
-    # Paths that may come next, the most valuable first: minus its values, the nodes above, its own.
+    place = {ROOT: ROOT}  # row of each node
+    # Heap of possible next paths: (minus the sum of its values, shared nodes, own nodes).
     paths: list[tuple[float, list[int], list[int]]] = []
 
     def offer(above: list[int], first: int) -> None:
@@ -130,19 +123,19 @@ def lay_out(
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """A step's sequences where some drafts are trees: each request's own, its sides behind it.
+    """The S sequences of a step with draft trees: each request's own, followed by its branches.
 
-    Tokens keep the order in which they are scheduled. Sequences are numbered through the step.
+    Tokens keep the order in which they are scheduled.
 
     Attributes:
-        request_of: int64 [S], of each sequence.
-        counts: int64 [S], its rows in this step.
-        depths: int64 [M], of the rows of side sequences, positions behind `starts`;
-        rows: int64 [M], their places among the step's tokens;
-        slots: int64 [M], where their KV is written, -1 for a row that fills a draft up.
-        lines: int64 [C, 3], sequence, column and scratch block: how the lines of the sides differ
-            from their requests' in the block table.
-        tails: int64 [T, 3], request, column and scratch block: what is copied to scratch before the
+        request_of: int64 [S], request of each sequence.
+        counts: int64 [S], rows of each sequence in this step.
+        depths: int64 [M], position of each branch row, relative to the request's computed tokens.
+        rows: int64 [M], index of each branch row among the step's tokens.
+        slots: int64 [M], slot of each branch row's KV; -1 for padding of a draft.
+        lines: int64 [C, 3], (sequence, column, scratch block): block table entries of branches that
+            differ from their request's.
+        tails: int64 [T, 3], (request, column, scratch block): blocks to copy to scratch before the
             forward.
     """
 
@@ -156,21 +149,17 @@ class BranchPlan:
 
     @property
     def query_starts(self) -> np.ndarray:
-        """int64 [S + 1], of each sequence among the step's tokens."""
+        """int64 [S + 1], index of each sequence's first row among the step's tokens."""
         return np.concatenate([[0], self.counts.cumsum()])
 
     def blocks_to_copy(
         self, request: int, sequence: int, start: int, depth: int, size: int
     ) -> np.ndarray:
-        """int64 [n, 2], column and scratch block: what is copied over a request's own blocks.
+        """Return (column, scratch block) of blocks to copy over a request's own, int64 [n, 2].
 
         Args:
-            request: Of the step.
-            sequence: Where its walk ended, numbered among its own; the main one has nothing to
-                copy.
-            start: Its tokens that had KV before the step.
-            depth: At which it ended.
-            size: Of a block, in tokens.
+            sequence: The branch at which its walk ended, counted from 1 within the request.
+            start: Number of the request's tokens with KV before the step.
         """
         number = int(np.searchsorted(self.request_of, request)) + sequence
         own = self.lines[self.lines[:, 0] == number, 1:]
@@ -185,15 +174,14 @@ def plan_branches(
     size: int,
     scratch: Sequence[int],
 ) -> BranchPlan:
-    """The sequences of a step.
+    """Plan the sequences of a step.
 
     Args:
-        starts: Tokens of each request that have KV, [B].
-        lengths: Rows that are scheduled for each request, [B].
-        counts: Rows of each request's sequences (`TreeRows.fitted`); rows behind them fill the
-            draft up, and count with the last.
-        size: Of a block, in tokens.
-        scratch: Blocks to be lent, at least `scratch_blocks` in all.
+        starts: Number of tokens with KV of each request, [B].
+        lengths: Rows scheduled for each request, [B].
+        counts: Rows of each request's sequences (`TreeRows.fitted`). Further scheduled rows are
+            padding and belong to the last sequence.
+        scratch: Free scratch blocks, at least the sum of `scratch_blocks` over the requests.
     """
     number = np.array([len(own) for own in counts], np.int64)
     request_of = np.arange(len(number)).repeat(number)
@@ -208,7 +196,7 @@ def plan_branches(
     column = start // size
     blocks = (start + real[side] - 1) // size - column + 1
     lent = np.array(scratch[: blocks.sum()], np.int64)
-    first = blocks.cumsum() - blocks  # of each side among the blocks that are lent
+    first = blocks.cumsum() - blocks  # index of each branch's first block in `lent`
     of, depths = _counted(fed[side])
     slots = np.full(len(of), -1)
     written = depths < real[side][of]
@@ -228,11 +216,11 @@ def plan_branches(
 
 
 def scratch_blocks(start: int, counts: Sequence[int], size: int) -> int:
-    """Blocks that the side sequences of a request are lent; arguments as of `plan_branches`."""
+    """Return the number of scratch blocks of a request's branches; arguments as `plan_branches`."""
     return sum((start + count - 1) // size - start // size + 1 for count in counts[1:])
 
 
 def _counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each index as often as its count, and 0, 1, ... for each."""
+    """Repeat each index `counts` times; also return 0, 1, ... within each index."""
     of = np.arange(len(counts)).repeat(counts)
     return of, np.arange(len(of)) - (counts.cumsum() - counts)[of]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether drafts are to be trees at present, and of how many paths.
+"""Choice between chains and trees, and of the number of paths that the drafter follows.
 
-Finding a tree takes time, and its rows cost. Where trees do not bring more than that, drafts are
-chains, at the cost of chains. Now and then a tree is looked at all the same, since texts change:
-found and valued, while its chain alone is verified. That takes a small share of the time.
+To find a tree takes time, and its rows cost. If trees do not gain more than this, drafts are
+chains. Because texts change, a tree is still probed now and then: it is found and valued, but only
+its chain is verified. Probes take a small share of the time.
 """
 
 import math
@@ -14,22 +14,22 @@ from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
-# Tokens for a row, from which on nothing is looked for: of two siblings one is worth half a token
-# at most and takes two rows, so that the best trees are chains, or hardly better.
+# Price of a row, in tokens, from which on trees are not probed. The less likely of two siblings is
+# worth at most half a token and costs two rows, so trees hardly improve on chains.
 _DEAR = 0.25
-_ENOUGH = 0.01  # share of the rate that trees have to add: less is not told from nothing
-_OF_A_PATH = 0.05  # tokens for each request that each path of the drafter's brings, or more
-_UNCERTAIN = 0.45  # share of a cost: more paths are not taken at costs less certain than this
-_SHARE = 0.0025  # of the time that may be spent on looking
-_APART = 0.25  # seconds between two looks, or more
+_ENOUGH = 0.01  # relative gain in rate that trees must have; less is within the noise
+_OF_A_PATH = 0.05  # tokens per request that each further drafter path is assumed to gain
+_UNCERTAIN = 0.45  # relative standard deviation of drafter costs at which paths are not added
+_SHARE = 0.0025  # share of time for probes
+_APART = 0.25  # seconds, the shortest interval between two probes
 
 
 class Trees(NamedTuple):
-    """What the drafts of a step are to be.
+    """The kind of drafts of a step.
 
     Attributes:
-        paths: How many the drafter follows for trees, 0 where drafts are chains.
-        looks: Trees are only looked at: chains are verified.
+        paths: Number of paths that the drafter follows for a tree; 0 if drafts are chains.
+        looks: True for a probe: trees are found and valued, but only chains are verified.
     """
 
     paths: int = 0
@@ -37,14 +37,10 @@ class Trees(NamedTuple):
 
 
 class TreeChoice:
-    """Chains or trees.
+    """Chooses between chains and trees.
 
     Args:
-        known: Estimates.
-        width: Most paths that the drafter follows for a tree; 0 where there are none.
-
-    Attributes:
-        branches: What recent trees had beside their chains.
+        width: Largest number of paths that the drafter follows for a tree; 0 disables trees.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
@@ -63,12 +59,12 @@ class TreeChoice:
         lookahead: int,
         buckets: Sequence[int] = (),
     ) -> Forecast:
-        """Rates of trees where these are better than those of chains, else of chains.
+        """Return the rates of trees if they exceed those of chains, otherwise of chains.
 
         Args:
-            batch, limits, random, tokens_per_second, can_stop_early, tiers: See `forecast`. Rows of
-                trees are counted as they are.
-            lookahead: The last one, in target tokens.
+            batch, limits, random, tokens_per_second, can_stop_early: As in `forecast`.
+            lookahead: The last draft length, in target tokens.
+            buckets: As in `forecast`, for chains only. Rows of trees are not padded.
         """
         load = batch, limits, random, tokens_per_second, can_stop_early
         chains, self._pay = forecast(self._known, *load, buckets=buckets), False
@@ -82,7 +78,7 @@ class TreeChoice:
     def _may_pay(
         self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
     ) -> bool:
-        """Whether trees would pay if all their rows were as cheap as the first ones."""
+        """Return True if trees would pay if all their rows were as cheap as the first ones."""
         if not (self._width and self.branches.room):
             return False
         costs = self._known.costs
@@ -97,7 +93,7 @@ class TreeChoice:
         return bool(tokens - row * rows - read * again > tokens_per_second * seconds)
 
     def _nearly_free(self, batch: int, tokens_per_second: float) -> int:
-        """Paths that a drafter step takes hardly longer for than for one."""
+        """Return how many paths cost a drafter step hardly more than one path."""
         costs, steps = self._known.costs, self._steps
         for paths in range(2, self._width + 1):
             wide = paths * batch
@@ -107,12 +103,7 @@ class TreeChoice:
         return self._width
 
     def plan(self, now: float, drafted: int) -> Trees:
-        """For the drafts of a step.
-
-        Args:
-            now: Seconds of the caller's clock.
-            drafted: Requests that are drafted for.
-        """
+        """Choose the kind of drafts of a step."""
         if self._pay:
             return Trees(self._paths)
         if self._dear or now < self._next_look or not (self._width and self.branches.room):

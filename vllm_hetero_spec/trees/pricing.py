@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes of proposed trees are worth the rows that verify them.
+"""Selection of the tree nodes that are worth the rows that verify them.
 
-A node brings its value in tokens and costs a row. Each child of a node but one opens a side
-sequence besides, which reads the text anew and feeds some tokens again. A node's worth is what it
-and the best of what is behind it bring beyond that.
+A node gains its value in tokens and costs a row. One child of a node continues its sequence; every
+other child opens a branch, which reads the context again and recomputes some tokens. The worth of a
+node is the net gain of itself and of its best descendants.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_PRECISE = 0.002  # tokens: a price is found as well as it is known
+_PRECISE = 0.002  # tokens; the search for a price stops at this precision
 
 
 class PricedTree(NamedTuple):
-    """A proposed tree.
+    """A proposed tree, with one entry per token.
 
     Attributes:
-        parents: Of each token, one before it, -1 for one that continues the text itself.
-        values: In tokens; at most the parent's.
-        branches: Tokens that it costs to open a side sequence with the token, beside its rows.
-        again: Rows that this feeds again.
+        parents: Index of an earlier token; -1 if the token directly continues the request.
+        values: Expected accepted tokens; at most the parent's.
+        branches: Price, in tokens, to open a branch with the token, without its rows.
+        again: Rows that such a branch recomputes.
     """
 
     parents: Sequence[int]
@@ -29,11 +29,10 @@ class PricedTree(NamedTuple):
 
 
 def trim(trees: Sequence[PricedTree], row_price: Callable[[int], float]) -> list[list[bool]]:
-    """Which tokens of a batch to verify; lossless where they are certain.
+    """Return for each token of a batch whether to verify it; lossless if tokens are certain.
 
-    Args:
-        trees: Of its requests.
-        row_price: Tokens that one row more has to bring, given those before it; not falling.
+    `row_price` returns the price in tokens of the next row from the number of rows so far; it must
+    not decrease.
     """
 
     def kept_at(row: float) -> tuple[list[list[bool]], int]:
@@ -45,7 +44,7 @@ def trim(trees: Sequence[PricedTree], row_price: Callable[[int], float]) -> list
     high = min(row_price(max(rows - 1, 0)), 1.0)  # no token is worth more than one
     if high <= low:
         return kept
-    # At `high` all that is kept pays for the last row too, at `low` it does not.
+    # Invariant: kept tokens pay for the last row at price `high`, but not at `low`.
     kept, _ = kept_at(high)
     while high - low > _PRECISE:
         middle = (low + high) / 2
@@ -58,25 +57,25 @@ def trim(trees: Sequence[PricedTree], row_price: Callable[[int], float]) -> list
 
 
 def rows_of(tree: PricedTree, kept: Sequence[bool]) -> int:
-    """Rows that the kept tokens take, with what is fed again."""
+    """Return the number of rows of the kept tokens, including recomputed ones."""
     nodes = [node for node, keep in enumerate(kept) if keep]
-    # The first child of a parent opens no side sequence, each further one does.
+    # The first child of a parent opens no branch, each further one does.
     first = {tree.parents[node]: node for node in reversed(nodes)}
     return len(nodes) + sum(tree.again[node] for node in nodes if first[tree.parents[node]] != node)
 
 
 def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
-    """Which tokens are in the best tree where a row costs so many tokens.
+    """Return for each token whether it is in the best tree, if a row costs `row` tokens.
 
-    By induction from the leaves: what a child is worth does not depend on which of its siblings
-    opens no side sequence, so the one that is worth most does not.
+    The worth of a child does not depend on which sibling opens no branch. So nodes are computed
+    from the leaves up, and the child with the largest worth opens no branch.
     """
     size = len(tree.parents)
     worth = [value - row for value in tree.values]
     prices = [side + row * again for side, again in zip(tree.branches, tree.again, strict=True)]
-    free = [-1] * (size + 1)  # of each node and the root, the child that opens no side sequence
+    free = [-1] * (size + 1)  # for each node and the root, the child that opens no branch
     for node in reversed(range(size)):
-        # All children come behind: those of `node` have been added to what it is worth.
+        # Children come after their parents, so `worth[node]` already includes its children.
         parent = tree.parents[node]
         best = free[parent]
         if best < 0 or worth[node] > worth[best]:
@@ -94,10 +93,10 @@ def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
 
 
 def _paid(worth: float, price: float) -> float:
-    """What a child brings that opens a side sequence."""
+    """Return the gain of a child that opens a branch."""
     return max(0.0, worth - price)
 
 
 def _saved(worth: float, price: float) -> float:
-    """What it brings more if it opens none."""
+    """Return the additional gain if it opens no branch."""
     return max(0.0, worth) - _paid(worth, price)

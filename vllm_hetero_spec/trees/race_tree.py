@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees where tokens are raced for: the children of a node are the first arrivals there.
+"""Draft trees with exponential races: the children of a node are the first arrivals of its race.
 
-The drafter's row, carried over to the target's tokens, is raced by the clocks that the target will
-race its own by. Behind a child the drafter is fed a token of its own that the child begins, the
-likeliest; what that spells further is certain.
+The draft_probs of a row race on the same clocks as the target's row will. After a child, the
+drafter is fed its most likely token that proposes the child. Further target tokens that this token
+spells are certain.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,18 +16,18 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.trees.growth import TreeBuilder
 from vllm_hetero_spec.verify.race import first_arrivals
 
-# P[each is next] of children of some nodes: their parents' numbers, their ranks and depths, by how
-# much the first arrival leads each, in logarithms, and their probabilities under the row.
+# P[the child is next] of each child, from parents' numbers, ranks, depths, log leads of the first
+# arrival, and probabilities in the row.
 Chances = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 class Arrivals(NamedTuple):
-    """What comes first in the races of some rows.
+    """The first m arrivals in the races of n rows.
 
     Attributes:
         tokens: int64 [n, m], target ids.
-        fed: int64 [n, m], the drafter token to be fed behind each; any where nothing arrives.
-        speeds: float32 [n, m], 1 / the times of arrival, falling; 0 where nothing arrives.
+        fed: int64 [n, m], the drafter token to feed for each; any id if nothing arrives.
+        speeds: float32 [n, m], 1 / arrival times, decreasing; 0 if nothing arrives.
         shares: float32 [n, m], probabilities of the tokens.
     """
 
@@ -46,15 +46,11 @@ class Arrivals(NamedTuple):
         places: torch.Tensor,
         count: int,
     ) -> "Arrivals":
-        """Races by a drafter's rows.
+        """Run the races of a drafter's rows; `seeds` and `places` as in `race`.
 
         Args:
-            q: float32 [n, V_D] or wider, what the drafter would draw from.
-            tokens: Which target token each drafter token proposes.
-            psi: float32 [n, V_T], q carried over by it.
-            seeds: int64 [n], of the rows' requests.
-            places: int64 [n], index in the output of the token that is raced for.
-            count: Arrivals that are looked at, m.
+            q: float32 [n, V_D] or wider, the drafter's distributions.
+            psi: float32 [n, V_T], draft_probs of q.
         """
         ids, speeds = first_arrivals(psi, seeds, places, count)
         fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
@@ -62,29 +58,19 @@ class Arrivals(NamedTuple):
 
 
 class RaceFeed(NamedTuple):
-    """What gives the row behind a node.
-
-    Attributes:
-        token: The drafter's, to be fed,
-        behind: and the node, or the ROOT, whose row it came from.
-    """
+    """A drafter token to feed; `behind` is the node, or ROOT, whose row it comes from."""
 
     token: int
     behind: int
 
 
 class RaceTreeBuilder(TreeBuilder):
-    """A tree of target tokens under way.
-
-    Args:
-        spell: All target tokens that a drafter token proposes.
-        chances: What values children.
-        ends: Target tokens that nothing follows.
+    """Grows a tree of target tokens for a request with races.
 
     Attributes:
-        feeds: Of the nodes that may be fed.
-        leads: Of each node, by how much the first arrival leads it, in logarithms.
-        shares: Of each node, its probability in its row; 1 for what is certain.
+        feeds: Drafter tokens of the nodes that may be fed.
+        leads: Log of the first arrival's lead over each node.
+        shares: Probability of each node in its row; 1 for a certain token.
     """
 
     def __init__(
@@ -100,11 +86,9 @@ class RaceTreeBuilder(TreeBuilder):
         self.shares: list[float] = []
 
     def arrived(self, node: int, arrivals: Sequence[np.ndarray]) -> None:
-        """A node's children, and what their drafter tokens spell further.
+        """Add a node's children, and the further target tokens of their drafter tokens.
 
-        Args:
-            node: Of the tree, or the ROOT; not fed before.
-            arrivals: `Arrivals` of its row, [m] each, on the host.
+        `arrivals` are the fields of `Arrivals` for the node's row, [m] each, on the host.
         """
         count = int(np.count_nonzero(arrivals[2]))
         tokens, fed, speeds, shares = (column[:count] for column in arrivals)
@@ -116,7 +100,7 @@ class RaceTreeBuilder(TreeBuilder):
         self.shares += shares.tolist()
         spelt = [self._spell(token)[1:] for token in fed.tolist()]
         ahead = np.arange(max(map(len, spelt), default=0))
-        # Each of these is the only child of its parent.
+        # Each of these tokens is the only child of its parent.
         certain = self._chances(ahead, 0 * ahead, ahead + depth + 1, 0.0 * ahead, ahead**0.0)
         for child, rest, drafter_token in zip(children, spelt, fed.tolist(), strict=True):
             last = child
@@ -127,5 +111,4 @@ class RaceTreeBuilder(TreeBuilder):
             self.feeds[last] = RaceFeed(drafter_token, node)
 
     def _child(self, node: int, token: int) -> int | None:
-        """What a drafter token spells behind a node."""
         return next((child for child, feed in self.feeds.items() if feed == (token, node)), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters may write, as trees of target tokens."""
+"""Translation of trees of drafter tokens to trees of target tokens, for greedy requests."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -7,7 +7,7 @@ from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
 from vllm_hetero_spec.trees.walk import ROOT
 
-# See `Bridge.to_target`.
+# Signature of `Bridge.to_target`.
 Translate = Callable[[Sequence[Context], Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
 
 
@@ -17,13 +17,9 @@ def beside_a_chain(
     shares: Sequence[Sequence[float]],
     ends: Collection[int] = (),
 ) -> TreeBuilder:
-    """What is known once a chain was drafted: its tokens, and the others of the rows before them.
+    """Return the tree of a drafted chain and of the other likely tokens of its rows.
 
-    Args:
-        chain: Drafter ids.
-        tokens: The likeliest of each row, among them that of the chain.
-        shares: Their probabilities.
-        ends: Drafter ids that nothing follows.
+    `tokens` are the most likely drafter ids of each row, including the chain's.
     """
     growth, node = TreeBuilder(ends), ROOT
     for token, beside, probabilities in zip(chain, tokens, shares, strict=True):
@@ -39,17 +35,12 @@ def text_trees(
     to_target: Translate,
     leaves: int,
 ) -> list[ScoredTree]:
-    """The target tokens that spell what may be written, each with all that begins with it.
+    """Translate trees of drafter tokens, one per request, to trees in order of decreasing value.
 
     Args:
-        growths: Of drafter tokens, one for each request.
-        contexts: Of the requests.
-        limits: Depth of each request's tree at most, in target tokens.
-        to_target: Translates; called once.
-        leaves: Paths of each request that are translated, beside what its fed nodes leave.
-
-    Returns:
-        Trees with the most valuable tokens first.
+        limits: Largest depth of each tree, in target tokens.
+        to_target: Translates all paths in one call.
+        leaves: Largest number of unfed nodes to translate per request, in addition to its fed ones.
     """
     found = [list(growth.leaves(leaves)) for growth in growths]
     counts = list(map(len, found))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely each child of a node is what the target goes on with, learnt while it verifies.
+"""Models of the probability that the target continues with a child of a node.
 
-Children of one node exclude each other: one of them is next, or none. So they are valued together,
-each against its siblings and the possibility of none. All functions take children as arrays [m]:
-the number of their parent, from 0 on; their rank among its children, 0 the likeliest; its depth;
-and what is known of each child, `evidence` [m, 2].
+They are fitted online to the results of verification. At most one child of a node is next, so
+siblings are valued together. All functions take m children as arrays [m]: `parent` (number of the
+parent, from 0), `rank` (among its children; 0 is the most likely), `depth` (of the parent) and
+`evidence` [m, 2], the features of each child.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,53 +14,49 @@ import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import numbers
 
-# The slopes of the two facts that are known, whether it is the first child, an offset, the
-# logarithm of the depth. A greedy child alone is taken at its word: for the odds of its share.
+# Weights of: the two columns of evidence, is-first-child, offset, log of the depth. The greedy
+# prior gives a child without siblings the odds of its share.
 GREEDY_PRIOR = (1.0, -1.0, 0.0, 0.0, 0.0)
 RACE_PRIOR = (1.0, 0.3, 0.3, 0.3, 0.0)
 _PRIOR_INFORMATION = np.diag([4.0, 4.0, 4.0, 0.5, 4.0])  # 1 / variance; the offset varies most
-_HALF_LIFE = 256  # nodes until one counts half
-_LARGEST_STEP = 2.0  # logits that a prediction may move at once, whatever the surprise
-_LEAST_SCORE, _LARGEST_SCORE = -12.0, 6.0  # logits against none of the children
-_LEAST_SHARE, _LARGEST_LEAD = 1e-5, 12.0  # beyond them a child is as unlikely as another
-_PRIOR_RATES, _PRIOR_WEIGHT = (0.5, 0.15, 0.07, 0.04), 4.0  # by rank, worth so many nodes
-_RANKS = 16  # as many as anyone looks at
+_HALF_LIFE = 256  # nodes after which an observation has half its weight
+_LARGEST_STEP = 2.0  # logits, the largest change of a prediction by one update
+_LEAST_SCORE, _LARGEST_SCORE = -12.0, 6.0  # logits, relative to "no child is next"
+_LEAST_SHARE, _LARGEST_LEAD = 1e-5, 12.0  # limits of evidence; beyond them it does not matter
+_PRIOR_RATES, _PRIOR_WEIGHT = (0.5, 0.15, 0.07, 0.04), 4.0  # by rank; weight in nodes
+_RANKS = 16  # ranks with a rate of their own
 
 
 def greedy_evidence(shares: np.ndarray) -> np.ndarray:
-    """What is known of a greedy request's children: their shares of what the drafter may write."""
+    """Return evidence of a greedy request's children from their shares of the parent's value."""
     return np.stack([_log(shares), _log(1.0 - shares)], 1)
 
 
 def race_evidence(leads: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """What is known of children that race.
+    """Return evidence of children of a race.
 
     Args:
-        leads: Logarithm of the first arrival's lead over each; 0 for the first, [m].
-        shares: Their probabilities under the drafter's row, [m].
+        leads: Log of the first arrival's lead over each child; 0 for the first, [m].
+        shares: Probabilities in the drafter's row, [m].
     """
     return np.stack([-np.minimum(leads, _LARGEST_LEAD), _log(shares)], 1)
 
 
 class ChildChances:
-    """Five numbers that make probabilities of what is known of children.
+    """Multinomial logit model with exponential forgetting.
 
-    A multinomial logit that forgets old tests: P[child i is next] = e_i / (1 + sum of all e_j),
-    where log e is linear in five features.
-
-    Args:
-        prior: What it begins with.
+    P[child i is next] = e_i / (1 + sum of all e_j), where log e is linear in five features.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._weights = np.array(prior)
         self._information = _PRIOR_INFORMATION.copy()
-        self._nodes = 0.0  # learnt from, old ones counting less
+        self._nodes = 0.0  # discounted number of observed nodes
 
     def shares(
         self, parent: np.ndarray, rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray
     ) -> np.ndarray:
-        """P[the child is next | its parent was emitted], [m]."""
+        """Return P[the child is next | its parent was emitted], [m]."""
         return self._shares(parent, _features(rank, depth, evidence))
 
     def observe(
@@ -71,20 +67,16 @@ class ChildChances:
         evidence: np.ndarray,
         taken: np.ndarray,
     ) -> None:
-        """Learn from nodes that were visited together: one step of Newton's method.
+        """Update the weights by one Newton step on the nodes visited in a step.
 
-        Args:
-            parent: As above, of all children that were known there, whether in the tree or not.
-            rank: [m].
-            depth: [m].
-            evidence: [m, 2].
-            taken: bool [m], what was next; at most one for each parent.
+        Pass all known children of these nodes, also those that were not verified. `taken`, bool
+        [m], is True for the next token; at most one per parent.
         """
         if not len(parent):
             return
         features = _features(rank, depth, evidence)
         predicted = self._shares(parent, features)
-        # Of each node the covariance of the features of what is next, 0 for none.
+        # Sum over nodes of the covariance of the next child's features (0 if there is none).
         means = np.zeros((parent.max() + 1, features.shape[1]))
         np.add.at(means, parent, predicted[:, None] * features)
         tests = (features * predicted[:, None]).T @ features - means.T @ means
@@ -98,7 +90,7 @@ class ChildChances:
         self._weights = self._weights + step * min(1.0, _LARGEST_STEP / max(largest, 1e-9))
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it."""
+        """Return the state as JSON values."""
         return {
             "weights": self._weights.tolist(),
             "information": self._information.tolist(),
@@ -107,10 +99,9 @@ class ChildChances:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "ChildChances":
-        """What `to_dict` gave, worth so many nodes at most.
+        """Restore `to_dict` with the weight of at most `weight` nodes.
 
-        Raises:
-            ValueError: It is not that.
+        Raises ValueError if the data are invalid.
         """
         chances = cls(numbers(saved["weights"], (len(GREEDY_PRIOR),)).tolist())
         learnt = numbers(saved["information"], _PRIOR_INFORMATION.shape) - _PRIOR_INFORMATION
@@ -129,44 +120,35 @@ class ChildChances:
 
 
 class TreeValues(NamedTuple):
-    """What is known of the children of trees.
-
-    Attributes:
-        greedy: Where the target takes the likeliest token.
-        race: Where it races.
-    """
+    """Models for greedy requests and for requests with races."""
 
     greedy: ChildChances
     race: ChildChances
 
     @classmethod
     def unknown(cls) -> "TreeValues":
-        """Before any tree."""
+        """Return models without observations."""
         return cls(ChildChances(GREEDY_PRIOR), ChildChances(RACE_PRIOR))
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it."""
+        """Return the state as JSON values."""
         return {"greedy": self.greedy.to_dict(), "race": self.race.to_dict()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "TreeValues":
-        """What `to_dict` gave, each worth so many nodes at most.
+        """Restore `to_dict`, each with the weight of at most `weight` nodes.
 
-        Raises:
-            ValueError: It is not that.
+        Raises ValueError if the data are invalid.
         """
         greedy, race = (ChildChances.from_dict(saved[kind], weight) for kind in ("greedy", "race"))
         return cls(greedy, race)
 
 
 class RankRates:
-    """The share of each rank, whatever is known of the child: ERSD's trees, and Sequoia's.
+    """Model that uses only the rank of a child, as ERSD and Sequoia do.
 
-    With these the best tree has always the same shape: that of Algorithm 3 where the probability
-    that a path of ranks is accepted is the product of its ranks' rates.
-
-    Args:
-        ranks: Children of a node that are told apart.
+    The best tree always has the same shape: that of ERSD's Algorithm 3 if the acceptance
+    probability of a path is the product of the rates of its ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -177,7 +159,7 @@ class RankRates:
     def shares(
         self, parent: np.ndarray, rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray
     ) -> np.ndarray:
-        """See `ChildChances`."""
+        """Return P[the child is next | its parent was emitted], [m]."""
         rates = np.append(self._taken / self._nodes, 0.0)
         return rates[np.minimum(rank, len(self._taken))]
 
@@ -189,7 +171,7 @@ class RankRates:
         evidence: np.ndarray,
         taken: np.ndarray,
     ) -> None:
-        """See `ChildChances`."""
+        """Update the rates; arguments as in `ChildChances.observe`."""
         nodes = len(np.unique(parent))
         keep = 0.5 ** (nodes / _HALF_LIFE)
         size = len(self._taken)
@@ -198,19 +180,14 @@ class RankRates:
 
 
 class RankValues(NamedTuple):
-    """What takes the place of `TreeValues` where trees are chosen by rank alone.
-
-    Attributes:
-        greedy: Where the target takes the likeliest token.
-        race: Where it races.
-    """
+    """Replacement of `TreeValues` that uses only ranks."""
 
     greedy: RankRates
     race: RankRates
 
     @classmethod
     def unknown(cls) -> "RankValues":
-        """Before any tree."""
+        """Return models without observations."""
         return cls(RankRates(_RANKS), RankRates(_RANKS))
 
 

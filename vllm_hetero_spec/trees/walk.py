@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of draft trees: from its root on, a tree is followed as far as the target goes it.
+"""Verification of draft trees: walk from the root as long as the target's choice is in the tree.
 
-The target has computed a row behind every node. What it chooses there is its first choice or the
-winner of a race, a function of the row and of noise that no draft can change: so the output is the
-target's own, whatever the tree is, and whatever it was made of (`walk` in
-`tests/oracle/reference.py`).
+The target has computed a row after every node. Its choice there is its most likely token or the
+winner of a race: a function of the row and of noise that is independent of the draft. So the output
+is the target's own for any tree (`walk` in `tests/oracle/reference.py`).
 
-Nodes of one depth are raced for by the same clocks, as these depend on the place in the output
-alone; a walk comes by each depth once.
+Nodes of one depth race on the same clocks, because clocks depend only on the index in the output.
+This is correct, because a walk visits each depth once.
 """
 
 from collections.abc import Sequence
@@ -19,21 +18,21 @@ import torch
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import FILLER, Verdict
 
-# Parents of rows that are fed behind the text itself, and of rows that are no nodes: a token that
-# is fed a second time, or that fills a draft up.
+# Parents of rows that directly continue the request, and of rows that are no nodes: recomputed
+# tokens and padding of a draft.
 ROOT, NO_NODE = -1, -2
 
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Draft trees of B requests as rows of the target, R in all; made by `of`.
+    """Draft trees of B requests as R rows of the target; made by `of`.
 
-    Each request has a row behind its text, the root, then one for each token of its draft.
+    Each request has a row for its root (its last token), then one for each token of its draft.
 
     Attributes:
         tokens: int64 [R], the token fed in each row.
-        lengths: Tokens of each request's draft, [B], on the host.
-        parents: int64 [R], row of the token before; the row itself where there is none.
+        lengths: Draft length of each request, [B], on the host.
+        parents: int64 [R], the parent's row; the row itself if there is no parent.
         depths: int64 [R], 0 for a root, -1 for a row that is no node.
         request_of: int64 [R], the request of each row.
     """
@@ -51,13 +50,12 @@ class TreeBatch:
         parents: Sequence[Sequence[int]],
         send: Send = on_host,
     ) -> "TreeBatch":
-        """A batch of what is known on the host; see the attributes.
+        """Build a batch from host data.
 
         Args:
-            tokens: int64 [R].
-            parents: Of each token of each request's draft: an earlier one of it that is a node,
-                ROOT or NO_NODE. Children of one parent are different tokens.
-            send: Brings arrays to where `tokens` is; called once.
+            parents: Parent of each token of each draft: an earlier node of the draft, ROOT or
+                NO_NODE. Children of one parent must be different tokens.
+            send: Copies arrays to the device of `tokens`; called once.
         """
         rows: list[int] = []
         depths: list[int] = []
@@ -91,28 +89,19 @@ class TreeBatch:
 
 @dataclass(frozen=True)
 class TreeVerdict(Verdict):
-    """What a batch of trees emits.
-
-    Attributes:
-        rows: int64 [B, K + 1], where each token was chosen, index into the R rows; then FILLER.
-    """
+    """Emitted tokens, and `rows` int64 [B, K + 1]: the row that chose each token, then FILLER."""
 
     rows: torch.Tensor
 
 
 def greedy_walk(trees: TreeBatch, best: torch.Tensor) -> TreeVerdict:
-    """Follow each tree while what the target itself chooses is in it.
-
-    Args:
-        trees: R rows of B requests.
-        best: int64 [R], what the target chooses in each row: its first choice, or a race's winner.
-    """
+    """Walk each tree while it contains the target's choice in each row, `best` int64 [R]."""
     parents, width = trees.parents, trees.width
     reached = (trees.depths == 0) | (trees.tokens == best[parents])
-    for _ in range(width.bit_length()):  # each asks twice as many ancestors as the one before
+    for _ in range(width.bit_length()):  # pointer doubling: twice as many ancestors each time
         reached = reached & reached[parents]
         parents = parents[parents]
-    # At each depth one row is reached at most. The last column, which is -1 too, takes all others.
+    # At most one row per depth is reached. All other rows go to the last column, which is removed.
     rows = best.new_full((trees.size, width + 2), FILLER)
     columns = torch.where(reached, trees.depths, width + 1)
     rows[trees.request_of, columns] = torch.arange(len(best), device=best.device)

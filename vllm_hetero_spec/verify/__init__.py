@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a draft is accepted. Pure tensors; knows neither vLLM nor tokenizers."""
+"""Rules of verification on tensors. Imports neither vLLM nor tokenizers."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of a batch with the probabilities they were drawn from, and what is made of them.
+"""Draft tokens of a batch with their draft_probs, and the result of verification.
 
-A draft token's row is its exact distribution given everything revealed before it: dense over the
-target's vocabulary, or one-hot where the token is certain (greedy drafts, the rest of a token
-already drawn). One-hot rows are never stored. Drafts may differ in length, or have none.
+The row of a draft token is its exact distribution given all tokens before it. The row is dense
+over the target's vocabulary, or one-hot if the token is certain: a greedy draft token, or a further
+token of a drafter token that was already drawn. One-hot rows are not stored. Drafts may differ in
+length or be empty.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,38 +17,36 @@ import torch
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.noise import ACCEPT, CORRECT, keys_of, uniform
 
-# What fills a verdict's line after the last emitted token.
-FILLER = -1
+FILLER = -1  # fills a row of a verdict after the last emitted token
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Drafts of B requests, N tokens in all, one request's after the other's; made by `of`.
+    """Drafts of B requests, N tokens in all, concatenated in request order; made by `of`.
 
-    What follows from the lengths is known on the host, and lies on the device from the start: no
-    rule has to ask the device for a number.
+    All indices that follow from the draft lengths are computed on the host and sent to the device
+    once, so that no rule synchronizes with the device.
 
     Attributes:
-        tokens: int64 [N], target ids; -1 stands for no token and is never accepted.
-        lengths: Tokens of each request's draft, [B], on the host.
+        tokens: int64 [N], target ids; -1 is no token and is never accepted.
+        lengths: Draft length of each request, [B], on the host.
         counts: int64 [B], `lengths` on the device.
         starts: int64 [B], index of each request's first token in `tokens`.
-        drafted: int64 [D], the requests that have a draft.
+        drafted: int64 [D], the requests with a nonempty draft.
         request_of: int64 [N], the request of each token.
-        place_of: int64 [N], each token's place in its request's draft.
-        later: int64 [N - D], the tokens that follow another of their draft.
-        places: int64 [B], index of each draft's first token in its request's output; None where
-            nothing is random, as `seeds`.
-        seeds: int64 [B], from which each request's random choices follow (`verify.noise`).
-        noise: float64 [N + D], `accept_noise` and `correct_noise`; None where the host does not
-            know the places.
-        keys: int64 [N + D], see `verify.noise.keys_of`; None where there is `noise`.
-        draft_probs: float32 [R, V] each, distributions that tokens were drawn from; a row may add
-            up to less than 1, the rest standing for "nothing proposed". One table for each round
-            of drafting, as it lies; none where all tokens are certain.
-        row_of: int64 [N], row of `draft_probs`, numbered through all tables, -1 for a certain
-            token; None where all are.
-        req_ids: Of the requests, [B]; empty where they do not exist.
+        place_of: int64 [N], index of each token in its draft.
+        later: int64 [N - D], the tokens that are not the first of their draft.
+        places: int64 [B], index of each draft's first token in its request's output; None if the
+            batch needs no random numbers.
+        seeds: int64 [B], seeds of the requests' random numbers (`verify.noise`); None as `places`.
+        noise: float64 [N + D], `accept_noise` and `correct_noise`; None if `places` are only on
+            the device.
+        keys: int64 [N + D], from `verify.noise.keys_of`; None if there is `noise`.
+        draft_probs: float32 [R, V] each, one table per drafting round, not copied; empty if all
+            tokens are certain. A row may sum to less than 1; the rest is "nothing proposed".
+        row_of: int64 [N], row of each token, counted across all tables, or -1 if it is certain;
+            None if all are certain.
+        req_ids: Request ids, [B]; empty if there are none.
     """
 
     tokens: torch.Tensor
@@ -78,17 +77,13 @@ class DraftBatch:
         req_ids: Sequence[str] = (),
         send: Send = on_host,
     ) -> "DraftBatch":
-        """A batch of what is known on the host; see the attributes.
+        """Build a batch from host data; the arguments are attributes of the class.
 
         Args:
-            tokens: int64 [N].
-            lengths: [B].
-            seeds: [B]; None where nothing is random: then nobody asks for `places`.
-            places: [B], or where `tokens` is already.
-            draft_probs: With `row_of` [N], where tokens were drawn.
-            row_of: [N].
-            req_ids: [B].
-            send: Brings arrays to where `tokens` is; called once.
+            seeds: None if the batch needs no random numbers; then `places` is unused.
+            places: On the host, or a tensor on the device of `tokens`.
+            row_of: Required with `draft_probs`.
+            send: Copies arrays to the device of `tokens`; called once.
         """
         counts = np.array(lengths, np.int64)
         starts = counts.cumsum() - counts
@@ -126,11 +121,11 @@ class DraftBatch:
         return max(self.lengths, default=0)
 
     def accept_noise(self) -> torch.Tensor:
-        """float64 [N] uniform in [0, 1): whether each token is accepted."""
+        """Return float64 [N], uniform in [0, 1), for the acceptance test of each token."""
         return self._noise[: len(self.request_of)]
 
     def correct_noise(self) -> torch.Tensor:
-        """float64 [D] uniform in [0, 1): which token corrects each draft."""
+        """Return float64 [D], uniform in [0, 1), for the recovered token of each draft."""
         return self._noise[len(self.request_of) :]
 
     @cached_property
@@ -144,13 +139,13 @@ class DraftBatch:
         return uniform(self.keys, self.places[of], index)
 
     def padded(self, values: torch.Tensor, fill: float | int | bool) -> torch.Tensor:
-        """[N] values as [B, K + 1], `fill` behind the end of each draft, at least once."""
+        """Return values [N] as [B, K + 1], with at least one `fill` after each draft."""
         table = values.new_full((self.size, self.width + 1), fill)
         table[self.request_of, self.place_of] = values
         return table
 
     def mass(self) -> torch.Tensor:
-        """float32 [N], probability with which each token was proposed."""
+        """Return the probability with which each token was proposed, float32 [N]."""
         if self.row_of is None:
             return torch.ones(len(self.tokens), device=self.tokens.device)
         tokens = self.tokens.clamp_min(0)
@@ -158,13 +153,13 @@ class DraftBatch:
         return torch.where(self.row_of >= 0, drawn, 1.0)
 
     def drawn_from(self, row_of: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V], the rows `row_of` int64 [n] of `draft_probs`; any row for -1."""
+        """Return rows `row_of`, int64 [n], of `draft_probs`: float32 [n, V]; any row for -1."""
         return self._looked_up(row_of, lambda table, rows: table.index_select(0, rows))
 
     def _looked_up(
         self, row_of: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """What `take` gives for a table and int64 [n] rows of it, from each row's own table."""
+        """Return the result of `take(table, rows)` from each row's own table; rows int64 [n]."""
         first, found = 0, row_of
         for table in self.draft_probs:
             rows = row_of - first
@@ -177,14 +172,14 @@ class DraftBatch:
     def residual(
         self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """float32 [n, V], (support * target_probs - draft_probs)+ at some tokens.
+        """Return (support * target_probs - draft_probs)+ at some tokens, float32 [n, V].
 
         Args:
-            target_probs: float32 [N, V], the target's at each token.
-            index: int64 [n] into `tokens`; few of them at a time, to bound the memory.
-            support: float32 [n]; 1 where None.
+            target_probs: float32 [N, V].
+            index: int64 [n] into `tokens`; n bounds the memory.
+            support: float32 [n]; None for 1.
         """
-        rest = target_probs.index_select(0, index)  # on a CPU faster than by brackets
+        rest = target_probs.index_select(0, index)  # on a CPU faster than target_probs[index]
         if support is not None:
             rest.mul_(support[:, None])
         tokens = self.tokens[index, None]
@@ -200,8 +195,7 @@ class DraftBatch:
 
 
 def _noise_of(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Of what the host knows of a batch: the random numbers, or where it does not know the places,
-    what they follow from."""
+    """Return the random numbers of a batch, or only their keys if the host lacks the places."""
     of = np.concatenate([known["request_of"], known["drafted"]])
     purposes = np.array([ACCEPT, CORRECT]).repeat([len(known["request_of"]), len(known["drafted"])])
     keys = keys_of(known["seeds"][of], purposes)
@@ -213,12 +207,12 @@ def _noise_of(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a batch emits.
+    """Emitted tokens of a batch.
 
     Attributes:
-        tokens: int64 [B, K + 1]: accepted draft tokens, then the corrected or the bonus token,
-            then FILLER.
-        accepted: int64 [B], accepted draft tokens.
+        tokens: int64 [B, K + 1]: accepted draft tokens, then the recovered or bonus token, then
+            FILLER.
+        accepted: int64 [B], number of accepted draft tokens.
     """
 
     tokens: torch.Tensor
@@ -226,6 +220,6 @@ class Verdict:
 
     @classmethod
     def of(cls, tokens: torch.Tensor, accepted: torch.Tensor) -> "Verdict":
-        """The first `accepted` [B] of each request's `tokens` [B, K + 1], and one more."""
+        """Keep the first `accepted` [B] of each request's `tokens` [B, K + 1], and one more."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return cls(tokens.masked_fill(places > accepted[:, None], FILLER), accepted)

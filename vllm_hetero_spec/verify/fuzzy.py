@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzy speculative decoding: LOSSY, a draft whose row is near the target's passes as it is.
+"""Fuzzy verification (LOSSY): accept a draft token whose row is close to the target's row.
 
-*Fuzzy Speculative Decoding for a Tunable Accuracy-Runtime Tradeoff*. Only sampled drafts can be
-fuzzy: what a certain one was computed from does not matter. Where the rule does not apply the
-strict test decides, so that threshold 0 is lossless.
+*Fuzzy Speculative Decoding for a Tunable Accuracy-Runtime Tradeoff*. The rule applies to sampled
+draft tokens only, because a certain token has no row to compare. If the rule does not accept, the
+strict test decides, so threshold 0 is lossless.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,19 @@ from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.rules import at_tokens, corrected, in_a_row, passes
 
-# Smoothing of the drafter's row under "kl", which is infinite where the target has mass and the
-# drafter none, as always between different vocabularies.
+# Share of a uniform distribution mixed into the drafter's row for "kl". Without it "kl" is infinite
+# if the drafter lacks a token of the target, which is always so between different vocabularies.
 KL_SMOOTHING = 1e-4
 
 
 @dataclass(frozen=True)
 class FuzzyVerdict:
-    """A verdict, and what was given up for it.
+    """A verdict and the loss that it causes.
 
     Attributes:
-        verdict: What is emitted.
         only_fuzzy: int64 [B], emitted draft tokens that the strict test would have rejected.
-        variation: float [B], sum of the total variations at the places where the rule applied: the
-            output's distribution is at most the expectation of this from the target's.
+        variation: float [B], sum of the total variation at emitted tokens to which the rule
+            applied. Its expectation bounds the distance between output and target distribution.
     """
 
     verdict: Verdict
@@ -43,14 +42,11 @@ def fuzzy_rule(
     divergence: str,
     threshold: float,
 ) -> FuzzyVerdict:
-    """Token rule, with the fuzzy exception.
+    """Apply the token rule with the fuzzy exception; other arguments as in `token_rule`.
 
     Args:
-        drafts: N draft tokens of B requests, with dense rows where they were sampled.
-        target_probs: float32 [N, V], the target's at each draft token.
-        bonus: int64 [B], a draw from the target's distribution behind each draft.
         divergence: "js" or "kl" in nats, or "tv".
-        threshold: A draft token whose rows diverge by less is accepted.
+        threshold: A sampled draft token is accepted if its rows diverge by less.
     """
     target = at_tokens(target_probs, drafts.tokens)
     strict = passes(drafts, target_probs)
@@ -72,7 +68,7 @@ def fuzzy_rule(
 
 
 def diverge(p: torch.Tensor, q: torch.Tensor, divergence: str) -> torch.Tensor:
-    """float [n], divergence of rows [n, V] of target_probs and draft_probs."""
+    """Return the divergence of each pair of rows [n, V] of target_probs and draft_probs, [n]."""
     if divergence == "tv":
         return (p - q).abs().sum(-1) / 2
     if divergence == "kl":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers that are functions of a seed and a place, and draws by them.
+"""Stateless random numbers, and draws that use them.
 
-Nothing here has a random state: a request's numbers follow from its seed, the place in its output
-where a draft begins, and what they are for. So they are the same in any batch, in any part of it,
-on every rank, and nothing has to be kept or set back.
+A request's numbers are a function of its seed, the index in its output where a draft begins (its
+place), and their purpose. They are equal in any batch and on every rank, and no random state has to
+be kept or restored.
 """
 
 from collections.abc import Iterator
@@ -12,46 +12,43 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-# Cells of a table that are worked on at the same time. On a CPU what its caches hold; elsewhere so
-# many that all that is made of them at once, about eight float32 tables, stays below 1 GiB.
+# Elements of a table that are processed at once. On a CPU they fit into its caches. On other
+# devices the temporary tensors, about eight float32 tables, stay below 1 GiB.
 _CELLS_ON_CPU = 1 << 20
 _CELLS = 1 << 25
-# Weights of a row that are added up in one before it is known which of them are looked into.
-_BLOCK = 4096
+_BLOCK = 4096  # weights of a row that `choose` first sums up as one block
 _BELOW_ONE = 1.0 - 2.0**-53  # the largest float64
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
-# What numbers are for, each a stream of its own (digits of pi): the same numbers in drafting and in
-# verification would couple what is proposed to whether it is accepted.
+# Purposes; each has its own stream (digits of pi). If drafting and verification shared random
+# numbers, acceptance would depend on the proposed token, and the output would be biased.
 RACE = 0
 ACCEPT = 0x243F6A8885A308D3
 CORRECT = 0x13198A2E03707344
 DRAFT = 0x24093822299F31D0
 
 
-# Of the host or of a device: both compute the same numbers, by the same operators.
+# On the host or on a device; both compute equal numbers with the same operators.
 Numbers = TypeVar("Numbers", torch.Tensor, np.ndarray)
 
 
 def keys_of(seeds: Numbers, purpose: "int | Numbers") -> Numbers:
-    """int64 [n], what the numbers of a seed follow from.
+    """Return the keys for `random_bits` of seeds, int64 [n].
 
-    Args:
-        seeds: int64 [n].
-        purpose: One of those above, or int64 [n] of them.
+    `purpose` is `RACE`, `ACCEPT`, `CORRECT` or `DRAFT`, or int64 [n] of them.
     """
     return _mixed((seeds ^ purpose) + _GAMMA)
 
 
 def random_bits(keys: Numbers, places: Numbers, index: Numbers) -> Numbers:
-    """int64 in [0, 2**53), independent for different arguments.
+    """Return int64 numbers in [0, 2**53), independent for different arguments.
 
     Args:
-        keys: int64 [n], of the seeds.
-        places: int64 [n], in the outputs of the seeds' requests.
-        index: int64 [n], or [n, m] for m numbers each, from 0 on.
+        keys: int64 [n], from `keys_of`.
+        places: int64 [n], indices in the requests' outputs.
+        index: int64 [n], or [n, m] for m numbers each; at least 0.
     """
     keys = _mixed(keys + (places + 1) * _GAMMA)
     if index.ndim > 1:
@@ -63,7 +60,7 @@ def random_bits(keys: Numbers, places: Numbers, index: Numbers) -> Numbers:
 
 
 def uniform(keys: Numbers, places: Numbers, index: Numbers) -> Numbers:
-    """float64 in [0, 1); arguments as of `random_bits`."""
+    """Return float64 numbers in [0, 1); arguments as in `random_bits`."""
     bits = random_bits(keys, places, index)
     whole = bits.astype(np.float64) if isinstance(bits, np.ndarray) else bits.to(torch.float64)
     whole *= 2.0**-53
@@ -71,13 +68,10 @@ def uniform(keys: Numbers, places: Numbers, index: Numbers) -> Numbers:
 
 
 def slices(rows: int, width: int, device: torch.device | None = None) -> Iterator[slice]:
-    """Parts of a table of so many rows that are worked on one after the other.
+    """Return slices of a table's rows to process one after the other, which bounds the memory.
 
-    Args:
-        rows: Of the table.
-        width: Of a row.
-        device: Where the table is. None bounds the memory alone: for what a CPU does row by row,
-            with its cores side by side.
+    On a CPU the slices are smaller and fit into its caches. `device` None omits this, for
+    operations that process one row per core.
     """
     cells = _CELLS_ON_CPU if device is not None and device.type == "cpu" else _CELLS
     step = max(1, cells // max(1, width))
@@ -85,15 +79,15 @@ def slices(rows: int, width: int, device: torch.device | None = None) -> Iterato
 
 
 def choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One index per row, with probability in proportion to its weight.
+    """Draw one index per row with probability proportional to its weight.
 
     Args:
-        weights: float [n, V], not negative, some weight in every row.
+        weights: float [n, V], not negative, with a positive weight in every row.
         uniform: float64 [n] in [0, 1).
 
     Returns:
-        int64 [n]. Inverts the cumulative sum, in float64 but for the sums of blocks, which are as
-        exact as the weights: no weight of 0 is ever chosen.
+        int64 [n]. The cumulative sum is inverted in float64; sums of blocks have the dtype of the
+        weights. An index with weight 0 is never chosen.
     """
     parts = [
         _choose(weights[part], uniform[part, None])
@@ -108,13 +102,13 @@ def _choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     width = weights.shape[1]
     if width <= _BLOCK:
         return _inverse(weights, uniform)[0][:, 0]
-    # A cumulative sum is slow, a sum is not: first the block, then the weight inside of it.
+    # A sum is faster than a cumulative sum: choose the block first, then the weight in it.
     whole = width - width % _BLOCK
     blocks = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
     tail = weights[:, whole:].sum(-1, keepdim=True)
     sizes = torch.cat([blocks, tail], 1)
     block, sums, aim = _inverse(sizes, uniform)
-    # How much of the block is passed: less than all of it.
+    # Share of the block before the drawn point; below 1.
     rest = 1.0 - (sums.gather(1, block) - aim) / sizes.gather(1, block)
     first = block * _BLOCK
     index = first + torch.arange(_BLOCK, device=weights.device)
@@ -126,15 +120,15 @@ def _choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _inverse(
     weights: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where each row's cumulative sum passes a share of it.
+    """Return the index at which each row's cumulative sum exceeds a share of its total.
 
     Args:
         weights: float [n, W].
-        uniform: float64 [n, 1] in [0, 1), the share: as a float64 is at most 1 - 2**-53, what it is
-            of a sum is less than that also when rounded.
+        uniform: float64 [n, 1], the share, in [0, 1). It is at most 1 - 2**-53, so that its product
+            with the total is below the total even after rounding.
 
     Returns:
-        int64 [n, 1] the index, float64 [n, W] the cumulative sum, float64 [n, 1] the share of all.
+        The index int64 [n, 1], the cumulative sum float64 [n, W], and share * total float64 [n, 1].
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     aim = sums[:, -1:] * uniform
@@ -143,7 +137,7 @@ def _inverse(
 
 
 def _mixed(keys: Numbers) -> Numbers:
-    """splitmix64's output function, in place; integer overflow wraps around."""
+    """Apply splitmix64's output function in place; integer overflow wraps around."""
     keys ^= _shifted(keys, 30)
     keys *= _MIX[0]
     keys ^= _shifted(keys, 27)
@@ -153,7 +147,7 @@ def _mixed(keys: Numbers) -> Numbers:
 
 
 def _shifted(keys: Numbers, bits: int) -> Numbers:
-    """Logical shift to the right: the sign bit does not follow."""
+    """Shift right logically: the sign bit is not extended."""
     shifted = keys >> bits
     shifted &= (1 << (64 - bits)) - 1
     return shifted

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees inside vLLM: branches as sequences of the target's batch."""
+"""Draft trees in vLLM: branches are additional sequences of the target's batch."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees on Model Runner V1: a step's sequences as attention sees them.
+"""Draft trees on Model Runner V1: add branches to the attention metadata.
 
-V1 makes the metadata of attention from its own buffers. While it does so, it is given others in
-their place, which hold the sides of trees too.
+V1 builds attention metadata from its own buffers. During this, they are replaced by buffers that
+also contain the branches.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class _Shown(NamedTuple):
-    """What attention is shown in place of the runner's buffers, of S sequences.
+    """Replacements of the runner's buffers, for S sequences.
 
     Attributes:
-        starts, starts_there: int32 [S + 1], of their queries, on the host and on the device.
-        lengths, lengths_there: int32 [S].
-        tables: int32 [S, width], the block table of each group.
-        longest: Rows of the longest.
+        starts, starts_there: int32 [S + 1], query starts on the host and on the device.
+        lengths, lengths_there: int32 [S], sequence lengths on the host and on the device.
+        tables: int32 [S, width], block table of each KV cache group.
+        longest: Largest number of rows of a sequence.
     """
 
     starts: torch.Tensor
@@ -41,28 +41,18 @@ class _Shown(NamedTuple):
 
 
 class BranchSequencesV1(BranchSequences):
-    """The draft trees of a worker of Model Runner V1.
-
-    Args:
-        runner: vLLM's.
-    """
+    """Branch sequences of one worker of Model Runner V1."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
         self._shown: _Shown | None = None
 
     def own_block(self, request: int, group: int, column: int) -> int:
-        """Overrides `BranchSequences`."""
         table = self._runner.input_batch.block_table[group].block_table.np
         return int(table[request, column])
 
     def update_from(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
-        """The inputs of a step are about to be made: plan its trees.
-
-        Args:
-            output: What it is made of.
-            scheduled: int [B], tokens of each request of the batch.
-        """
+        """Plan the trees of a step, before the runner prepares its inputs."""
         assert not self.uneven, "a step has ended, and nobody has brought home what its sides hold"
         self.begins()
         batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
@@ -75,7 +65,7 @@ class BranchSequencesV1(BranchSequences):
         self.plan(list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts])
 
     def lay_out(self) -> None:
-        """The step's inputs have been made, without its sides."""
+        """Add the branches to the step's inputs, after the runner has prepared them."""
         step, runner = self._step, self._runner
         if step is None:
             return
@@ -113,7 +103,11 @@ class BranchSequencesV1(BranchSequences):
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[dict[str, Any]]:
-        """While attention's metadata are made; arguments of their maker that are others."""
+        """Replace the runner's buffers while it builds attention metadata.
+
+        Yields:
+            Changed keyword arguments of `_build_attention_metadata`.
+        """
         runner, shown = self._runner, self._shown
         assert shown is not None, "no side was laid out"
         tables = [runner.input_batch.block_table[group] for group in range(len(shown.tables))]
@@ -133,11 +127,7 @@ class BranchSequencesV1(BranchSequences):
 
 
 def install(branches_of: Any) -> None:
-    """Hook the model runners of this process. Idempotent; inert without trees.
-
-    Args:
-        branches_of: Gives a runner's `BranchSequencesV1`, or None.
-    """
+    """Patch the model runners of this process. Idempotent; no effect without trees."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def inputs(original: patching.Function) -> patching.Function:
@@ -160,7 +150,7 @@ def install(branches_of: Any) -> None:
             if branches is None or not branches.uneven:
                 return original(self, *args, **kwargs)
             found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
-            if found[0] == CUDAGraphMode.FULL:  # of so many sequences as there are requests
+            if found[0] == CUDAGraphMode.FULL:  # captured for one sequence per request
                 found = original(self, *args, **(kwargs | {"force_eager": True}))
             return found
 

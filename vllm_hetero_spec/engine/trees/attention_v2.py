@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees on Model Runner V2: a step's batch as attention sees it, in the runner's own buffers.
+"""Draft trees on Model Runner V2: add branches to the batch from which attention metadata is built.
 
-V2 asks the model's state for the metadata of attention (`tree_state_v2`), and gives it the batch.
+V2 passes its batch to the model state (`state_v2`), which builds the metadata.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,24 @@ if TYPE_CHECKING:
 
 
 class BranchSequencesV2(BranchSequences):
-    """The draft trees of a worker of Model Runner V2.
-
-    Args:
-        runner: vLLM's, with its model loaded.
-    """
+    """Branch sequences of one worker of Model Runner V2."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
-        self._blocks: dict[str, list[list[int]]] = {}  # of each request, group by group
+        # Block ids of each request by KV cache group; V2 has block tables on the device only.
+        self._blocks: dict[str, list[list[int]]] = {}
 
     def own_block(self, request: int, group: int, column: int) -> int:
-        """V2 keeps its block tables on the device alone."""
         assert self._step is not None
         return self._blocks[self._step.req_ids[request]][group][column]
 
     def update_from(self, output: "SchedulerOutput") -> None:
-        """A step begins: requests come and go, and are given blocks."""
+        """Begin a step: update the requests and their blocks from the scheduler's output."""
         self.begins()
         for req_id in output.finished_req_ids:
             self._blocks.pop(req_id, None)
             self.forget(req_id)
-        for new in output.scheduled_new_reqs:  # those that were preempted, too
+        for new in output.scheduled_new_reqs:  # including resumed ones
             self._blocks[new.req_id] = [list(blocks) for blocks in new.block_ids]
             self.forget(new.req_id)
         cached = output.scheduled_cached_reqs
@@ -53,12 +49,12 @@ class BranchSequencesV2(BranchSequences):
     def expand(
         self, batch: "InputBatch", tables: Sequence[torch.Tensor], slots: torch.Tensor
     ) -> tuple["InputBatch", Sequence[torch.Tensor]]:
-        """The batch and its block tables as attention is to see them, in the runner's buffers.
+        """Return the batch and its block tables with branches, in the runner's buffers.
 
         Args:
-            batch: Of a step; it keeps its own lengths, which sampling reads.
-            tables: Of each group of the KV cache, lines of the requests.
-            slots: int64 [groups, n], where each token's KV is written; those of sides are changed.
+            batch: The step's batch; it gets copies of its own lengths, which sampling reads.
+            tables: Block table of each KV cache group, one row per request.
+            slots: int64 [groups, n], slot mapping; the slots of branch rows are changed.
         """
         step, runner = self._step, self._runner
         if step is None or batch.req_ids != step.req_ids:
@@ -93,7 +89,7 @@ class BranchSequencesV2(BranchSequences):
             table[:size] = table[request_of]
             table[sequence, column] = block.to(table.dtype)
             slots[group, rows] = own_slots
-        if hasattr(runner.block_tables, "_num_dirty_rows"):  # from 0.33 on
+        if hasattr(runner.block_tables, "_num_dirty_rows"):  # vLLM 0.33 or newer
             runner.block_tables._num_dirty_rows = size
         self.laid_out(starts == planned)
         return self._shown(batch, plan, query_starts), [table[:padded] for table in lines]
@@ -101,7 +97,7 @@ class BranchSequencesV2(BranchSequences):
     def _shown(
         self, batch: "InputBatch", plan: BranchPlan, query_starts: np.ndarray
     ) -> "InputBatch":
-        """What the builders of attention metadata read of a batch, for all its sequences."""
+        """Return a batch with all sequences, in the fields that metadata builders read."""
         of, buffers, padded = plan.request_of, self._runner.input_buffers, len(query_starts) - 1
         longest = np.zeros(padded, np.int32)
         longest[: len(of)] = batch.num_computed_tokens_np[of] + plan.counts

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft trees of one worker, step by step: planned, verified, brought home.
+"""Draft trees of one worker: plan each step's branches, and copy accepted KV afterwards.
 
-To vLLM a tree is a request's draft like others: it counts its rows, and samples from them. Only
-attention is shown other sequences than there are requests (`trees.layout`): how, is between a
-model runner and its own file. What a walk along a side has computed is copied home once the step's
-tokens are known.
+For vLLM a tree is a draft like others: vLLM schedules its rows and samples from them. Only the
+attention metadata has additional sequences (`trees.layout`), which `attention_v1` or `attention_v2`
+adds. Once the step's tokens are known, the KV of accepted branch tokens is copied into the
+request's own blocks.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _PendingTree(NamedTuple):
-    """A tree, and how many tokens of its request have KV when it is verified."""
+    """A tree to verify; its request will have `start` tokens with KV then."""
 
     rows: TreeRows
     start: int
@@ -39,14 +39,7 @@ class _PendingTree(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """A step in which some trees have sides.
-
-    Attributes:
-        req_ids: Of the batch, in its order.
-        lengths: Rows behind each request's root.
-        trees: Of each request, cut to what is verified; None for a chain.
-        plans: Of each group of the KV cache.
-    """
+    """A step with branches, with a plan per KV cache group; chains have None in `trees`."""
 
     req_ids: Sequence[str]
     lengths: Sequence[int]
@@ -55,15 +48,12 @@ class _Step:
 
 
 class BranchSequences:
-    """The draft trees of one worker.
-
-    Args:
-        runner: vLLM's, with its model loaded.
+    """Branch sequences of one worker, for the worker's lifetime.
 
     Attributes:
-        nodes: Of the present step, tokens of each tree that are verified, by request.
-        again: Of the present step, rows of each tree that are no nodes, where there are any.
-        taken: Walks that have ended on a side so far.
+        nodes: Number of verified tree tokens by request, in the present step.
+        again: Number of recomputed rows by request, if not 0, in the present step.
+        taken: Number of walks that ended on a branch so far.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -74,20 +64,15 @@ class BranchSequences:
         self._send = Sender(runner.device).send
         self._drafted: dict[str, _PendingTree] = {}  # until they are verified
         self._step: _Step | None = None
-        self._is_tree: torch.Tensor | None = None  # see TreesView
+        self._is_tree: torch.Tensor | None = None  # `TreesView.is_tree`
 
     @property
     def uneven(self) -> bool:
-        """Whether attention sees other sequences in the present step than there are requests."""
+        """True if the present step has more sequences than requests."""
         return self._step is not None
 
     def room(self, requests: int, rows: int) -> TreeRoom | None:
-        """What the next drafts of so many requests may be; None without scratch blocks.
-
-        Args:
-            requests: That may be drafted for.
-            rows: Of a draft at most.
-        """
+        """Return the limits of the next trees; None without scratch blocks."""
         config, nodes, scratch, sizes = self._bounds
         if not scratch:
             return None
@@ -95,20 +80,20 @@ class BranchSequences:
 
     @cached_property
     def _bounds(self) -> tuple[Any, int, range, list[int]]:
-        """The configuration; tokens of a tree, scratch blocks, tokens of each group's blocks."""
+        """Configuration, tokens per tree, scratch blocks, and block size of each KV cache group."""
         config, cache = self._runner.vllm_config, self._runner.kv_cache_config
         return config, nodes_of(config), scratch_of(config, cache), block_sizes_of(cache)
 
     def own_block(self, request: int, group: int, column: int) -> int:
-        """A block of a request of the step, by its place in the batch."""
+        """Return a block id of a request, by its index in the batch."""
         raise NotImplementedError
 
     def begins(self) -> None:
-        """A step begins."""
+        """Begin a step: reset the state of the previous one."""
         self._step, self._is_tree, self.nodes, self.again = None, None, {}, {}
 
     def forget(self, req_id: str) -> None:
-        """A request has gone, or begins again: its draft is none of what comes."""
+        """Drop the pending draft of a request that has finished or starts again."""
         self._drafted.pop(req_id, None)
 
     def on_drafts_taken(
@@ -117,13 +102,7 @@ class BranchSequences:
         trees: Mapping[str, TreeRows],
         lengths: Mapping[str, int],
     ) -> None:
-        """A step's drafts leave.
-
-        Args:
-            drafts: Of each request, what its target is fed.
-            trees: Those among them that are trees; of another step they do not count.
-            lengths: Of the requests' texts.
-        """
+        """Record the drafts that vLLM gets; ignore a tree whose tokens differ from its draft."""
         for req_id, tokens in drafts.items():
             self._drafted.pop(req_id, None)
             rows = trees.get(req_id)
@@ -131,18 +110,12 @@ class BranchSequences:
                 self._drafted[req_id] = _PendingTree(rows, lengths[req_id] - 1)
 
     def keep(self, live: Container[str]) -> None:
-        """Forget the drafts of requests that are gone."""
+        """Drop the drafts of all requests that are not in `live`."""
         for req_id in [req_id for req_id in self._drafted if req_id not in live]:
             self.forget(req_id)
 
     def check(self, req_id: str, draft: Sequence[int], start: int) -> None:
-        """A draft is about to be verified: where its request's tree is another, that is void.
-
-        Args:
-            req_id: The request.
-            draft: Target ids.
-            start: Tokens of the request that have KV.
-        """
+        """Drop a request's tree unless it matches the draft to verify and the tokens with KV."""
         tree = self._drafted.get(req_id)
         if tree is not None and (tree.start != start or tree.rows.tokens[: len(draft)] != draft):
             self.forget(req_id)
@@ -150,13 +123,7 @@ class BranchSequences:
     def plan(
         self, req_ids: Sequence[str], scheduled: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Plan the step.
-
-        Args:
-            req_ids: Of its batch, in order.
-            scheduled: Tokens of each request.
-            lengths: How many of them are its draft.
-        """
+        """Plan the step's branches from scheduled tokens and draft lengths of its requests."""
         if not self._drafted:
             return
         _, _, scratch, sizes = self._bounds
@@ -186,16 +153,12 @@ class BranchSequences:
         self._step = _Step(req_ids, lengths, trees, plans)
 
     def laid_out(self, is_tree: torch.Tensor) -> None:
-        """The step is as it will be computed, but for its tails.
-
-        Args:
-            is_tree: See `TreesView`.
-        """
+        """Finish the preparation of the step: copy the tails."""
         self._is_tree = is_tree
         self.copy_tails()
 
     def view(self) -> TreesView | None:
-        """The trees of the step that are to be verified."""
+        """Return the trees to verify in this step; None if there are none."""
         if self._step is None:
             return None
         assert self._is_tree is not None
@@ -206,10 +169,9 @@ class BranchSequences:
         return TreesView(parents, [tree is not None for tree in self._step.trees], self._is_tree)
 
     def commit_accepted_branch_kv(self, emitted: Mapping[str, Sequence[int]]) -> None:
-        """Copy what walks along sides have computed over the requests' own blocks.
+        """Copy the KV of accepted branch tokens into the requests' own blocks.
 
-        Args:
-            emitted: Target ids that each request of the step sampled.
+        Must run before the next forward.
         """
         step = self._step
         assert step is not None, "no side was planned"
@@ -231,7 +193,7 @@ class BranchSequences:
         self._step = None
 
     def copy_tails(self) -> None:
-        """Copy what the requests' last blocks hold to the first scratch block of each side."""
+        """Copy the requests' last partial blocks to the first scratch block of each branch."""
         assert self._step is not None, "no side was planned"
         self._copy(
             (self.own_block(request, group, column), block)
@@ -249,14 +211,9 @@ class BranchSequences:
 def _fitted(
     tree: _PendingTree, length: int, free: int, lent: int, sizes: Sequence[int]
 ) -> tuple[_PendingTree, int]:
-    """What of a tree can be verified, and the scratch blocks that it takes.
+    """Return the part of a tree that can be verified, and the scratch blocks that it needs.
 
-    Args:
-        tree: As it was handed out.
-        length: Rows that are scheduled for it.
-        free: Sequences that are left.
-        lent: Scratch blocks that are left.
-        sizes: Of the blocks of each group.
+    There are `free` sequences and `lent` scratch blocks left.
     """
     branches = min(free, len(tree.rows.counts) - 1)
     while True:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the trees that were found are verified, as what rows, and what that teaches.
+"""Selection of the tree tokens to verify, and learning of their values.
 
-A tree's values are learnt from what the target emits: at each node that it came by, which child
-was next, whether it was in the draft or not.
+Values are learnt from the emitted tokens: at each visited node, which child was next. This includes
+children that were found but not verified.
 """
 
 import sys
@@ -31,21 +31,13 @@ from vllm_hetero_spec.trees.values import (
 )
 from vllm_hetero_spec.trees.walk import NO_NODE, ROOT
 
-# Nodes that are priced of a tree, for each one that it may have: beyond these, none is worth a row.
+# Nodes to price per allowed node of a tree; others are not worth a row.
 _PRICED = 2
-_NEARLY_FULL = 2  # rows: with fewer to spare, a tree may have had use for more
+_NEARLY_FULL = 2  # rows; a tree that leaves fewer unused might have used more
 
 
 class _PendingTree(NamedTuple):
-    """A tree on its way through the target.
-
-    Attributes:
-        tree: All that was found, as `children`, `evidence`.
-        raced: Whether its tokens are raced for.
-        nodes: How many of it are verified.
-        branches: In so many side sequences.
-        chain: The drafter's own.
-    """
+    """A tree in verification; `tree`, `children` and `evidence` include all candidates."""
 
     tree: ScoredTree
     children: Children
@@ -57,14 +49,11 @@ class _PendingTree(NamedTuple):
 
 
 class TreeControl:
-    """The trees of one engine.
-
-    Args:
-        values: What is learnt of them.
+    """Controls the trees of one engine.
 
     Attributes:
-        rows: That the largest of the last trees had use for, what is fed again included.
-        side_tokens_accepted: Of trees, those that were not of the drafter's own chain.
+        rows: Rows that the largest of the last trees could use, including recomputed ones.
+        side_tokens_accepted: Number of accepted tokens outside the drafter's chain.
     """
 
     def __init__(self, values: TreeValues | RankValues) -> None:
@@ -83,15 +72,11 @@ class TreeControl:
         leads: np.ndarray,
         shares: np.ndarray,
     ) -> np.ndarray:
-        """P[each is next] of children that are raced for; see `draft.race_tree`."""
+        """Return P[the child is next] for children of races; a `trees.race_tree.Chances`."""
         return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
 
     def observe(self, step: StepView) -> int:
-        """A step of the target has ended: learn of its trees.
-
-        Returns:
-            KV tokens that their side sequences have read again.
-        """
+        """Learn from verified trees; return the number of context tokens their branches read."""
         again = 0
         tested: tuple[list[tuple[_PendingTree, list[int], list[bool]]], ...] = [], []
         for request in step.requests if self._verifying else ():
@@ -116,20 +101,19 @@ class TreeControl:
         return again
 
     def begin(self, step: StepView) -> None:
-        """Drafts are going to be made behind this step."""
+        """Prepare for the drafts that follow this step."""
         self._room, self._valued = step.trees, {}
         self._requests = {request.req_id: request for request in step.requests}
 
     def trim(
         self, drafts: Sequence[Draft], free: Sequence[bool], rows: int, prices: Controller
     ) -> list[Draft]:
-        """The drafts as what is worth verifying of all that was found: trees, or chains.
+        """Return as drafts the candidates that are worth verifying: trees or chains.
 
         Args:
-            drafts: Certain ones.
-            free: Whose rows cost nothing: requests that ask for a lookahead of their own.
-            rows: Of the target's next step, beside them.
-            prices: Says what rows cost.
+            drafts: Drafts of certain tokens, with `explored`.
+            free: True for requests with a draft length of their own: their rows have no price.
+            rows: Other rows of the target's next step.
         """
         assert self._room is not None
         began = perf_counter()
@@ -159,12 +143,12 @@ class TreeControl:
         return made
 
     def update_from(self, chains: Iterable[Draft]) -> None:
-        """Trees were found, of which only these chains are verified: that teaches too."""
+        """Register trees of which only these chains are verified, to learn from them too."""
         for draft in chains:
             self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
 
     def record_branch_stats(self, drafts: Sequence[Draft], branches: BranchStatistics) -> None:
-        """Note what drafts have beside their chains."""
+        """Add to the statistics what drafts have beside their chains."""
         began = perf_counter()
         for draft in drafts:
             request = self._requests[draft.req_id]
@@ -172,7 +156,7 @@ class TreeControl:
         branches.found(0, perf_counter() - began)
 
     def _beside(self, draft: Draft) -> tuple[list[int], list[float], list[int]]:
-        """Depths, values and rows fed again of the best nodes beside a draft's chain."""
+        """Return depths, values and recomputed rows of the best nodes beside a draft's chain."""
         assert self._room is not None
         tree = self._known(draft).tree.best(self._room.nodes)
         on_chain = {ROOT}
@@ -190,7 +174,7 @@ class TreeControl:
         return [depths[node] for node in beside], [tree.values[node] for node in beside], again
 
     def _known(self, draft: Draft) -> _PendingTree:
-        """What was found, at the values that were learnt."""
+        """Return the candidates of a draft with their learnt values; cached for the step."""
         if draft.req_id in self._valued:
             return self._valued[draft.req_id]
         assert draft.explored is not None
@@ -214,7 +198,10 @@ class TreeControl:
         return PricedTree(tree.parents, tree.values, [side] * len(again), again)
 
     def _laid_out(self, req_id: str, tree: ScoredTree, room: TreeRoom) -> TreeRows:
-        """The best of a tree that there is room for; of more of it where sides have none."""
+        """Return rows of the best tokens that fit.
+
+        If branches do not fit, choose the best among the tokens that can be placed.
+        """
         own = tree.best(room.nodes)
         root = int(self._requests[req_id].token_ids[-1])
         laid_out = partial(lay_out, branches=room.branches, rows=room.rows)
@@ -242,7 +229,6 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 def _learn(
     chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
-    """From the trees of one kind of requests that a step has verified."""
     parents, nodes = [], 0
     for found, children, _ in tested:
         parents.append(found.children.parent[children] + nodes)

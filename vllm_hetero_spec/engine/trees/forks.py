@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other paths of a round's requests: each has KV of its own behind the text that they share.
+"""Forks: further drafter paths of a request, with KV blocks of their own after the shared context.
 
-Each leaves the chain one token later than the one before, with the second likeliest token there:
-the first of them at once, the next behind the chain's first token. That is where a drafter is wrong
-most often, and known before anything is drafted: so they are planned, sent and recorded as the
-chains are. Up to where it leaves, a path is fed what the chain is, into its own KV. Measured on a
-pair of code models, with two of them trees accept within 3 % of what they do where every step feeds
-the best nodes wherever they are.
+Fork i has the chain's first i tokens (i = 0, 1, ...), then the second most likely token. Drafters
+are wrong most often at the first tokens. The positions are known before drafting, so forks are
+planned, sent and captured like chains. Before it leaves the chain, a fork is fed the chain's tokens
+into its own KV. Measured on a pair of code models: with two forks, trees accept within 3 % of trees
+that feed the best nodes in every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,31 +17,25 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 
 
 class Forks:
-    """Lends and takes back the KV of other paths.
-
-    Args:
-        pool: Whose blocks they have.
-        stats: Where paths that there is no room for are counted.
-    """
+    """Allocates and frees the KV of forks for each drafting round."""
 
     def __init__(self, pool: KVPool, stats: DraftStats) -> None:
         self._pool, self._stats = pool, stats
         self._lent: list[DraftSequence] = []
 
     def lend(self, rows: Sequence[DraftRow], has_room: Callable[[int], bool]) -> list[DraftRow]:
-        """The rows of a round with as many forks as they are to have, while blocks last.
+        """Return the rows of a round with their forks, as far as KV blocks are free.
 
-        Args:
-            rows: Of the round.
-            has_room: Whether a round may have so many rows and forks; else each row has fewer.
+        `has_room` returns True if a round may have so many rows and forks. If not, the rows with
+        the most forks get fewer.
         """
         self._lent, rows = [], list(rows)
         if all(row.task.paths <= 1 for row in rows):
             return rows
-        # Forks of drawn requests draw beside these, which may not end sooner.
+        # Forks of sampled requests draw in the same batch, so all these rows must end together.
         together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
         able = (row.task.draw is None or together for row in rows)
-        # A path that leaves with the last token is not gone along.
+        # A fork that leaves the chain at the last token would not be fed.
         most = [max(0, min(row.task.paths, row.steps) - 1) for row in rows]
         most = [count * can for count, can in zip(most, able, strict=True)]
         wanted = most
@@ -66,7 +59,7 @@ class Forks:
         return rows
 
     def close(self) -> None:
-        """The round has ended."""
+        """End the round: free the KV of its forks."""
         for sequence in self._lent:
             self._pool.close(sequence.table)
         self._lent = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for draft trees in an engine: whether it takes them, rows of a draft, scratch blocks.
+"""Resources of draft trees in an engine: support, rows of a draft, scratch KV blocks.
 
-Side sequences (`trees.layout`) write to blocks that no request has. These are the last of the
-KV cache: the scheduler is told of a cache without them, the workers know them all, and both count
-them by the same rule. They are lent for a step, and hold nothing from one to the next.
+Branches (`trees.layout`) write to scratch blocks, which belong to no request. These are the last
+blocks of the KV cache: the scheduler gets a cache without them, the workers get all blocks, and
+both compute their number by the same rule. Their contents are valid for one step.
 """
 
 import logging
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-_BRANCHES = 32  # side sequences of a step, at most
-_SHARE = 20  # one block in so many may be scratch
-# What bounds the tokens of one request in a step; 0 or None is no bound.
+_BRANCHES = 32  # largest number of branches in a step
+_SHARE = 20  # at most one block in 20 is scratch
+# Keys that limit the tokens of one request in a step; 0 or None is no limit.
 _ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
 
 
 def install() -> None:
-    """Install this in a process that schedules. Idempotent; inert without trees."""
+    """Patch the scheduler of this process. Idempotent; no effect without trees."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     patching.replace(Scheduler, "__init__", "scratch blocks", _wrap_scheduler)
 
 
 def nodes_of(config: "VllmConfig") -> int:
-    """Most tokens of a tree in an engine; 0 where its drafts are chains."""
+    """Return the largest number of tokens of a tree; 0 if drafts are chains."""
     hetero = getattr(config.speculative_config, "hetero", None)
     return 0 if hetero is None or not hetero.tree_nodes or why_not(config) else hetero.tree_nodes
 
 
 def reserve_rows(config: "VllmConfig") -> None:
-    """Have vLLM count the rows of drafts, with what trees feed again, as draft tokens.
+    """Set `num_speculative_tokens` to the rows of a draft, including recomputed rows of a tree.
 
-    Args:
-        config: Of an engine of ours, before it is checked.
+    Must run before vLLM checks the configuration.
     """
     spec = config.speculative_config
     nodes = nodes_of(config)
@@ -53,7 +52,7 @@ def reserve_rows(config: "VllmConfig") -> None:
 
 
 def why_not(config: "VllmConfig") -> str:
-    """Why there can be no trees; empty where a configuration does not rule them out."""
+    """Return why there can be no trees; empty if the configuration allows them."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler, rows = config.scheduler_config, 1 + 2 * config.speculative_config.hetero.tree_nodes
     room, key = narrowest(config)
@@ -78,13 +77,13 @@ def why_not(config: "VllmConfig") -> str:
 
 
 def narrowest(config: "VllmConfig") -> tuple[int, str]:
-    """Most tokens of a request that a step takes, and the key that says so."""
+    """Return the largest number of a request's tokens in a step, and the key that limits it."""
     given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
     return min((room, key) for room, key in given if room)
 
 
 def _custom_processors(config: "VllmConfig") -> bool:
-    """Whether logits processors of users' run; Model Runner V1 has none where it speculates."""
+    """Return True if custom logits processors run; V1 disables them with speculation."""
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
     named = config.model_config.logits_processors
@@ -92,25 +91,20 @@ def _custom_processors(config: "VllmConfig") -> bool:
 
 
 def blocks_per_branch(config: "VllmConfig", block_sizes: Sequence[int]) -> int:
-    """Scratch blocks that a side sequence needs at most, over all groups of the KV cache."""
+    """Return the most scratch blocks that a branch needs, over all KV cache groups."""
     longest = config.speculative_config.hetero.num_speculative_tokens
     return sum(-(-longest // size) + 1 for size in block_sizes)
 
 
 def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
-    """The scratch blocks of an engine; none where its drafts are chains.
-
-    Args:
-        config: Of the engine.
-        cache: As the workers know it.
-    """
+    """Return the scratch blocks of an engine; empty if drafts are chains."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     count = 0
     kinds = {type(spec) for group in cache.kv_cache_groups for spec in _layers(group.kv_cache_spec)}
     if nodes_of(config) and kinds <= {FullAttentionSpec, SlidingWindowSpec}:
         sizes = block_sizes_of(cache)
-        # Block 0 is nobody's, and one request of full length has to have room.
+        # vLLM reserves block 0, and one request of full length must fit.
         longest = sum(-(-config.model_config.max_model_len // size) for size in sizes)
         wish = _BRANCHES * blocks_per_branch(config, sizes)
         count = max(0, min(wish, cache.num_blocks // _SHARE, cache.num_blocks - 1 - longest))
@@ -118,28 +112,21 @@ def scratch_of(config: "VllmConfig", cache: "KVCacheConfig") -> range:
 
 
 def _layers(spec: "KVCacheSpec") -> Iterable["KVCacheSpec"]:
-    """What a group's layers keep; of several the scheduler is told the first in place of all."""
+    """Return the specs of a group's layers; the scheduler only gets the first of several."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def block_sizes_of(cache: "KVCacheConfig") -> list[int]:
-    """Tokens of a block, of each group."""
+    """Return the tokens per block of each KV cache group."""
     return [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
 
 
 def branches_per_request(
     config: "VllmConfig", block_sizes: Sequence[int], scratch: int, requests: int
 ) -> int:
-    """Side sequences that each request of a step may have.
-
-    Args:
-        config: Of the engine.
-        block_sizes: See `block_sizes_of`.
-        scratch: Blocks that may be lent.
-        requests: Of the step.
-    """
+    """Return the largest number of branches of each request in a step."""
     free = config.scheduler_config.max_num_seqs - requests
     lent = scratch // blocks_per_branch(config, block_sizes)
     return max(0, min(_BRANCHES, free, lent) // max(1, requests))

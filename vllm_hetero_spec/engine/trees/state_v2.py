@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place in Model Runner V2 where attention learns of draft trees: the model's state.
-
-V2 asks it for the metadata of attention. Ours first has the batch laid out with the sides of trees.
-"""
+"""Model state of Model Runner V2 that adds branches of draft trees to the attention metadata."""
 
 import logging
 from collections.abc import Sequence
@@ -25,9 +22,9 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 
 class TreeModelState(DefaultModelState):
-    """The state of a target whose drafts may be trees."""
+    """State of a target whose drafts may be trees."""
 
-    branches: "BranchSequencesV2 | None" = None  # from `branches_of` on
+    branches: "BranchSequencesV2 | None" = None  # set by `branches_of`
 
     def prepare_attn(
         self,
@@ -38,7 +35,6 @@ class TreeModelState(DefaultModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """See ModelState."""
         if self.branches is not None:
             input_batch, block_tables = self.branches.expand(
                 input_batch, block_tables, slot_mappings
@@ -50,7 +46,7 @@ class TreeModelState(DefaultModelState):
 
 
 def branches_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
-    """The draft trees of a runner; None, which is said, where its target does not take any."""
+    """Create a runner's branch sequences; return None and log if its target supports none."""
     state = runner.model_state
     if not isinstance(state, TreeModelState):
         logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
@@ -60,7 +56,7 @@ def branches_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
 
 
 def install() -> None:
-    """Install what targets need in a process that runs them. Idempotent; inert without trees."""
+    """Patch the model states of this process. Idempotent; no effect without trees."""
     import vllm.v1.worker.gpu.model_states as states
 
     patching.replace(states, "resolve_model_state_cls", "trees", _wrap_resolve)

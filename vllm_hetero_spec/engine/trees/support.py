@@ -23,14 +23,9 @@ GRAPHS_V2 = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
 def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraphMode]) -> bool:
-    """Return whether drafts may be trees, the same on all ranks; log the reason if not.
+    """Return True if drafts may be trees on all ranks; otherwise log the reason.
 
-    Every rank of the target has to call it.
-
-    Args:
-        runner: vLLM's, with its KV cache.
-        branches: Its trees.
-        graphs: Of this runner, `GRAPHS_V1` or `GRAPHS_V2`.
+    Every rank of the target must call it.
     """
     reason = _why_not(runner, branches)
     if reason:
@@ -47,11 +42,7 @@ def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraph
 
 
 def _on_every_rank(supported: bool) -> bool:
-    """Return whether all ranks support trees: one that verifies a tree as a chain would be wrong.
-
-    Args:
-        supported: On this rank.
-    """
+    """Return True if all ranks support trees: to verify a tree as a chain would be wrong."""
     group = get_tp_group()
     if group.world_size == 1:
         return supported
