@@ -6,6 +6,7 @@ The draft_probs are computed from the same row as the draw, so they are exact.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,8 @@ from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.slrs.pair_merges import PairMerges
 from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.race_tree import Arrivals
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
-from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.race import first_arrivals, race
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,42 @@ class SampledMethod:
     merging: PairMerges | None = None
     merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
     likeliest: int | None = None
+
+
+class Arrivals(NamedTuple):
+    """The first m arrivals in the races of n rows.
+
+    Attributes:
+        tokens: int64 [n, m], target ids.
+        fed: int64 [n, m], the drafter token to feed for each; any id if nothing arrives.
+        speeds: float32 [n, m], 1 / arrival times, decreasing; 0 if nothing arrives.
+        shares: float32 [n, m], probabilities of the tokens.
+    """
+
+    tokens: torch.Tensor
+    fed: torch.Tensor
+    speeds: torch.Tensor
+    shares: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        tokens: TokenMap,
+        psi: torch.Tensor,
+        seeds: torch.Tensor,
+        places: torch.Tensor,
+        count: int,
+    ) -> "Arrivals":
+        """Run the races of a drafter's rows; `seeds` and `places` as in `race`.
+
+        Args:
+            q: float32 [n, V_D] or wider, the drafter's distributions.
+            psi: float32 [n, V_T], draft_probs of q.
+        """
+        ids, speeds = first_arrivals(psi, seeds, places, count)
+        fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
+        return cls(ids, fed, speeds, psi.gather(1, ids))
 
 
 class BatchSampler:
