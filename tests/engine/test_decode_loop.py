@@ -11,14 +11,13 @@ import pytest
 import torch
 from tape_graphs import TapeGraphs
 from torch.overrides import TorchFunctionMode
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, token_healing
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
@@ -39,13 +38,11 @@ class World:
         first = torch.arange(VOCAB)
         method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
         self.model = ToyDrafterModel()
-        self.drafter = Drafter(
-            self.model,  # type: ignore[arg-type]
-            {0},
-            VOCAB,
+        self.drafter = drafter_of(
+            self.model,
             LOOKAHEAD,
             REQUESTS,
-            method if sampled else None,
+            sampling=method if sampled else None,
             confidences=True,
             token_healing=token_healing,
         )
@@ -161,7 +158,7 @@ def test_graphs_draft_as_without(
                 recorded.close(name)
         tensors = {
             name: of.data_ptr()
-            for name, of in vars(recorded.drafter._steps._on).items()
+            for name, of in vars(recorded.drafter.steps._on).items()
             if isinstance(of, torch.Tensor)
         }
         addresses = addresses or tensors
@@ -281,8 +278,8 @@ def behind(text: Sequence[int]) -> torch.Tensor:
     """The drafter's logits [V_D] behind a text."""
     world = World()
     row = world.row("alone", text, 1)
-    plan = world.drafter._planner.plan([row.sequence], [row.pending], [1])
-    return world.drafter._steps.begin(plan).logits[0]
+    plan = world.drafter.planner.plan([row.sequence], [row.pending], [1])
+    return world.drafter.steps.begin(plan).logits[0]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -13,8 +13,6 @@ import torch
 
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.fast_argmax import fast_argmax
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 from vllm_hetero_spec.verify.race import first_arrivals, race
@@ -51,15 +49,12 @@ class SampledMethod:
         lengths: int64 [V_D], number of target tokens that a drafter token spells; used by races
             only.
         spell: Returns all target tokens that a drafter token proposes.
-        merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
         likeliest: Only so many most likely drafter tokens are drawn from; None for all.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
     spell: Callable[[int], Sequence[int]]
-    merging: PairMerges | None = None
-    merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
     likeliest: int | None = None
 
 

@@ -43,7 +43,7 @@ class Recording:
         most = max((requests for requests, _ in mode.shapes), default=0)
         of = drafter.model.config.model_config
         logits = most * of.get_vocab_size() * of.dtype.itemsize
-        self._bytes = _BYTES * (2 if drafter.beside else 1) + _LOGITS * logits
+        self._bytes = _BYTES * (2 if drafter.rules.beside else 1) + _LOGITS * logits
         self._done = False
         self._set_aside: torch.Tensor | None = None
         device = drafter.model.device
