@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script for GPU machines on a CPU: parts, deadline, lines, and what it does in an engine."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tape_graphs import TapeGraphs
 from toy_drafter import ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_step
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
 SCRIPT = Path(measure_gpu.__file__)
@@ -221,7 +223,8 @@ def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = TapeGraphs()
     sizes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
     drafter.record(graphs, sizes, GraphSupport(in_graph=True, several_tokens=True))
-    source = SimpleNamespace(drafter=drafter, step=drafter.step, pool=SimpleNamespace(capacity=8))
+    step = functools.partial(idle_step, drafter)
+    source = SimpleNamespace(drafter=drafter, step=step, pool=SimpleNamespace(capacity=8))
     worker = _gpu_worker.GpuWorker()
     drafting = SimpleNamespace(source=source)
     worker.model_runner = SimpleNamespace(drafter=SimpleNamespace(drafting=drafting))

@@ -17,8 +17,9 @@ from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, token_healing
+from vllm_hetero_spec.engine.drafter import draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import RequestState
@@ -112,7 +113,7 @@ def test_graphs_draft_as_without(
     steps, of which none is in vain; where not, drafts with another one are that one alone if there
     are more than a few requests."""
     monkeypatch.setattr(token_healing, "_OFTEN", often)
-    monkeypatch.setattr(decode_loop, "_FEW", few)
+    monkeypatch.setattr(token_healing, "_FEW", few)
     chance = random.Random(2)
     eager, recorded = World(token_healing=True), World(token_healing=True)
     graphs = record(recorded, in_graph=in_graph)
@@ -262,12 +263,12 @@ def test_long_texts_are_read_by_graphs() -> None:
 def test_what_reading_costs_is_timed_as_rounds_read() -> None:
     """Long texts in parts, short ones at once; both by graphs where there are any."""
     world = World()
-    world.drafter.read(21)
+    idle_prefill(world.drafter, 21)
     assert world.drafter.model.fed == 21
     graphs = record(world, in_graph=True)
     for tokens, replays in ((8, 1), (21, 3), (90, 0)):  # the last is too much for parts
         before, fed = graphs.replays, world.drafter.model.fed
-        world.drafter.read(tokens)
+        idle_prefill(world.drafter, tokens)
         assert graphs.replays == before + replays
         assert (world.drafter.model.fed == fed) == (replays > 0)
     assert world.drafter.replays == graphs.replays
@@ -289,7 +290,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
 ) -> None:
     """The rest is what the drafter drafts behind that text; the requests beside it draft as ever.
     Texts of one token and of many, of which some have been read before but for the last."""
-    monkeypatch.setattr(decode_loop, "_FEW", 9)
+    monkeypatch.setattr(token_healing, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
     world = World(token_healing=True)

@@ -12,7 +12,7 @@ from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop, token_healing
+from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
@@ -210,7 +210,7 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
     the second path has left. Among more than a few requests nothing follows that token."""
     world = World(graphs=graphs)
     world.drafter.waits = waits
-    monkeypatch.setattr(decode_loop, "_FEW", few)
+    monkeypatch.setattr(token_healing, "_FEW", few)
     monkeypatch.setattr(token_healing, "_OFTEN", 2.0)
     monkeypatch.setattr(world.bridge, "identity", False)
     monkeypatch.setattr(

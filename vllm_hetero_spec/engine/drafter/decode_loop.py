@@ -7,7 +7,6 @@ tokens.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,21 +15,17 @@ import torch
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.reading import read_in_parts, read_texts
+from vllm_hetero_spec.engine.drafter.reading import read_in_parts
 from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
-from vllm_hetero_spec.engine.drafter.replaced_tokens import replace_first
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers, wide
-from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, HealedStart, TokenHealing
+from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, TokenHealing
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
-# requests; a larger round does not repeat its steps for a replaced first token, because they cost
-# more than the rest of one draft gains (estimated).
-_FEW = 2
 # packets; upper bound for sampling, penalties and token healing in one round.
 _OWN_PACKETS = 8
 
@@ -55,11 +50,7 @@ class Drafter:
     """
 
     def __init__(
-        self,
-        model: DrafterModel,
-        rules: PickConfig,
-        lookahead: int,
-        max_requests: int,
+        self, model: DrafterModel, rules: PickConfig, lookahead: int, max_requests: int
     ) -> None:
         device = model.device
         self.model, self.rules, self.max_length = model, rules, model.max_length
@@ -70,19 +61,14 @@ class Drafter:
         self._stopwatch = Stopwatch(device)
         self._send = Sender(device).send
         self.send = Sender(device, _OWN_PACKETS).send
+        most = self.most_steps, max_requests
         with torch.inference_mode(mode=False):
-            picked = PickBuffers(
-                self.most_steps,
-                max_requests,
-                device,
-                confidences=rules.confidences,
-                beside=rules.beside,
-            )
+            picked = PickBuffers(*most, device, confidences=rules.confidences, beside=rules.beside)
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         own = max(CANDIDATE_BYTES, 8 * self.most_steps)
         self._receiver_own = Receiver(device, max_requests * own)
-        self._first = TokenHealing(self._receiver_own)
         self.planner = Planner(model.block_size)
+        self._healing = TokenHealing(self._receiver_own, self.planner, self.send)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._forwards = Forwards(model, rules, Sender(device).send)
         self.steps: Steps = EagerSteps(model, rules, self._send, picked)
@@ -128,7 +114,7 @@ class Drafter:
         order = sorted(range(len(rows)), key=lambda at: (apart[at], -rows[at].steps))
         self.steps.picked.wide = self.rules.beside > 0 and wide(rows)
         rows = [rows[i] for i in order]
-        if self.waits and any(row.choose for row in rows) and not self._first.due():
+        if self.waits and any(row.choose for row in rows) and not self._healing.due():
             rows = [row._replace(choose=None) for row in rows]
         read_in_parts(rows, self.steps, self.planner, self._stopwatch)
         current = self._round = self._planned(rows, order, len(rows) - sum(apart))
@@ -138,8 +124,10 @@ class Drafter:
                 self.model.copy_blocks(current.plan.copies)
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
-        if behind.last is not None and current.own.draws and not current.plan.forks.size:
-            self._judge_before_drawing(current, behind)
+        heals = behind.last is not None and current.own.draws and not current.plan.forks.size
+        if heals and self._healing.before_sampling(current, behind):
+            drafting = current.rows[: current.plan.active[0]]
+            current.own = RowPickers(drafting, self.rules, self.send, current.plan)
         if current.own or current.plan.forks.size:
             with self._stopwatch:
                 self._pick(current, 0, behind.logits)
@@ -155,7 +143,7 @@ class Drafter:
         current, self._round = self._round, None
         assert current is not None
         if current.candidates is not None and not current.taken:
-            self._choose_first(current)
+            self._healing.heal(current, self.steps)
             self._take_steps(current, None)
             self._fetch(current)
         drafted = [DrafterTokens([])] * len(current.rows)
@@ -180,21 +168,6 @@ class Drafter:
         with self._stopwatch:
             return self._forwards.feed(feed, table, lengths)
 
-    @torch.inference_mode()
-    def step(self, batch: int) -> None:
-        """Queue one decode step of a batch size, on the padding block, for timing."""
-        nowhere, shape = self.planner.nowhere([1] * batch), self.steps.shape(batch, 1, 1)
-        self.steps.begin(self.planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
-
-    @torch.inference_mode()
-    def read(self, tokens: int) -> None:
-        """Queue a prefill of this many tokens as in a round, on the padding block, for timing."""
-        lengths = [min(self.max_length, tokens - at) for at in range(0, tokens, self.max_length)]
-        nowhere, texts = self.planner.nowhere(lengths), [[0] * length for length in lengths]
-        left = read_texts(nowhere, texts, self.steps, self.planner, nullcontext())
-        shape = self.steps.shape(len(left), max(map(len, left)), min(lengths))
-        self.steps.begin(self.planner.plan(nowhere, left, [1] * len(left), *shape))
-
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]
         back = self.token_healing and any(row.choose is not None for row in rows)
@@ -208,24 +181,17 @@ class Drafter:
         return Round(rows, order, plan, own)
 
     def _queue_steps(self, current: Round, behind: CaughtUp, control: Control | None) -> None:
-        """Queue everything after catch-up, up to the copy of the picked tokens to the host.
-
-        Token healing checks first tokens on the host. On a CPU it does so before the steps. On a
-        device the steps are queued first. If a first token was replaced, a small round repeats
-        them. A large round shortens the draft to that token. The check precedes the steps if tokens
-        are often replaced. It also does if the round samples or has penalties, because its steps
-        cannot be repeated.
-        """
-        if current.others is not None:
-            self._begin_with(current, current.others)
-        elif any(row.choose for row in current.rows):
+        """Queue everything after catch-up, up to the copy of the picked tokens to the host."""
+        healing, heals = self._healing, current.others is not None
+        if not heals and any(row.choose for row in current.rows):
             with self._stopwatch:
-                current.candidates = self._first.fetch(behind, current.plan.active[0])
-            often = self._first.heals_often(current.plan.active[0])
-            if not self.waits or current.own or (often and self.may_wait):
-                self._choose_first(current)
-            elif often:
-                return
+                current.candidates = healing.fetch(behind, current.plan.active[0])
+            often = healing.heals_often(current.plan.active[0])
+            heals = not self.waits or bool(current.own) or (often and self.may_wait)
+            if often and not heals:
+                return  # `finish` heals, and queues the steps
+        if heals:
+            healing.heal(current, self.steps)
         self._take_steps(current, control)
         self._fetch(current)
 
@@ -263,43 +229,10 @@ class Drafter:
         if stand_ins is not None:
             current.stand_ins = self._receiver_own.fetch(stand_ins)
 
-    def _choose_first(self, current: Round) -> None:
-        self._begin_with(current, self._others(current))
-
-    def _others(self, current: Round) -> dict[int, HealedStart]:
-        """Return the replaced first tokens by row. Waits for the copy of the candidates."""
-        assert current.candidates is not None
-        candidates, current.candidates = current.candidates, None
-        return self._first.choose(current.rows, candidates)
-
-    def _judge_before_drawing(self, current: Round, behind: CaughtUp) -> None:
-        """Choose first tokens before sampling.
-
-        A draft that replaces the last token of its request becomes greedy, because the first bytes
-        of its first token are given.
-        """
-        count, rows = current.plan.active[0], current.rows
-        candidates = self._first.fetch(behind, count)
-        current.others = self._first.choose(rows, candidates, drawn=True)
-        given = [index for index, other in current.others.items() if other.known]
-        if any(rows[index].task.draw is not None for index in given):
-            for index in given:
-                rows[index] = rows[index].greedy()
-            current.own = RowPickers(rows[:count], self.rules, self.send, current.plan)
-
-    def _begin_with(self, current: Round, others: dict[int, HealedStart]) -> None:
-        if others:
-            replace_first(current, others, self.steps, self.planner, self.send)
-
     def _collect(self, current: Round) -> list[DrafterTokens]:
-        others = {} if current.candidates is None else self._others(current)
-        if others and current.plan.active[0] <= _FEW:
+        if self._healing.repeats(current, self.steps):
             self.restarted_rounds += 1
-            self._begin_with(current, others)
-            self.steps.again()
             self._take_steps(current, None)
             self._fetch(current)
-        else:
-            self.shortened_drafts += len(others)
-            current.cut = others
+        self.shortened_drafts += len(current.cut)
         return current.drafted(self.rules.confidences, self.rules.ends, self.rules.sampling)

@@ -11,6 +11,7 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
@@ -132,11 +133,11 @@ class InlineSource:
 
     def step(self, batch: int) -> None:
         with self._alone:
-            self.drafter.step(batch)
+            idle_step(self.drafter, batch)
 
     def read(self, tokens: int) -> None:
         with self._alone:
-            self.drafter.read(tokens)
+            idle_prefill(self.drafter, tokens)
 
     def reset(self) -> None:
         self.pool.reset()

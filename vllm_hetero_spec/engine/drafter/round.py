@@ -3,15 +3,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import RowPickers
-from vllm_hetero_spec.engine.drafter.token_healing import Candidates, HealedStart
 from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
 from vllm_hetero_spec.staging import Fetched
+
+
+class Candidates(NamedTuple):
+    """Candidates for the first tokens of n requests, in transfer to the host.
+
+    Attributes:
+        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
+            the position of the last token, and the bits of their float32 logits.
+        num_next: c.
+    """
+
+    fetched: Fetched
+    num_next: int
+
+
+class HealedStart(NamedTuple):
+    """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
+
+    If it replaces the last token, `confidence` is its probability among all candidates that fit.
+    """
+
+    id: int
+    known: int
+    confidence: float
 
 
 @dataclass
@@ -24,7 +48,7 @@ class Round:
         taken: Queued steps, catch-up included; 0 if nothing is drafted.
         confidences: Confidences so far by request id, if a controller reads them.
         candidates: Candidates for the first tokens, in transfer to the host.
-        others: First tokens that were replaced before sampling; None if they were not checked then.
+        others: First tokens that are replaced before the steps; None if they are not checked then.
         cut: Replaced first tokens by row, for drafts that consist of this token only. Their steps
             followed the drafter's own first token.
         known: By row, if the draft replaces the last token of its request: the bytes of that token.
