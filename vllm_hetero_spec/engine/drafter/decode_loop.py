@@ -110,14 +110,14 @@ class Drafter:
         row has more than `most_steps` steps. If `control` can stop early, it is called after every
         step, which synchronizes with the device.
         """
-        apart = [any(of.drafts(row) for of in self.extensions) for row in rows]
-        order = sorted(range(len(rows)), key=lambda at: (apart[at], -rows[at].steps))
+        apart = {index for of in self.extensions for index in of.drafts(rows)}
+        order = sorted(range(len(rows)), key=lambda at: (at in apart, -rows[at].steps))
         self.steps.picked.wide = self.rules.beside > 0 and wide(rows)
         rows = [rows[i] for i in order]
         if self.waits and any(row.choose for row in rows) and not self._healing.due():
             rows = [row._replace(choose=None) for row in rows]
         read_in_parts(rows, self.steps, self.planner, self._stopwatch)
-        current = self._round = self._planned(rows, order, len(rows) - sum(apart))
+        current = self._round = self._planned(rows, order, len(rows) - len(apart))
         with self._stopwatch:
             behind = self.steps.begin(current.plan)
             if current.plan.copies:

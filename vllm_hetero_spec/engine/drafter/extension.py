@@ -35,9 +35,9 @@ class RoundExtension:
     def admit(self, rows: Sequence[DraftRow]) -> None:
         """Reserve KV blocks for a new round. `collect` releases them."""
 
-    def drafts(self, row: DraftRow) -> bool:
-        """Return True if `after_prefill` drafts this row. The steps of the round leave it out."""
-        return False
+    def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
+        """Return the indices of the rows that `after_prefill` drafts. The steps leave them out."""
+        return ()
 
     def forks(self, rows: Sequence[DraftRow]) -> Sequence[Fork]:
         """Return the forks of the rows that draft step by step, sorted by row."""

@@ -44,9 +44,7 @@ class SlrsSpans(RoundExtension):
         self._lent, self._side_blocks, tokens = BlockTable(), {}, self._budget
         lines = self._drafter.model.max_lines - len(rows)
         branches = self._method.merge_span.candidates - 1
-        for row in rows if branches else ():
-            if not self.drafts(row):
-                continue
+        for index in self.drafts(rows) if branches else ():
             blocks = len(self._lent.blocks) + branches
             tokens -= branches * self._pool.block_size
             if (
@@ -55,13 +53,13 @@ class SlrsSpans(RoundExtension):
                 or not self._pool.grow(self._lent, blocks * self._pool.block_size)
             ):
                 break
-            self._side_blocks[row.task.req_id] = self._lent.blocks[-branches:]
+            self._side_blocks[rows[index].task.req_id] = self._lent.blocks[-branches:]
 
-    def drafts(self, row: DraftRow) -> bool:
-        return row.steps > 0 and _merges(row.task)
+    def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
+        return [index for index, row in enumerate(rows) if row.steps and _merges(row.task)]
 
     def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
-        if rows := [row for row in current.rows if self.drafts(row)]:  # the last ones
+        if rows := [current.rows[index] for index in self.drafts(current.rows)]:  # the last ones
             spans = _SpanRound(rows, self._side_blocks, self._drafter, self._method)
             self._drafted = spans.run(logits[-len(rows) :])
 

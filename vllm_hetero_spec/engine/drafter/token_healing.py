@@ -35,13 +35,13 @@ _SELDOM, _ROUNDS = 0.01, 16
 
 
 class TokenHealing:
-    """Checks and replaces the first tokens of drafts, at one of four times in a round.
+    """Checks and replaces the first tokens of drafts; the check runs on the host.
 
-    The check needs the host. On a CPU it precedes the steps. On a device the steps are queued
-    first. If a first token was replaced, a small round repeats them, and a large round shortens the
-    draft to that token. The check precedes the steps if tokens are often replaced. It also does if
-    the round samples or has penalties, because its steps cannot be repeated; it precedes sampling
-    if drafts may replace the last token.
+    On a CPU it precedes the steps. On a device the steps are queued first. If a first token was
+    replaced, a small round repeats them, and a large round shortens the draft to that token. The
+    check precedes the steps if tokens are often replaced. It also does if the round samples or has
+    penalties, because its steps cannot be repeated. If sampled drafts may replace the last token,
+    it precedes sampling.
     """
 
     def __init__(self, receiver: Receiver, planner: Planner, send: Send) -> None:
