@@ -19,12 +19,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
-from vllm_hetero_spec.engine.drafter.tasks import (
-    Control,
-    DrafterTokens,
-    DraftRow,
-    TopCandidates,
-)
+from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, TopCandidates
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.trees.drafts import BranchTokens, DrafterBranch, TreeDrafts
 from vllm_hetero_spec.text.bridge import Bridge
@@ -33,6 +28,8 @@ from vllm_hetero_spec.trees.race_tree import Chances
 # Column of a fork's own token among the top candidates. Column 0 is the chain's token.
 _SECOND = 1
 _FED = TopCandidates._fields.index("fed")
+
+_Fork = tuple[DraftSequence, int, int, tuple[int, int] | None]  # a `Fork` without its row
 
 
 class TreeControl(Protocol):
@@ -48,7 +45,7 @@ class TreeBranches(RoundExtension):
     def __init__(self, drafter: Drafter, pool: KVPool, bridge: Bridge, stats: DraftStats) -> None:
         self._drafter, self._pool, self._stats = drafter, pool, stats
         self._trees = TreeDrafts(bridge, drafter.rules.sampling, stats)
-        self._forks: dict[str, list[Fork]] = {}  # of the next round of the decode loop
+        self._forks: dict[str, list[_Fork]] = {}  # by request, for the next `forks`
         self._lent: list[DraftSequence] = []
         self._found: dict[str, BranchTokens] = {}
 
@@ -78,7 +75,8 @@ class TreeBranches(RoundExtension):
         while any(wanted) and not self._has_room(len(rows) + sum(wanted)):
             wanted = [min(count, max(wanted) - 1) for count in wanted]
         for row, count in zip(rows, wanted, strict=True):
-            self._forks[row.task.req_id] = self._forked(row, count)
+            if count:
+                self._forks[row.task.req_id] = self._forked(row, count)
         self._stats.paths_without_room += sum(most) - len(self._lent)
 
     def forks(self, rows: Sequence[DraftRow]) -> Sequence[Fork]:
@@ -86,9 +84,9 @@ class TreeBranches(RoundExtension):
         if not forks:
             return ()
         return [
-            fork._replace(row=index)
+            Fork(index, *fork)
             for index, row in enumerate(rows)
-            for fork in forks.get(row.task.req_id, ())
+            for fork in forks.get(row.task.state.req_id, ())
         ]
 
     def after_step(self, current: Round, number: int) -> None:
@@ -110,7 +108,9 @@ class TreeBranches(RoundExtension):
         for index, (row, tokens) in enumerate(zip(current.rows, drafted, strict=True)):
             if tokens.beside is None:
                 continue
-            found = self._found.setdefault(row.task.req_id, BranchTokens(row.task))
+            found = self._found.get(row.task.state.req_id)
+            if found is None:
+                found = self._found[row.task.state.req_id] = BranchTokens(row.task)
             found.chain += tokens.tokens
             found.beside.append(tokens.beside)
             if current.plan.forks.size and index not in current.cut:
@@ -139,8 +139,8 @@ class TreeBranches(RoundExtension):
                 drafts[place] = draft
         return drafts
 
-    def _forked(self, row: DraftRow, count: int) -> list[Fork]:
-        forks: list[Fork] = []
+    def _forked(self, row: DraftRow, count: int) -> list[_Fork]:
+        forks: list[_Fork] = []
         length = len(row.sequence.kv_ids) + len(row.pending)
         column = _SECOND
         if row.task.draw is not None:
@@ -154,7 +154,7 @@ class TreeBranches(RoundExtension):
                 break
             sequence = DraftSequence(fork.table)
             self._lent.append(sequence)
-            forks.append(Fork(0, sequence, leaves, column, fork.copy))
+            forks.append((sequence, leaves, column, fork.copy))
         return forks
 
     def _has_room(self, places: int) -> bool:
