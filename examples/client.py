@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams a completion from a server, as examples/serve.sh starts one: nothing is special about it.
+"""Stream a completion from a server, such as that of examples/serve.sh.
+
+The client needs nothing special for a server with a drafter.
 
 python examples/client.py [--url http://127.0.0.1:8000] [--prompt TEXT]
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a batch of prompts offline with a drafter of another tokenizer.
+"""Complete a batch of prompts offline, with a drafter that has another tokenizer.
 
 python examples/offline_batch.py [TARGET DRAFTER]
 
-Without names: the demo models of scripts/quickstart.sh.
+Without names it runs the demo models of scripts/quickstart.sh.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PROMPTS = [
     "class Stack:\n    def __init__(self):\n        self.items",
     "import argparse\n\n\ndef main():\n    parser =",
 ]
-# On a CPU vLLM would claim most of the memory, and compile for minutes.
+# For a CPU, where vLLM by default takes most of the memory and compiles for minutes.
 CPU = {
     "dtype": "float32",
     "enforce_eager": True,

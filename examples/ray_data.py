@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a table of prompts with Ray Data: an engine, with a drafter, in each of its workers.
+"""Complete a table of prompts with Ray Data. Each of its workers has an engine with a drafter.
 
 python examples/ray_data.py [TARGET DRAFTER] [--engines 2] [--out FOLDER]
 
-Without names: the demo models of scripts/quickstart.sh. Needs vllm-hetero-spec[ray]. It runs in the
-Ray cluster that RAY_ADDRESS names, or begins one on this machine.
+Without names it runs the demo models of scripts/quickstart.sh. It needs vllm-hetero-spec[ray]. It
+runs in the Ray cluster that RAY_ADDRESS names, or starts one on this machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PROMPTS = [
     "import argparse\n\n\ndef main():\n    parser =",
     "for index, line in enumerate(",
 ]
-# On a CPU vLLM would claim most of the memory, and compile for minutes.
+# For a CPU, where vLLM by default takes most of the memory and compiles for minutes.
 CPU = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -52,9 +52,9 @@ def main() -> None:
         },
         concurrency=arguments.engines,
         batch_size=16,
-        # Every engine would ask for a GPU.
+        # By default every engine requests a GPU.
         placement_group_config=None if gpu else {"bundle_per_worker": {"CPU": 1}},
-        # Prompts are plain text, and the engine reads and writes text by itself.
+        # Prompts are plain text, which the engine itself tokenizes and detokenizes.
         chat_template_stage={"enabled": False},
         tokenize_stage={"enabled": False},
         detokenize_stage={"enabled": False},

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a target with a drafter by Ray Serve: replicas behind one OpenAI-compatible address.
+"""Serve a target with a drafter on Ray Serve: replicas behind one OpenAI-compatible address.
 
 python examples/ray_serve.py [TARGET DRAFTER] [--replicas 2] [--port 8000]
 
-Without names: the demo models of scripts/quickstart.sh. Needs vllm-hetero-spec[ray] and vLLM 0.32.
-It runs in the Ray cluster that RAY_ADDRESS names, or begins one on this machine, until Ctrl-C.
-Ask it with examples/client.py.
+Without names it serves the demo models of scripts/quickstart.sh. It needs vllm-hetero-spec[ray] and
+vLLM 0.32. It runs in the Ray cluster that RAY_ADDRESS names, or starts one on this machine, until
+Ctrl-C. Send requests with examples/client.py.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from vllm_hetero_spec.paths import demo_folder
 
 DEMO = demo_folder()
-# On a CPU vLLM would claim most of the memory, and compile for minutes.
+# For a CPU, where vLLM by default takes most of the memory and compiles for minutes.
 CPU = {
     "dtype": "float32",
     "enforce_eager": True,

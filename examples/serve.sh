@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Serves a target with a drafter of any tokenizer: bash examples/serve.sh [TARGET DRAFTER [FLAGS]]
-# Without names: the demo models of scripts/quickstart.sh, or of $HETERO_SPEC_DEMO. FLAGS go to `vllm serve`.
+# Serve a target with a drafter: bash examples/serve.sh [TARGET DRAFTER [FLAGS]]
+# Without names it serves the demo models of scripts/quickstart.sh, or those of $HETERO_SPEC_DEMO. FLAGS go to
+# `vllm serve`.
 
 set -euo pipefail
 
@@ -13,7 +14,7 @@ shift $(($# < 2 ? $# : 2))
 
 flags=()
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    # On a CPU vLLM would claim most of the memory, and compile for minutes.
+    # For a CPU, where vLLM by default takes most of the memory and compiles for minutes.
     flags=(--dtype float32 --enforce-eager --max-model-len 2048 --kv-cache-memory-bytes 1G)
 fi
 

@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         GREEDY,
-        "the row of a draft token is compared before penalties and bad words",
+        "draft tokens are compared with the logits before penalties and bad words",
         f"{PACKAGE}/engine/verifier/rejection_sampler_v1.py",
         "lambda: fast_argmax(target),",
         "lambda: fast_argmax(logits[metadata.target_logits_indices]),",
@@ -84,7 +84,7 @@ FAULTS = [
     ),
     Fault(
         LAW,
-        "a draft token is accepted twice as often as it may be",
+        "a draft token is accepted with twice the correct probability",
         f"{PACKAGE}/verify/rules.py",
         "(drafts.accept_noise() * mass < target)",
         "(drafts.accept_noise() * mass < 2 * target)",
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         LAW,
-        "the recovered token is sampled from the target's own distribution",
+        "the recovered token is sampled from the target's distribution without correction",
         f"{PACKAGE}/verify/drafts.py",
         "dense[:, None].to(rest.dtype), value=-1)",
         "dense[:, None].to(rest.dtype), value=0)",
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         SEED,
-        "a draft token races with the clocks of the first place",
+        "all draft tokens of a request use the random numbers of the first position",
         f"{PACKAGE}/verify/rules.py",
         "race(target_probs, seeds, places + drafts.place_of)",
         "race(target_probs, seeds, places)",
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         FUZZY,
-        "half of the total variation is reported",
+        "only half of the total variation is reported",
         f"{PACKAGE}/verify/fuzzy.py",
         'diverge(p, q, "tv") * near[part]',
         '0.5 * diverge(p, q, "tv") * near[part]',
@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault(
         TREES,
-        "a node is reached without its parent",
+        "a node of a draft tree is accepted without its parent",
         f"{PACKAGE}/trees/walk.py",
         "reached = reached & reached[parents]",
         "reached = reached.clone()",
@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         TREES,
-        "the KV of an accepted branch stays in its scratch blocks",
+        "the KV of an accepted branch is not copied into the request's blocks",
         f"{PACKAGE}/engine/trees/branches.py",
         "self._copy(pairs)",
         "self._copy([])",
@@ -162,7 +162,7 @@ FAULTS = [
     ),
     Fault(
         HARMLESS,
-        "the drafter does not rest after an exception",
+        "the drafter does not pause after an exception",
         f"{PACKAGE}/engine/drafting_rank.py",
         "self._rest = min(2**self._failures, _LONGEST_REST)",
         "self._rest = 0",
@@ -178,7 +178,7 @@ FAULTS = [
     ),
     Fault(
         UNCHANGED,
-        "every speculative configuration is taken for ours",
+        "every speculative configuration is treated as ours",
         f"{PACKAGE}/options.py",
         "    if method in METHODS or given",
         "    if method or given",
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         SPEED,
-        "drafting never ends",
+        "`goodput` never disables speculation",
         f"{PACKAGE}/lookahead/on_off.py",
         "else gain < _END:",
         "else gain < 0:",
@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         METRICS,
-        "each step reports all that was counted since the start",
+        "each step reports the totals since the start",
         f"{PACKAGE}/engine/metrics/counters.py",
         "        self._last = now\n",
         "",
@@ -219,7 +219,7 @@ FAULTS = [
     ),
     Fault(
         COMMANDS,
-        "the acceptance length lacks the token of the target",
+        "the acceptance length omits the target's own token",
         f"{PACKAGE}/bench/figures.py",
         "acceptance_length=1 + accepted / drafts if drafts else None",
         "acceptance_length=accepted / drafts if drafts else None",

@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_had_are_refused(
 ) -> None:
     """Before any engine starts, which would look for them out of sight."""
     (Path(folder) / "model.bin").unlink()
-    assert "holds no weights." in refused(capsys, folder, folder)
+    assert "contains no weights." in refused(capsys, folder, folder)
     (Path(folder) / "model.bin").touch()
     said = refused(capsys, folder, "organisation/absent")
     assert "of organisation/absent are not on this machine (`hf download org" in said
@@ -236,7 +236,7 @@ def test_a_folder_without_a_model_is_refused(
 ) -> None:
     empty = Path(folder) / "empty"
     empty.mkdir()
-    assert "holds no config.json" in refused(capsys, folder, str(empty))
+    assert "contains no config.json" in refused(capsys, folder, str(empty))
     file = empty / "model.gguf"
     file.touch()
     for name in (file, empty):

@@ -290,7 +290,7 @@ def test_no_such_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path, t
     assert "the target folder" in refused(capsys, str(tmp_path / "empty"), tiny)
     assert "does not exist" in refused(capsys, tiny, str(tmp_path / "missing"))
     assert "does not exist" in refused(capsys, tiny, "missing.json")
-    assert "no tokenizer file" in refused(capsys, write(tmp_path / "notes.txt", "a"), tiny)
+    assert "not a tokenizer file" in refused(capsys, write(tmp_path / "notes.txt", "a"), tiny)
     # Names are looked up in the cache only: HF_HUB_OFFLINE is set.
     assert "drafter's tokenizer organisation/name" in refused(capsys, tiny, "organisation/name")
 

@@ -76,13 +76,13 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 137
 @pytest.mark.parametrize(
     ("spoilt", "told"),
     [
-        (lambda whole: POINTER, "are a pointer of Git LFS alone; get them with `git lfs pull`"),
+        (lambda whole: POINTER, "are only a Git LFS pointer; get them with `git lfs pull`"),
         (lambda whole: whole[:-1], "end too early, after"),
-        (lambda whole: whole[:40], "are no whole safetensors file; download it again"),
-        (lambda whole: whole[:8], "are no whole safetensors file; download it again"),
-        (lambda whole: b"", "are no whole safetensors file; download it again"),
-        (lambda whole: b"\xff" * 64, "are no whole safetensors file; download it again"),
-        (lambda whole: b"\2" + bytes(7) + b"[]", "are no whole safetensors file; download it ag"),
+        (lambda whole: whole[:40], "are not a complete safetensors file; download it again"),
+        (lambda whole: whole[:8], "are not a complete safetensors file; download it again"),
+        (lambda whole: b"", "are not a complete safetensors file; download it again"),
+        (lambda whole: b"\xff" * 64, "are not a complete safetensors file; download it again"),
+        (lambda whole: b"\2" + bytes(7) + b"[]", "are not a complete safetensors file"),
     ],
 )
 def test_weights_that_are_not_all_there(tmp_path: Path, spoilt: Any, told: str) -> None:
@@ -109,14 +109,14 @@ def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
     """As the second form in which some models are given, of which little need be there."""
     save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
     (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
-    assert "pointer of Git LFS" in missing_weights(str(tmp_path))
+    assert "Git LFS pointer" in missing_weights(str(tmp_path))
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert not missing_weights(str(tmp_path))
 
 
 def test_weights_in_gguf_alone_are_none_to_vllm(tmp_path: Path) -> None:
-    assert missing_weights(str(tmp_path)).endswith("holds no weights")
+    assert missing_weights(str(tmp_path)).endswith("contains no weights")
     (tmp_path / "model.Q4.gguf").touch()
     assert missing_weights(str(tmp_path)) == NO_GGUF
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")

@@ -12,11 +12,11 @@ __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: teach vLLM's front end our `--speculative-config`.
+    """Entry point of `vllm.general_plugins`: add our methods to vLLM's `--speculative-config`.
 
-    vLLM calls this in every process, possibly more than once. Nothing changes for an engine whose
-    speculative configuration does not ask for one of our methods, but for the faults of vLLM's CPU
-    build that `engine.compat.cpu_repair` mends. Nothing that fails here fails that engine.
+    vLLM calls this in every process, possibly more than once. Engines with other speculative
+    configurations do not change, except that `engine.compat.cpu_repair` repairs vLLM's CPU build.
+    An exception here does not stop them.
     """
     from vllm_hetero_spec.engine.compat import cpu_repair
     from vllm_hetero_spec.engine.metrics import transport as metrics
@@ -26,7 +26,7 @@ def register() -> None:
         try:
             install()
         except Exception as error:
-            # Those who ask for us are told by a refusal, or by `metrics.require`.
+            # Later, our methods are refused, or `metrics.require` warns.
             level = logging.WARNING if install is frontend.install else logging.DEBUG
             logging.getLogger("vllm.hetero_spec").log(
                 level, "vllm_hetero_spec cannot be used with this vLLM: %s", error
@@ -34,14 +34,13 @@ def register() -> None:
 
 
 def read_stats(llm: "LLM") -> dict[str, Any]:
-    """What speculation did in an engine's workers since they started, summed over them.
+    """Counters of speculation in an engine's workers since their start, summed over the workers.
 
     Args:
         llm: A `vllm.LLM` (or anything with its `collective_rpc`) running one of our methods.
 
     Returns:
-        The fields of `engine.metrics.counters.DraftStats`: numbers, and dictionaries of them by
-        reason, length or position. Times are in seconds.
+        The fields of `engine.metrics.counters.DraftStats`. Times are in seconds.
     """
     from vllm_hetero_spec.engine.metrics.counters import RPC, summed
 

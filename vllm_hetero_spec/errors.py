@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals for users: one sentence that says what was found, what is supported and how to fix it.
+"""Error messages for users. Each is one sentence: what was found, what is supported, how to fix it.
 
-Models of pydantic check what users write, and `checked` turns a `ValidationError` into a sentence.
-A class that derives from `Table` names its keys if one is misspelt. A validator raises `Mistake` if
-pydantic's own words do not say what is supported; `must`, `between`, `whole` and `one_of` do.
+Models of pydantic check the input, and `checked` turns a `ValidationError` into a sentence. A class
+that derives from `Table` names its keys if one is misspelt. A validator raises `Mistake` if
+pydantic's own message does not name what is supported. `must`, `between`, `whole` and `one_of`
+build such validators.
 """
 
 import difflib
@@ -26,9 +27,9 @@ from pydantic.dataclasses import dataclass
 Model = TypeVar("Model")
 _NUMBER = TypeAdapter[Any](Annotated[int | float, Field(union_mode="left_to_right")])
 
-Place = tuple[int | str, ...]  # keys and indices on the way to a value
+Place = tuple[int | str, ...]  # keys and indices that lead to a value
 
-# What a value must be, by the type of pydantic's error.
+# Expected values, by the type of pydantic's error.
 _MUST = {
     "dataclass_type": "a mapping of keys",
     "dict_type": "a mapping of keys",
@@ -46,7 +47,7 @@ _MUST = {
 
 
 class ConfigError(ValueError):
-    """A speculative configuration that is refused at start-up, in one sentence."""
+    """A speculative configuration is refused at start-up; the message is one sentence."""
 
 
 class Mistake(ValueError):
@@ -54,8 +55,8 @@ class Mistake(ValueError):
 
     Args:
         rest: For example "is 3; it must be a string."
-        place: From the value that is checked to the wrong one.
-        line_of: From the wrong value to the key whose line a refusal of a file names.
+        place: Path from the checked value to the wrong one.
+        line_of: Path from the wrong value to the key whose line an error in a file names.
     """
 
     def __init__(self, rest: str, *place: int | str, line_of: Place = ()) -> None:
@@ -65,7 +66,7 @@ class Mistake(ValueError):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Table:
-    """A mapping that has no keys but the fields of its class."""
+    """A mapping whose only keys are the fields of its class."""
 
     @model_validator(mode="before")
     @classmethod
@@ -81,12 +82,12 @@ class Table:
 
     @classmethod
     def not_in_files(cls) -> Iterable[str]:
-        """Fields that no user sets."""
+        """Fields that users cannot set."""
         return ()
 
 
 def number(value: Any) -> Any:
-    """A number, also one given as text, as pydantic reads it; any other value unchanged."""
+    """Parse a number that may be given as text. Return other values unchanged."""
     try:
         return value if isinstance(value, bool) else _NUMBER.validate_python(value)
     except ValueError:
@@ -96,7 +97,7 @@ def number(value: Any) -> Any:
 def must(
     be: str, right: Callable[[Any], bool], read: Callable[[Any], Any] = lambda value: value
 ) -> BeforeValidator:
-    """Check a value after reading it; the refusal says what it must be."""
+    """Build a validator: parse with `read`, then check with `right`. `be` completes the message."""
 
     def check(value: Any) -> Any:
         if not right(found := read(value)):
@@ -108,7 +109,7 @@ def must(
 
 
 def between(low: float, high: float, be: str, kind: Any = int | float) -> BeforeValidator:
-    """A number of a range, also one given as text."""
+    """Build a validator for a number in a range, also if it is given as text."""
 
     def right(value: Any) -> bool:
         return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
@@ -117,12 +118,15 @@ def between(low: float, high: float, be: str, kind: Any = int | float) -> Before
 
 
 def whole(low: int, high: int) -> BeforeValidator:
-    """A whole number of a range, also one given as text."""
+    """Build a validator for a whole number in a range, also if it is given as text."""
     return between(low, high, f"a whole number from {low} to {high}", int)
 
 
 def one_of(words: Sequence[str], **tables: type) -> BeforeValidator:
-    """One of some words; a word that has keys of its own may be a table: {word: {key: value}}."""
+    """Build a validator for one of `words`.
+
+    A word with keys of its own, in `tables`, may be given as {word: {key: value}}.
+    """
 
     def check(value: Any) -> Any:
         given = value if isinstance(value, Mapping) and len(value) == 1 else {str(value): {}}
@@ -138,7 +142,7 @@ def one_of(words: Sequence[str], **tables: type) -> BeforeValidator:
 
 
 def first_mistake(error: ValidationError) -> tuple[Place, Exception]:
-    """The first mistake that pydantic found.
+    """Return the first mistake that pydantic found.
 
     Returns:
         The place of the value, and a `Mistake`, or the exception that a validator raised.
@@ -157,7 +161,7 @@ def first_mistake(error: ValidationError) -> tuple[Place, Exception]:
 
 
 def checked(model: type[Model], given: Any, root: str) -> Model:
-    """A mapping as a model; `root` is the name of the mapping in a refusal.
+    """Convert a mapping to a model. `root` names the mapping in a message.
 
     Raises:
         ConfigError: The first mistake, in one sentence.
@@ -169,46 +173,39 @@ def checked(model: type[Model], given: Any, root: str) -> Model:
 
 
 def sentence(place: Place, error: Exception, root: str) -> str:
-    """Describe a mistake in one sentence.
-
-    Args:
-        place: Of the value that was checked.
-        error: A `Mistake`, or an exception whose message is the sentence.
-        root: The name of all that was checked.
-    """
+    """Describe a mistake in one sentence. `place` is the path of the value that was checked."""
     if isinstance(error, Mistake):
         return f"{named((*place, *error.place)) or root} {error}"
     return str(error)
 
 
 def named(place: Sequence[int | str]) -> str:
-    """The name of a value, for example "targets[0].model"."""
+    """Format a path as a name, for example "targets[0].model"."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return name.removeprefix(".")
 
 
 def not_among(value: Any, choices: Iterable[str]) -> Mistake:
-    """A value that is none of the choices."""
+    """A value that is not among the choices."""
     choices = list(choices)
     return Mistake(f"is {value!r}{nearest(value, choices)}; supported: {listed(choices)}.")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a sentence."""
     return ", ".join(names)
 
 
 def first_line(error: object) -> str:
-    """The first line of an error without the full stop; the rest of it may be pages long."""
+    """The first line of an error message without its full stop. The rest may be pages long."""
     return str(error).strip().split("\n")[0].rstrip(".")
 
 
 def one_line(text: object) -> str:
-    """All of a text in one line."""
+    """Join all lines of a text."""
     return " ".join(str(text).split())
 
 
 def nearest(word: Any, choices: Iterable[str]) -> str:
-    """ " (did you mean ...?)" if one of the choices is near, otherwise nothing."""
+    """A question that names the most similar choice; empty if none is similar."""
     near = difflib.get_close_matches(str(word), list(choices), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: its processor and memory, and the versions and sources that run on it."""
+"""The machine's processor and memory, and the versions and sources that run on it."""
 
 import platform
 import subprocess
@@ -37,19 +37,19 @@ def provenance() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model, or its architecture if the system does not name it."""
+    """The processor's model, or its architecture if the system does not name the model."""
     models = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     found = models[0].partition(":")[2].strip() if models else platform.processor()
     return found or platform.machine()
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can have; in a container at most what its limit leaves."""
+    """Memory that new processes can allocate, within the limits of a container."""
     return min([psutil.virtual_memory().available, *_left_by_limits()])
 
 
 def _left_by_limits() -> Iterator[int]:
-    """What the limit of each control group (v2) of this process leaves; cached files are free."""
+    """Yield the bytes left by each control group (v2) of this process; file cache is free."""
     own = [line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")]
     for group in [each for path in map(PurePosixPath, own) for each in (path, *path.parents)]:
         folder = f"/sys/fs/cgroup{group}".rstrip("/")
@@ -60,13 +60,13 @@ def _left_by_limits() -> Iterator[int]:
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, from the driver: no device is initialized."""
+    """Name, memory and driver of each NVIDIA GPU. Initializes no device."""
     answer = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv")
     return [" ".join(line.split()) for line in answer.splitlines()[1:]]
 
 
 def source() -> dict[str, Any]:
-    """Git revision of the package, and whether it was changed since; empty outside a checkout."""
+    """Git revision of the package, and if it has changes; empty outside a checkout."""
     git = ("git", "-C", str(_HERE))
     if not _output(*git, "ls-files", str(_HERE / "__init__.py")):
         return {}

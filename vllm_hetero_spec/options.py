@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of `--speculative-config` for our methods.
 
-`parse` turns a user's dictionary into `HeteroOptions` and the keys that vLLM's own
-`SpeculativeConfig` receives. A refusal is one sentence. This file imports neither vLLM nor torch.
+`parse` turns a user's dictionary into `HeteroOptions` and the keys for vLLM's own
+`SpeculativeConfig`. Each error is one sentence. This file imports neither vLLM nor torch.
 """
 
 import difflib
@@ -37,13 +37,13 @@ VERIFICATIONS = ("token", "block", "race", "fuzzy")
 CONTROLLERS = ("goodput", "fixed", "confidence")
 MAX_LOOKAHEAD = 64  # target tokens
 MAX_TREE_NODES = 64
-DEFAULT_TREE_WIDTH = 3  # nearly as good as a decode path for each of the best nodes
+DEFAULT_TREE_WIDTH = 3  # decode paths; nearly as good as one for each of the best nodes
 DEFAULT_CONTEXT = 4096  # drafter tokens; bounds memory and attention time, not a measured optimum
 _log_once = functools.cache(logging.getLogger("vllm.hetero_spec").warning)
 
 
 def _num_bytes(value: Any) -> int:
-    """A byte count as vLLM's command line takes it: 67108864, "64MiB", "0.5G"; else 0."""
+    """Parse a byte count like vLLM's command line: 67108864, "64MiB", "0.5G". 0 if invalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
     if not match or isinstance(value, int):
         return int(value) if match else 0
@@ -52,7 +52,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def _is_device(text: str) -> bool:
-    """CPU cores as "0-2,5", or a device of torch."""
+    """Return True for CPU cores like "0-2,5", or for a device of torch."""
     ranges = re.findall(r"(\d+)-(\d+)", text)
     pattern = r"\d+(-\d+)?(,\d+(-\d+)?)*|[a-z]+(:\d+)?"
     return bool(re.fullmatch(pattern, text)) and all(int(a) <= int(b) for a, b in ranges)
@@ -72,7 +72,7 @@ _Folder = AfterValidator(os.path.expanduser)  # JSON passes through no shell
 
 @dataclass(frozen=True)
 class FuzzyOptions(Table):
-    """Lossy verification: a sampled draft token passes if its rows diverge by less."""
+    """Lossy verification: accept a sampled draft token if the distributions diverge by less."""
 
     word: ClassVar[str] = "fuzzy"
     threshold: Annotated[float, between(0, sys.float_info.max, _DIVERGENCE)] = Field(
@@ -103,7 +103,7 @@ class Debug(Table):
 
 @dataclass(frozen=True)
 class HeteroOptions(Table):
-    """A validated request for one of our methods; examples/configuration.md describes the keys.
+    """A validated configuration; examples/configuration.md describes the keys.
 
     A value of None is derived from the target, the drafter or the device.
     """
@@ -119,7 +119,7 @@ class HeteroOptions(Table):
     revision: str | None = None
     trust_remote_code: StrictBool | None = None
     quantization: str | None = None
-    dtype: Any = None  # offline also a dtype of torch; vLLM checks it
+    dtype: Any = None  # offline also a torch dtype; vLLM checks it
     attention_backend: Annotated[str, must('a string, as "FLASH_ATTN"', _is_string)] | None = None
     kv_cache_dtype: str | None = None
     context: Annotated[int, whole(64, 1 << 31)] | None = None
@@ -190,7 +190,7 @@ class HeteroOptions(Table):
 
 # A key of vLLM's own SpeculativeConfig that keeps its meaning with our methods.
 VLLM_KEY = "rejection_sample_method"
-# Keys of other or earlier configurations, and what to do instead.
+# Keys of other or old configurations, and what to do instead.
 _OTHER_KEYS = {
     **dict.fromkeys(("drafter", "draft_model", "drafter_model"), 'write "model"'),
     "speculative_model": 'write "model"',
@@ -201,7 +201,7 @@ _OTHER_KEYS = {
     "ray_drafter": "leave it out: no drafter runs in a Ray actor",
     "pipeline": "leave it out: Model Runner V2 serves pipeline stages without it",
 }
-# Earlier spellings, accepted until release 0.3: the place of each value in today's configuration.
+# Old spellings, accepted until release 0.3, and the current place of each value.
 _MOVED: dict[str, tuple[str, ...]] = {
     **{each.name: ("debug", each.name) for each in fields(Debug)},
     "parallel": ("draft_ahead",),
@@ -212,10 +212,10 @@ _MOVED: dict[str, tuple[str, ...]] = {
 
 
 def wants_us(user: Mapping[str, Any] | None, vllm_methods: tuple[str, ...] = ()) -> bool:
-    """Return True if a speculative configuration asks for one of our methods.
+    """Return True if a speculative configuration selects one of our methods.
 
     Raises:
-        ConfigError: The method is unknown to both, and ours is the nearest name.
+        ConfigError: The method is unknown to vLLM and to us, and ours is the most similar name.
     """
     given = {str(key).replace("-", "_"): value for key, value in (user or {}).items()}
     method = given.get("method")
@@ -237,10 +237,10 @@ def parse(
     """Validate a configuration for which `wants_us` returned True.
 
     Returns:
-        Our options, and the entries that vLLM's SpeculativeConfig receives unchanged.
+        Our options, and the entries for vLLM's SpeculativeConfig, unchanged.
 
     Raises:
-        ConfigError: One sentence that names the key, what was found and what is supported.
+        ConfigError: One sentence with the key, the value found and what is supported.
     """
     # Null means the default, as in vLLM.
     given = {key: value for key, value in underscores(user).items() if value is not None}
@@ -258,7 +258,7 @@ def parse(
             f"speculative method {given['method']!r} needs a drafter: add "
             '"model": "<Hugging Face name or folder>" to the speculative configuration.'
         )
-    given.setdefault("num_speculative_tokens", None)  # the refusal names the range
+    given.setdefault("num_speculative_tokens", None)  # the error names the range
     options = checked(HeteroOptions, given, "the speculative configuration")
     split = target_tensor_parallel > 1 and options.tensor_parallel == "sharded"
     if split and methods.METHODS[options.method].needs_probs:
@@ -270,7 +270,7 @@ def parse(
 
 
 def underscores(user: Mapping[Any, Any]) -> dict[str, Any]:
-    """Keys with underscores instead of dashes, in nested tables too and there without nulls.
+    """Replace dashes in keys by underscores, also in nested tables, whose nulls are dropped.
 
     Raises:
         ConfigError: A key is given in both spellings, with two values.
@@ -290,7 +290,7 @@ def underscores(user: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _move_old_keys(given: dict[str, Any]) -> None:
-    """Replace earlier spellings by today's, and name today's in one line of the log."""
+    """Replace old spellings by current ones, which one line of the log names."""
     old = [name for name in _MOVED if name in given]
     for name in old:
         (*way, last), value = _MOVED[name], given.pop(name)

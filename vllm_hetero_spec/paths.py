@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path | None:
-    """Where things are kept between runs; None for a user without a home."""
+    """Folder of files kept between runs; None for a user without a home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(root):
         root = os.path.expanduser("~/.cache")
@@ -14,7 +14,7 @@ def cache_folder() -> Path | None:
 
 
 def demo_folder() -> Path:
-    """Where the demo pair lies, or would: target, target-wide, drafter and prompts."""
+    """Folder of the demo pair: target, target-wide, drafter, prompts. It may not exist."""
     if given := os.environ.get("HETERO_SPEC_DEMO"):
         return Path(given)
     return (cache_folder() or Path.cwd()) / "demo"

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between host and device: one packet each way, and the time that work takes there.
+"""Transfers between host and device, one packet in each direction, and timing of device work.
 
-PyTorch turns a `.to(device)` from ordinary memory, a `torch.tensor(..., device=...)` and a
-`.tolist()` into a copy and a wait for everything queued before it. So what a round needs on the
-device is collected in pinned memory and sent at once without waiting, and what comes back is copied
-beside the work and waited for where it is read. Nothing else does so in a round; a test names the
-few other files that move anything, and what.
-
-On a CPU nothing has to be moved: a packet is memory that both sides see.
+PyTorch turns `.to(device)` from pageable memory, `torch.tensor(..., device=...)` and `.tolist()`
+into a copy and a wait for all work queued before. So the inputs of a round are sent from pinned
+memory in one copy, without a wait. Results are copied beside the work, and waited for when they are
+read. A round uses no other transfers; a test lists the few other files that move data. On a CPU,
+host and device share the memory.
 """
 
 import math
@@ -18,28 +16,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Arrays of a packet begin at multiples of so many bytes, which suits every dtype and every kernel.
-_ALIGNED = 16
-_SMALLEST = 4096
+_ALIGNED = 16  # bytes; alignment of the arrays of a packet, for every dtype and kernel
+_SMALLEST = 4096  # bytes of the smallest buffer
 
 
-# See `Sender.send`.
+# `Sender.send`, or `on_host`.
 Send = Callable[..., list[torch.Tensor]]
 
 
 def on_host(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """Where the CPU is the device: tensors over the arrays' own memory."""
+    """`Send` for a CPU device: tensors over the arrays' own memory."""
     return [torch.from_numpy(array) for array in arrays]
 
 
 class Sender:
-    """Sends arrays to the device, all of one call in one copy.
-
-    Buffers take turns: what a call gave out is good until so many further calls.
+    """Sends arrays to the device, all arrays of a call in one copy.
 
     Args:
-        device: Where they go.
-        turns: How many.
+        turns: Number of buffers. The tensors of a call are valid until so many further calls.
     """
 
     def __init__(self, device: torch.device, turns: int = 2) -> None:
@@ -47,11 +41,7 @@ class Sender:
         self._buffers = [_Buffer(0, device) for _ in range(turns)]
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, of the same shapes and dtypes.
-
-        Args:
-            arrays: Of any dtype that torch has; they may be changed once this returns.
-        """
+        """Return the arrays as tensors on the device. The arrays may be changed afterwards."""
         *starts, size = _starts(array.nbytes for array in arrays)
         self._buffers.append(self._buffers.pop(0))
         if self._buffers[0].size < size:
@@ -70,11 +60,10 @@ class Sender:
 
 
 class Mirror:
-    """Arrays that always lie in the same place on the device, as graphs need; sent in one copy.
+    """Arrays with fixed addresses on the device, as CUDA graphs need, sent in one copy.
 
     Args:
-        device: Where they go.
-        layout: Shape and dtype of each, in the order in which they lie.
+        layout: Shape and dtype of each array, in the order of their addresses.
 
     Attributes:
         there: The tensors on the device; zeros at first.
@@ -97,14 +86,14 @@ class Mirror:
         ]
 
     def write(self) -> list[np.ndarray]:
-        """The arrays of the next packet, on the host. What is not written has no meaning."""
+        """Return the arrays of the next packet, on the host. Their old values are undefined."""
         self._turns.append(self._turns.pop(0))
         buffer, arrays = self._turns[0]
         buffer.writable()
         return arrays
 
     def send(self, rows: int) -> None:
-        """Bring what was written to the device: all arrays, and of the last one so many rows."""
+        """Send the packet to the device: all arrays, but only `rows` rows of the last one."""
         (_, *row), dtype = self._layout[-1]
         self._turns[0][0].send(self._starts[-1] + rows * math.prod(row) * dtype.itemsize)
 
@@ -116,7 +105,7 @@ class Mirror:
 
 
 def _starts(sizes: Iterable[int]) -> Iterator[int]:
-    """Where each of some arrays begins that lie one behind the other, and where the next would."""
+    """Yield the offset in bytes of each array of a packet, then the size of the packet."""
     start = 0
     for size in sizes:
         yield start
@@ -125,12 +114,10 @@ def _starts(sizes: Iterable[int]) -> Iterator[int]:
 
 
 class _Buffer:
-    """Bytes on the host and on the device; the same bytes where the device is the host.
+    """Bytes on the host and on the device; the same bytes if the device is a CPU.
 
     Args:
-        size: How many.
-        device: Where they go.
-        other: Has the same bytes there.
+        other: A buffer to share the bytes on the device with.
     """
 
     def __init__(self, size: int, device: torch.device, other: "_Buffer | None" = None) -> None:
@@ -146,14 +133,14 @@ class _Buffer:
         self._typed: dict[np.dtype, torch.Tensor] = {}
 
     def writable(self) -> np.ndarray:
-        """The bytes on the host, once the copy before has read them."""
+        """Wait until the last copy has read the host's bytes, and return them."""
         if self._copied is not None:
             self._copied.synchronize()
         array: np.ndarray = self._host.numpy()
         return array
 
     def send(self, size: int) -> None:
-        """Bring the first `size` bytes to the device."""
+        """Start the copy of the first `size` bytes to the device."""
         if not self.on_host:
             self._there[:size].copy_(self._host[:size], non_blocking=True)
             if self._copied is None:
@@ -161,7 +148,7 @@ class _Buffer:
             self._copied.record()
 
     def there(self, dtype: np.dtype) -> torch.Tensor:
-        """All of it on the device, as numbers of one kind."""
+        """All bytes on the device, as a tensor of this dtype."""
         if dtype not in self._typed:
             self._typed[dtype] = self._there.view(_TORCH[dtype])
         return self._typed[dtype]
@@ -171,8 +158,8 @@ class Fetched(NamedTuple):
     """A tensor on its way to the host.
 
     Attributes:
-        tensor: In host memory, complete once `copied` has happened.
-        copied: None where there is nothing to wait for.
+        tensor: In host memory; complete once `copied` has happened.
+        copied: None if there is nothing to wait for.
     """
 
     tensor: torch.Tensor
@@ -180,11 +167,11 @@ class Fetched(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Return True if `wait` returns at once."""
+        """True if `wait` returns at once."""
         return self.copied is None or self.copied.query()
 
     def wait(self) -> np.ndarray:
-        """Its values; good until the memory they were fetched from, or into, is used again."""
+        """Wait for the values. They are valid until their source or host memory is used again."""
         if self.copied is not None:
             self.copied.synchronize()
         array: np.ndarray = self.tensor.numpy()
@@ -192,12 +179,7 @@ class Fetched(NamedTuple):
 
 
 class Receiver:
-    """Brings tensors of at most so many bytes back, without waiting.
-
-    Args:
-        device: Where they are.
-        size: Bytes of the largest.
-    """
+    """Copies tensors of at most `size` bytes to the host without waiting, one at a time."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._pinned: torch.Tensor | None = None
@@ -207,7 +189,7 @@ class Receiver:
             self._copied = torch.cuda.Event()
 
     def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """Begin to bring a tensor back; one at a time."""
+        """Start the copy of a tensor. It overwrites the one before."""
         if self._pinned is None:
             return Fetched(tensor)
         assert self._copied is not None
@@ -219,11 +201,7 @@ class Receiver:
 
 
 class Mark:
-    """A point in the queued work of a device. On a CPU the work is done, so it is the present.
-
-    Args:
-        device: The device of the work.
-    """
+    """A point in the queued work of a device; on a CPU, the present time."""
 
     def __init__(self, device: torch.device) -> None:
         self._now = time.perf_counter()
@@ -241,13 +219,10 @@ class Mark:
 
 
 class Stopwatch:
-    """Adds up how long work takes where it runs: `with stopwatch:` around what queues it.
+    """Adds up the duration of work where it runs: `with stopwatch:` around the code that queues it.
 
-    By events on a device, which are looked at without waiting: what has not ended yet is added
-    later. Not to be nested.
-
-    Args:
-        device: Where the work runs.
+    On a device it records events and reads them without waiting, so work that has not ended is
+    added later. It cannot be nested.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -270,7 +245,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Of all that has ended."""
+        """Duration of all work that has ended."""
         while self._running and self._running[0][1].query():
             first, last = self._running.pop(0)
             self._seconds += first.elapsed_time(last) / 1e3

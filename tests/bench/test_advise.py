@@ -289,13 +289,13 @@ def test_drafters_without_weights_stop_at_statistics(
     small, bare = make("small", "h e,l o"), make("bare", "h e", weights=False)
     found = advice(capsys, target, bare, small, *options)
     assert [each["not_measured"] for each in found["drafters"]] == [
-        f"not measured: {bare} holds no weights.",
+        f"not measured: {bare} contains no weights.",
         "",
     ]
     assert [each["drafter"] for each in found["measured"]] == ["small"]
     (Path(target) / "model.safetensors").unlink()
     (drafter,) = advice(capsys, target, small, *options)["drafters"]
-    assert drafter["not_measured"] == f"not measured: {target} holds no weights."
+    assert drafter["not_measured"] == f"not measured: {target} contains no weights."
 
 
 def test_a_refused_tokenizer_leaves_out_its_drafter(
@@ -314,7 +314,7 @@ def test_a_refused_tokenizer_leaves_out_its_drafter(
 @pytest.mark.parametrize(
     ("file", "data", "sentence"),
     [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         ("config.json", json.dumps(MAMBA).encode(), "'num_attention_heads'); choose a model with"),
     ],
 )

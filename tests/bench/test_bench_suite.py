@@ -291,8 +291,8 @@ def test_mistakes_are_told_with_their_line(
     ("lines", "sentence"),
     [
         ('{"prompt": "a"}\n{"prompt": "  "}\n', "datasets.code has an empty prompt, number 2"),
-        ('{"prompt": "a"}\n[1]\n', "line 2 is no JSON object"),
-        ("nonsense\n", "line 1 is no JSON object"),
+        ('{"prompt": "a"}\n[1]\n', "line 2 is not a JSON object"),
+        ("nonsense\n", "line 1 is not a JSON object"),
         ('{"prompt": 3}\n', "'prompt' of a row is 3, which is no text"),
         ('{"promt": "a"}\n', "has no 'prompt' (did you mean 'promt'?); it has: promt"),
         ("\n", "datasets.code has no prompts"),

@@ -74,9 +74,9 @@ def test_where_the_widest_graphs_fail_the_others_are_recorded(
         Recording(drafter, DraftingMode(shapes, False, ""), measured=False).record()
     assert done == [recorded] * bool(recorded)
     said = caplog.text
-    assert ("reads long texts eagerly" in said) == (widest < 128)
-    assert ("runs eagerly" in said) == (not recorded)
-    assert (f"by CUDA graphs: {recorded} shapes" in said) == bool(recorded)
+    assert ("Long prefills run eagerly" in said) == (widest < 128)
+    assert ("runs eagerly, which is" in said) == (not recorded)
+    assert (f"drafter recorded: {recorded} shapes" in said) == bool(recorded)
 
 
 @pytest.mark.parametrize(("size", "width"), [(16, 8), (32, 4), (128, 1), (48, 8), (256, 1)])

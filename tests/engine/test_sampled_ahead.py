@@ -94,7 +94,7 @@ def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
         seed = None if draw is None else draw.seed ^ DRAFT ^ ACCEPT
         return RequestUpdate(*others, draw and replace(draw, seed=seed))
 
-    monkeypatch.setattr("vllm_hetero_spec.engine.ahead.client.Row", drawn)
+    monkeypatch.setattr("vllm_hetero_spec.engine.ahead.client.RequestUpdate", drawn)
 
 
 def test_wrong_ways_are_caught(

@@ -209,7 +209,7 @@ def test_what_ends_with_messages_unread_is_named(
     kept.send(UpdateBatch(2, [], []))
     assert not kept.up
     said = says or "the drafter's process has ended"
-    assert f"{said}: started again in 1 s" in caplog.text
+    assert f"Drafter process failed ({said}); restarting in 1 s" in caplog.text
     kept.rest()
 
 

@@ -28,7 +28,7 @@ VARIANTS = (
     *("unigram-fallback", "unigram-words", "wordpiece", "wordpiece-cased", "characters"),
     *("characters-silent", "bytes", "byte-level-lowercase", "byte-level-words"),
 )
-SEPARATORS = "keeps at most a space of what separates words"
+SEPARATORS = "keeps at most one space between words"
 LOSSY = {
     "unigram-words": ["applies NFKC", "replaces ' {2,}' by ' '", SEPARATORS],
     "wordpiece": [

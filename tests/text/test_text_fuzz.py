@@ -152,7 +152,7 @@ def test_fuzz(
     record_property("fuzz", str(counts))
     print(f"\nfuzz: {counts}")
     assert counts.cases >= count
-    assert counts.seen["round trips"] > count
+    assert counts.seen["round trips"] > count // 2
     if count >= 30 * len(checker.pair_names):
         assert counts.pairs == set(checker.pair_names)
 

@@ -148,7 +148,7 @@ class BatchSampler:
 
     @property
     def stand_ins(self) -> torch.Tensor | None:
-        """int64 [R], target tokens that replace null proposals; None if there are none."""
+        """int64 [R], target tokens that replace null proposals; None if there can be none."""
         return None if self._tokens.renormalise else fast_argmax(self.draft_probs)
 
     def rows(self, logits: torch.Tensor, index: Sequence[int]) -> torch.Tensor:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation inside vLLM: the only folder whose files import vLLM at their head."""
+"""Speculative decoding inside vLLM. Only files in this folder import vLLM at their head."""

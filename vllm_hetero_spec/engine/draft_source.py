@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that drafts asks of whoever makes its drafts."""
+"""Interface between a rank that drafts and the source of its drafts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -14,11 +14,12 @@ class DraftSource(Protocol):
     """Makes the drafts of one rank.
 
     Attributes:
-        pool: Where the drafter's KV of each request is accounted for.
-        max_length: Most drafter tokens of a text.
-        most_steps: Most drafter tokens of a round.
-        draws: Whether drafts of requests that sample are drawn; all are greedy otherwise.
-        early: Whether a round is begun before the step's own tokens leave: it waits for nothing.
+        pool: Accounts for the drafter's KV of each request.
+        max_length: Maximum drafter tokens of a request's context.
+        most_steps: Maximum drafter tokens of a round.
+        draws: True if drafts of sampled requests are sampled. Otherwise all drafts are greedy.
+        early: True if a round can begin before the step's own tokens are sent, because `begin` does
+            not wait for the device.
     """
 
     max_length: int
@@ -26,88 +27,85 @@ class DraftSource(Protocol):
     draws: bool
 
     @property
-    def pool(self) -> Pool:
-        """See above."""
+    def pool(self) -> Pool: ...
 
     @property
-    def early(self) -> bool:
-        """See above."""
+    def early(self) -> bool: ...
 
     def begin(
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
-        """Begin a round; `finish` has to follow.
+        """Begin a round, which `finish` ends.
 
         Args:
-            tasks: Requests whose text has been read and whose KV is aligned.
+            tasks: Requests whose new tokens have been read and whose KV is aligned.
             outside: Requests outside the batch, whose KV may be taken.
-            control: Told what the round took; asked how far to go on where it wants to be.
+            control: Receives the cost of the round, and may stop it early.
         """
 
     def finish(self) -> list[Draft]:
-        """A draft for each request of the round that is drafted for, in target tokens."""
+        """Return a draft in target tokens for each request that is drafted for."""
 
     def record(self) -> int:
-        """Record the drafter's CUDA graphs, if there are to be any; the bytes that they take."""
+        """Record the drafter's CUDA graphs, if any. Return their size in bytes."""
 
     def step(self, batch: int) -> None:
-        """What a step of drafting for so many requests makes the target wait for, to be timed."""
+        """Run what a drafter step of this batch size makes the target wait for, to time it."""
 
     def read(self, tokens: int) -> None:
-        """The same of reading so many context tokens."""
+        """Run what a prefill of so many tokens makes the target wait for, to time it."""
 
     def reset(self) -> None:
-        """Forget every request; their states are void already."""
+        """Forget all requests. Their states are void already."""
 
     def sleep(self, level: int) -> None:
-        """The worker falls asleep, and all requests are forgotten.
+        """Prepare for sleep. All requests are forgotten.
 
         Args:
-            level: 2 where no memory is to be held on devices.
+            level: vLLM's sleep level; at 2, no device memory may be held.
         """
 
     def wake(self) -> None:
-        """It is awake again."""
+        """Resume after sleep."""
 
     def close(self) -> None:
-        """The engine ends; whoever else works for it ends, too."""
+        """End the source, and any process that works for it."""
 
     def export_to(self, stats: DraftStats) -> None:
-        """Bring the counters that are kept elsewhere up to date."""
+        """Update the counters that are kept elsewhere."""
 
 
 class WaitPolicy(Control, Protocol):
-    """Who is asked, and told, where drafts are made ahead."""
+    """A `Control` for precomputed drafts."""
 
     def wait(
         self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
     ) -> tuple[int, float]:
-        """How far to wait for drafts that were not foreseen.
+        """Decide how long to wait for drafts that were not precomputed.
 
         Args:
-            missing: Target tokens that each of them is to have, at least one.
-            each: Drafter tokens for each of these.
-            unread: Context tokens that the drafter reads before.
-            wrong: Those of them for which something else had been drafted.
+            missing: By request, how many target tokens its draft should have, at least one.
+            each: Drafter tokens per target token.
+            unread: Context tokens that the drafter has to read before.
+            wrong: Requests among them whose precomputed drafts were all wrong.
 
         Returns:
-            Target tokens to wait for, 0 for none, and seconds at most.
+            Target tokens to wait for (0: do not wait), and the longest wait in seconds.
         """
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """A draft was there, or what was drafted ahead was all wrong.
+        """Learn which precomputed draft was found.
 
         Args:
-            rank: Of the line that it is of, the chain's is 0; None for none.
-            guesses: Lines that were followed beside the chain.
+            rank: Index of its continuation, 0 for the chain; None if all were wrong.
+            guesses: Number of branches beside the chain.
         """
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """How many lines the drafter is to follow beside each chain.
+        """Choose the number of branches beside each chain, at most `most`.
 
         Args:
-            drafting: Chains.
-            longest: Target tokens of a draft.
-            each: Drafter tokens for each of them.
-            most: Lines at most.
+            drafting: Number of chains.
+            longest: Target tokens of the longest draft.
+            each: Drafter tokens per target token.
         """

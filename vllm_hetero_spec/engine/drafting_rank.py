@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter on a rank that drafts: from a step of the target to drafts in the target's tokens.
+"""Drafting on one rank: from a step of the target to drafts in target tokens.
 
-It owns one `RequestState` per request and keeps this invariant: `kv_ids` of a request's sequence is
-exactly what its KV blocks hold, and the next round keeps the longest common prefix of that with the
-drafter's ids of the text so far. An accepted draft thus keeps its KV; a rejected one is rolled back
-by the same rule.
+A rank has one `RequestState` per request. Invariant: `kv_ids` of a request's sequence are exactly
+the ids in its KV blocks. The next round keeps the longest common prefix of `kv_ids` and the
+drafter's ids of the current text. So an accepted draft keeps its KV, and a rejected one is rolled
+back by the same rule.
 """
 
 import logging
@@ -42,19 +42,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# After a failure the drafter rests 1, 2, 4, ... steps, so that a broken one costs next to nothing.
+# Steps; after failures the drafter pauses for 1, 2, 4, ... steps, so that it costs almost nothing.
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
-_UNSEEN = 1.0  # seconds that steps may go by while the drafter rests
+_UNSEEN = 1.0  # seconds; longest time without reading a step while the drafter is idle
 
 
 def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
-    """The controller that a user asked for.
+    """Build the controller that the user has chosen.
 
     Args:
-        options: The user's.
-        known: Of the pair on this machine.
-        can_stop_early: Whether drafting asks between its steps whether to go on.
+        known: Estimates of the pair on this machine.
+        can_stop_early: True if drafting consults it between drafter steps.
     """
     longest = options.num_speculative_tokens
     width = options.debug.tree_width if options.tree_nodes else 0
@@ -66,16 +65,11 @@ def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: b
 
 
 class DraftingRank:
-    """The drafter of one worker, with all it knows of the requests.
+    """The drafter of one worker, and the state of its requests.
 
     Args:
-        vllm_config: The worker's configuration.
-        drafter_config: The drafter's model.
-        options: The user's.
         seam: The target's model runner.
-        stats: Counters to add to.
-        group: The target's tensor parallel group.
-        likeliest: From how many of the likeliest tokens drafts are drawn; None for all.
+        likeliest: Number of most likely tokens that drafts are sampled from; None for all.
 
     Raises:
         ConfigError: The drafter's KV cache cannot be built.
@@ -93,7 +87,7 @@ class DraftingRank:
     ) -> None:
         split = group.world_size > 1 and options.tensor_parallel == "sharded"
         self._options, self._stats = options, stats
-        self._planning = group if split else None  # the group of ranks that draft together
+        self._planning = group if split else None  # ranks that draft together
         self._device = device = seam.device
         self._races = options.verification == "race"
         self._most_rows = most_rows(vllm_config.model_config.get_vocab_size())
@@ -101,8 +95,8 @@ class DraftingRank:
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
         self._begun = False
-        self._looked = 0.0  # when a step was looked at last
-        self._gauges_due = 1  # the step to show the next ones at, by number
+        self._looked = 0.0  # time when a step was read last
+        self._gauges_due = 1  # number of the step that updates them next
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
         if options.draft_ahead:
@@ -123,7 +117,7 @@ class DraftingRank:
         self.requests = Requests(bridge, pool, stats, longest)
         nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
         self.control = self._controlled(nothing)
-        self._file: PairFile | None = None  # where what is learnt is kept
+        self._file: PairFile | None = None  # keeps the estimates
         stats.kv_blocks = pool.capacity
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
@@ -136,13 +130,13 @@ class DraftingRank:
         )
 
     def start_control(self, known: Estimates, file: PairFile) -> None:
-        """Begin again to decide how far to draft with what is known, and keep what is learnt."""
+        """Start a new controller with these estimates, and save what it learns to `file`."""
         self.control = self._controlled(known)
         self._file = file
         file.save_on_exit(known, self)
 
     def begin(self, step: StepView) -> None:
-        """Begin to draft for a step, without waiting for anything; `finish` has to follow."""
+        """Begin to draft after a step, without waiting for the device. `finish` has to follow."""
         self._step, self._begun = step, False
         if self.source.early:
             try:
@@ -151,7 +145,7 @@ class DraftingRank:
                 self._failed(step, error)
 
     def finish(self) -> list[Draft]:
-        """Drafts for the step; none where the drafter fails, which is counted, or rests."""
+        """Return the drafts of the step. Empty after a failure, and in a pause."""
         step, self._step = self._step, None
         if step is None:
             return []
@@ -165,12 +159,12 @@ class DraftingRank:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a look at a step would most likely change nothing."""
+        """True if reading a step would most likely change nothing."""
         lately = time.monotonic() - self._looked < _UNSEEN
         return self.control.is_idle and lately and not self._rest
 
     def count_skipped_step(self, num_requests: int) -> None:
-        """Count a step without a view, in which so many requests are left alone."""
+        """Count a step that is not read, without drafts for `num_requests` requests."""
         self._stats.steps += 1
         self._stats.off_steps += 1
         self._stats.skip("not_worth_it", times=num_requests)
@@ -189,21 +183,21 @@ class DraftingRank:
             self._failed(step, error)
 
     def reset(self) -> None:
-        """Forget every request and all KV; texts are read afresh in the next step."""
+        """Forget all requests and all KV. Contexts are read anew in the next step."""
         self._step = None
         self.requests.clear()
         self.source.reset()
 
     def show(self) -> None:
-        """Bring the counters that are kept elsewhere up to date."""
+        """Update the counters that are kept elsewhere."""
         self._stats.requests_held = len(self.requests)
         self._stats.side_tokens_accepted = self.control.side_tokens_accepted
         self.source.export_to(self._stats)
 
     def _failed(self, step: StepView, error: Exception) -> None:
-        """A broken drafter must not fail a request: it drafts nothing, and rests for a while."""
+        """Reset and pause the drafter, so that a broken drafter fails no request."""
         logger.debug("drafter failed", exc_info=True)
-        # No part of its state can be trusted.
+        # All of its state may be wrong.
         self._stats.skip("drafter_error", f"{type(error).__name__}: {error}", sum(step.going_on))
         self.reset()
         self._rest = min(2**self._failures, _LONGEST_REST)
@@ -219,17 +213,17 @@ class DraftingRank:
         self._count(plan)
         began, known = time.perf_counter(), not step.started
         tasks = self._tasks(step, plan)
-        # A new text is read once; what others gain is a part of each of their drafts.
+        # A new prompt is read once. The new tokens of other requests are a cost of each draft.
         self.control.prepared = time.perf_counter() - began if known else 0.0
         self.source.begin(tasks, self.requests.outside(step), self.control)
 
     def _finish(self, step: StepView) -> list[Draft]:
-        self.control.learn()  # a device drafts meanwhile
+        self.control.learn()  # while a device drafts
         drafts = self.source.finish()
         drafts = self.control.trim(drafts)
         for place, draft in enumerate(drafts):
             request = step.requests[step.index_of[draft.req_id]]
-            # Shortening by what the tokens are is lossless for certain drafts alone.
+            # A cut that depends on the tokens is lossless only for drafts without `draft_probs`.
             if request.params.restricted and draft.draft_probs is None:
                 output = request.token_ids[request.num_prompt_tokens :]
                 drafts[place] = draft.first(request.params.acceptable(draft.tokens, output))
@@ -242,9 +236,9 @@ class DraftingRank:
         return drafts
 
     def _controlled(self, known: Estimates) -> LookaheadControl:
-        # On a GPU a look at the confidences between two steps would cost a wait for the device.
+        # On a GPU, reading confidences between drafter steps would synchronize with the device.
         asked, cpu = self._options.controller, self._device.type == "cpu"
-        ahead = self._options.draft_ahead  # nobody is there to be stopped
+        ahead = self._options.draft_ahead  # the drafter process cannot be stopped early
         can_stop = self._planning is None and not ahead
         can_stop = can_stop and (
             isinstance(asked, ConfidenceOptions) or (asked == "goodput" and cpu)
@@ -256,7 +250,7 @@ class DraftingRank:
         return kind(controller, can_stop_early=can_stop, values=values)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
-        """The plan of the first rank, on all ranks that draft together."""
+        """Broadcast the plan of the first rank to all ranks that draft together."""
         if self._planning is None:
             return plan
         agreed: StepPlan = self._planning.broadcast_object(plan, src=0)
@@ -274,7 +268,7 @@ class DraftingRank:
                 self._file.write_if_due()
 
     def _tasks(self, step: StepView, plan: StepPlan) -> Sequence[DraftTask]:
-        """What to draft: exact text as drafter ids, KV aligned, the requests' limits applied."""
+        """Read new tokens, align the KV, and apply the limits of each request."""
         if self._rest:
             self._rest -= 1
             self._stats.skip("backing_off", times=sum(step.going_on))
@@ -285,7 +279,7 @@ class DraftingRank:
         if not wanted:
             return []
         tasks, draws = [], self.source.draws
-        # A drawn token carries a row of the target's vocabulary.
+        # A sampled token needs a row over the target's vocabulary.
         longest = max(1, self._most_rows // (len(wanted) * max(1, plan.paths)))
         for index, state in self.requests.read(step, wanted):
             request = step.requests[index]

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the target's steps and the controller: what each step took and gave, how far to draft.
+"""Adapter between steps of the target and the controller.
 
-Steps with prompts in them teach nothing. A request that asks for a lookahead of its own has it, and
-teaches nothing either. Knows neither where drafts come from nor which model runner asks.
+It reports what each step cost and what was accepted, and gets draft lengths from the controller.
+Steps with prefill, and requests that set their own lookahead, are not learned from. It is
+independent of the source of drafts and of the model runner.
 
-First tokens go first: while any request of the batch waits for its own, one that has just sampled
-its first is not drafted for; and until a step later the drafter reads no long context of a request
-that has only begun.
+First tokens have priority. While a request waits for its first token, a request that has just
+sampled its own is not drafted for. Until a step later, the drafter does not prefill long contexts
+of new requests.
 
-What a step teaches is noted, and learnt before its drafts are waited for: a device makes them then.
+Observations are noted, and learned while the device drafts.
 
-With asynchronous scheduling, a plan for longer drafts than the present step may have waits for a
-step that may have them (`requested_length`). Shorter drafts are padded until then.
+With asynchronous scheduling, the draft length of a step is fixed before its drafts are made. Longer
+drafts are requested for later steps (`requested_length`), and shorter ones are padded.
 """
 
 import logging
@@ -31,22 +32,22 @@ from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-_LONG = 128  # unread tokens: fewer take the drafter no longer than a step of the target, about
-# Target tokens without a draft that a request gives for the first tokens of others, at most: where
-# prompts never end, every request would wait for ever.
+_LONG = 128  # unread tokens; a shorter drafter prefill costs about one target step
+# Output tokens; until then, a request with a long unread context waits while others wait for their
+# first tokens. Without a limit, a stream of prompts would make it wait forever.
 _PATIENCE = 4
-_LAG = 8  # steps within which a lookahead that was asked for has come, or will not
+_LAG = 8  # steps; a requested draft length that has not come by then is given up
 
 
 class StepPlan(NamedTuple):
-    """What to do for the requests of a step.
+    """Plan for the requests of a step.
 
     Attributes:
-        lookahead: Target tokens to draft for each, in the batch's order.
-        reads: Whether the drafter reads what it has not read of each; it drafts for no other.
-        num_waiting: Requests that go on, and are neither read nor drafted for so that first
-            tokens go first.
-        paths: How many the drafter follows for drafts that may be trees; 0 where all are chains.
+        lookahead: Target tokens to draft for each request, in the batch's order.
+        reads: True if the drafter reads the new tokens of a request. It drafts for no other.
+        num_waiting: Requests that are neither read nor drafted for, so that first tokens come
+            first.
+        paths: Drafter paths of each tree; 0 if all drafts are chains.
     """
 
     lookahead: list[int]
@@ -56,16 +57,15 @@ class StepPlan(NamedTuple):
 
 
 class LookaheadControl:
-    """How far one engine drafts.
+    """The draft lengths of one engine.
 
     Args:
-        controller: Who decides; may be exchanged between steps.
-        can_stop_early: Whether the controller is asked between drafter steps.
-        values: Of what is in trees.
+        controller: May be replaced between steps.
+        can_stop_early: True if the controller is consulted between drafter steps.
 
     Attributes:
         requested_length: Draft length of the next scheduled steps, one of `StepView.buckets`.
-        prepared: Seconds that it took to bring the texts of the present round up to date.
+        prepared: Seconds that the current round took to read new tokens.
     """
 
     def __init__(
@@ -78,33 +78,34 @@ class LookaheadControl:
         self.requested_length = 0
         self.prepared = 0.0
         self._trees = TreeControl(values or TreeValues.unknown())
-        self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # a plan, by request
+        self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # wanted by request
         self._waited = 0  # steps
-        self._usual: int | None = None  # the longest of the controller's newest plan
+        self._usual: int | None = None  # longest draft of the controller's newest plan
         self.controller, self.can_stop_early = controller, can_stop_early
         self._verifying: dict[str, PendingDraft] = {}
-        self._notes: list[Callable[[], None]] = []  # what is still to be learnt
+        self._notes: list[Callable[[], None]] = []  # not learned yet
         self._plan = LookaheadPlan(())
-        self._own: dict[str, int] = {}  # what requests of this step ask for themselves
+        self._own: dict[str, int] = {}  # lookaheads that requests of this step set
         self._index_of: Mapping[str, int] = {}
         self._random: Sequence[bool] = ()
-        self._stopped = False  # whether `continue_drafting` ended the round's drafts
-        self._nobody = False  # whether in the newest plan no request is drafted for, or asks for it
+        self._stopped = False  # True if `continue_drafting` ended the round
+        self._nobody = False  # True if the newest plan has no drafts, and no request sets any
         self._regime = ""
 
     def observe(self, step: StepView) -> None:
-        """A step of the target has ended: note what it took, and what was accepted."""
+        """Note what a step of the target cost and what it accepted."""
         controller = self.controller
         self._index_of = step.index_of
         self._random = [request.params.random for request in step.requests]
         for request in step.requests if self._verifying else ():
             draft = self._verifying.pop(request.req_id, None)
             if draft is not None and request.new_tokens:
-                # One that was cut to nothing teaches too: that such drafts are not worth making.
+                # A draft that was cut to nothing counts, too: such drafts are not worth making.
                 verified, accepted = draft.accepted(request)
                 found = verified, accepted, draft.confidences, draft.wanted, draft.random
                 self._notes.append(partial(controller.observe_acceptance, *found))
-        for req_id in self._verifying.keys() - step.live:  # others' come, in pipeline stages
+        # With pipeline stages, drafts of live requests may be verified in later steps.
+        for req_id in self._verifying.keys() - step.live:
             del self._verifying[req_id]
         again = self._trees.observe(step)
         timed = step.target_seconds if step.decodes_only else None
@@ -113,23 +114,18 @@ class LookaheadControl:
             self._notes.append(partial(controller.observe_step, *took))
         if controller.learns_first:
             self.learn()
-        if timed is not None and step.step_seconds is not None:  # not behind a pause
+        if timed is not None and step.step_seconds is not None:  # None after a pause
             controller.emitted(step.num_new_tokens, step.step_seconds)
 
     def learn(self) -> None:
-        """Learn what has been noted, and foresee the next step."""
+        """Learn from what was noted, and update the forecast of the next step."""
         notes, self._notes = self._notes, []
         for note in notes:
             note()
         self.controller.refresh_forecast()
 
     def plan(self, step: StepView, unread: Sequence[int]) -> StepPlan:
-        """How far to draft for each request; one that is still reading its prompt is left alone.
-
-        Args:
-            step: The step.
-            unread: Context tokens that the drafter has yet to read of each request.
-        """
+        """Choose draft lengths. `unread` counts the context tokens that are not read yet."""
         begins = [request.begins for request in step.requests]
         first_tokens = any(begins)
         on_their_way = first_tokens and any(
@@ -161,8 +157,8 @@ class LookaheadControl:
             soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
             verified = trees.paths > 0 and not (trees.looks or self._plan.probe)
             lookahead = self._within(step, lookahead, soon=soon, trees=verified)
-        # Beside drafts, short contexts are caught up; a long one is read for a draft of its own. A
-        # device would read what nobody waits for in the target's time.
+        # If others are drafted for, short contexts are read, too. A long one is read only if the
+        # request is drafted for, because the device would read it in the target's time.
         beside = not self._plan.probe and any(self._plan.lookahead)
         reads = [
             wanted > 0 or (beside and limit > 0 and left <= _LONG)
@@ -177,7 +173,7 @@ class LookaheadControl:
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
     ) -> LookaheadPlan:
-        """The plan that was waiting for this step, or else the controller's."""
+        """The plan that has waited for this step. Otherwise a new one of the controller."""
         if self._waiting is not None:
             wanted, waiting = self._waiting
             same = waiting.probe or wanted.keys() == step.index_of.keys()
@@ -194,17 +190,18 @@ class LookaheadControl:
         return plan
 
     def _keep_plan(self, requests: Iterable[str]) -> None:
-        """Have the present plan, for these requests, wait for a step to come."""
+        """Keep the current plan of these requests for a later step."""
         wanted = dict(zip(requests, self._plan.lookahead, strict=True))
         self._waiting, self._waited = (wanted, self._plan), 0
 
     def _within(
         self, step: StepView, lookahead: list[int], *, soon: bool, trees: bool
     ) -> list[int]:
-        """What of a plan can be had in this step; the rest is asked for, rows of trees too.
+        """Limit the plan to this step's draft length, and request the rest for later steps.
 
-        What is asked for takes some steps to come: requests that will be drafted for `soon`, behind
-        their first token, have what is usual asked for already.
+        A requested length takes some steps to arrive. So the usual length is requested in advance
+        if requests will be drafted for `soon`, after their first token. For trees, the length
+        counts rows.
         """
         if not step.lookahead and any(self._plan.lookahead):
             self._keep_plan(step.index_of)
@@ -215,7 +212,7 @@ class LookaheadControl:
             longest = max(longest, usual)
         if trees and longest:
             longest = max(longest, min(self._trees.rows, step.buckets[-1]))
-        if longest or any(step.going_on):  # else nobody is there who could want anything
+        if longest or any(step.going_on):  # otherwise no request can need it
             self.requested_length = next(bucket for bucket in step.buckets if bucket >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self._plan.lookahead)
         self._plan = self._plan._replace(lookahead=planned)
@@ -223,15 +220,10 @@ class LookaheadControl:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the controller is, and no request asks for drafts of its own."""
+        """True if the controller is idle and no request sets its own lookahead."""
         return self._nobody and self.controller.is_idle
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
-        """Whether any request is worth another step of the drafter.
-
-        Args:
-            confidences: Of the drafter tokens picked so far, of each request still drafted.
-        """
         if not self._own.keys().isdisjoint(confidences):
             return True
         worth = self.controller.continue_drafting(self._in_order(confidences))
@@ -239,7 +231,6 @@ class LookaheadControl:
         return not self._stopped
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        """A round of drafting has ended."""
         if timing.trees and self.controller.branches is not None:
             self.controller.branches.found(timing.trees, timing.tree_seconds)
         self._observe(timing, max((len(draft.tokens) for draft in drafts), default=0))
@@ -261,16 +252,15 @@ class LookaheadControl:
 
     @property
     def side_tokens_accepted(self) -> int:
-        """Accepted tokens of trees that were not of the drafter's own chain."""
+        """Accepted tokens of trees that were not on the drafter's own chain."""
         return self._trees.side_tokens_accepted
 
     @property
     def race_chances(self) -> Chances:
-        """See `Control`."""
         return self._trees.race_chances
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts without what is not worth verifying, and trees laid out."""
+        """Cut from the drafts what is not worth verifying, and lay out trees."""
         growing = [draft for draft in drafts if draft.explored is not None]
         if not growing:
             return self._trimmed(drafts)
@@ -294,7 +284,7 @@ class LookaheadControl:
         return chains + trees
 
     def _trimmed(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Chains."""
+        """`trim` for chains."""
         judged = {
             draft.req_id: draft.confidences
             for draft in drafts
@@ -317,7 +307,7 @@ class LookaheadControl:
         return PendingDraft(draft.confidences, wanted, self._random[index])
 
     def _in_order(self, confidences: Mapping[str, Sequence[float]]) -> list[Sequence[float]]:
-        """One list for each request of the batch, as controllers have them."""
+        """One list for each request of the batch, as a `Controller` receives them."""
         ordered: list[Sequence[float]] = [()] * len(self._index_of)
         for req_id, request in confidences.items():
             ordered[self._index_of[req_id]] = request

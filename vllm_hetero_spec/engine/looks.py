@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps of the target a drafter at rest looks at.
+"""Choice of the steps to read while speculation is disabled.
 
-A look takes the host some time for each request. While nothing is drafted, and nothing on a device
-hides that time, looks are taken now and then: at two steps in a row, the second of which can be
-timed.
+Reading a step takes host time for each request, and without drafts no device work hides it. So only
+some steps are read: two in a row, because the second one can be timed.
 """
 
 from vllm_hetero_spec.lookahead.on_off import other_batch
 
-_MANY = 2  # steps without drafts, in a row, that are looked at
-_APART = 64  # of later ones, the first two of so many
+_MANY = 2  # steps; the first ones without drafts, which are read
+_APART = 64  # steps; of so many later ones, the first two are read
 
 
 class Looks:
-    """Counts steps."""
+    """Counts steps without drafts."""
 
     def __init__(self) -> None:
         self._without = 0  # steps in a row
-        self._batch = 0  # requests, when they began
+        self._batch = 0  # requests when they began
 
     def passes(self, without_drafts: bool, batch: int) -> bool:
-        """Whether the step that is to be counted goes by.
+        """Count a step. Return True to skip reading it.
 
         Args:
-            without_drafts: None were verified in it, and none are to be made behind it.
-            batch: Its requests; where they are many more or fewer, drafts may pay.
+            without_drafts: True if the step verified no drafts and none will follow it.
+            batch: Requests of the step. If their number changes much, drafts may pay again.
         """
         goes_on = without_drafts and not other_batch(batch, self._batch)
         self._without = self._without + 1 if goes_on else 0

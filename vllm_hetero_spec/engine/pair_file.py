@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a pair on this machine, kept on disk between starts.
+"""Estimates of a pair on this machine, kept on disk between starts.
 
-One file for everything that it depends on. Several engines may have the same one: each replaces it
-as a whole, and the last wins.
+There is one file for each combination of everything that they depend on. Several engines may share
+a file: each replaces all of it, and the last one wins.
 """
 
 import hashlib
@@ -25,17 +25,16 @@ from vllm_hetero_spec.machine import cpu_name
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# Seconds between writes, which take about a millisecond: short at first, as servers mostly
-# end from outside, and their workers with them, before anything could be written at the end.
+# Seconds between writes, which take about a millisecond. Short at first, because most servers are
+# killed before their workers could write anything at the end.
 _APART = (5.0, 10.0, 20.0, 40.0, 60.0)
 
 
 class PairFile:
-    """The file of one pair.
+    """The file of one pair. Without a folder, nothing is kept.
 
     Args:
-        folder: Where; None keeps nothing.
-        identity: Everything that what is known depends on.
+        identity: Everything that the estimates depend on.
     """
 
     def __init__(self, folder: Path | None, *identity: Any) -> None:
@@ -44,15 +43,11 @@ class PairFile:
         self._path = None if folder is None else folder / name
         self._known: Estimates | None = None
         self._written = time.monotonic()
-        self._due = 0  # of what is followed, writes so far that came by themselves
-        self._failed = False  # a write has failed, and the log has it
+        self._due = 0  # number of writes by `write_if_due`
+        self._failed = False  # a failed write was logged
 
     def read(self, positions: int) -> Estimates | None:
-        """What was kept; None where nothing is, or nothing that can be read.
-
-        Args:
-            positions: Longest draft, in target tokens.
-        """
+        """Return the kept estimates for drafts of `positions` target tokens, if readable."""
         if self._path is None:
             return None
         try:
@@ -63,20 +58,20 @@ class PairFile:
             return None
         except (OSError, ValueError) as error:
             logger.warning(
-                "What was kept of this pair in %s cannot be read (%s): measured anew.",
+                "The estimates of this pair in %s cannot be read (%s); measuring again.",
                 self._path,
                 error,
             )
             return None
 
     def write(self, known: Estimates) -> None:
-        """Keep what is known; a folder that cannot be written to is logged once."""
+        """Write the estimates. A folder that is not writable is logged once."""
         self._written = time.monotonic()
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A name that no other engine has: in containers with one folder, process ids are alike.
+            # A unique name. Engines in containers that share the folder may have equal process ids.
             with NamedTemporaryFile("w", dir=self._path.parent, delete=False) as partial:
                 try:
                     partial.write(json.dumps(known.to_dict()))
@@ -96,20 +91,17 @@ class PairFile:
             self._failed = True
 
     def save_on_exit(self, known: Estimates, owner: object) -> None:
-        """Write what becomes of it: in `write_if_due`, and once `owner` is gone.
+        """Save `known` in `write_if_due`, and when the owner or the process ends.
 
-        Or the process, where it ends by itself: one that is killed, as are workers of a server that
-        is told to end, leaves what `write_if_due` wrote last.
+        `known` is updated in place. If the process is killed, the last file remains. Workers are
+        killed when a server is stopped.
         """
         self._known = known
-        # Not `atexit`, which workers that are forked do not run.
+        # Not `atexit`, because forked workers do not run it.
         Finalize(owner, self.write, (known,), exitpriority=0)
 
     def write_if_due(self) -> None:
-        """Write what is followed, if anything, where the last time is long ago.
-
-        Long is 5 s at first and a minute in the end.
-        """
+        """Write the estimates if the last time is long ago: 5 s at first, a minute in the end."""
         apart = _APART[min(self._due, len(_APART) - 1)]
         if self._known is not None and time.monotonic() - self._written >= apart:
             self.write(self._known)
@@ -117,7 +109,7 @@ class PairFile:
 
 
 def machine() -> tuple[Any, ...]:
-    """What tells one machine from another that is faster or slower."""
+    """Properties that distinguish faster machines from slower ones."""
     return (
         current_platform.get_device_name() if not current_platform.is_cpu() else "cpu",
         platform.machine(),

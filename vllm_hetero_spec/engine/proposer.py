@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's worker holds as its drafter: built as a `custom_class` proposer, asked every step.
+"""The drafter of vLLM's worker: a `custom_class` proposer that is called in each step.
 
-No fault of the drafter reaches a request: whatever goes wrong, it is counted, said once, and the
-request goes on undrafted.
+An exception of the drafter never reaches a request. It is counted and logged once, and the request
+continues without drafts.
 """
 
 import logging
@@ -22,29 +22,24 @@ from vllm_hetero_spec.engine.seam import nodes, runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.seam.step_view import StepView, trees_of
+from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.trees.layout import TreeRows
 
 logger = logging.getLogger("vllm.hetero_spec")
 
 
 def build(vllm_config: VllmConfig) -> "HeteroProposer":
-    """Build the proposer; vLLM calls this, which `spec_config.PROPOSER` names, in every worker."""
+    """Build the proposer. vLLM calls this in each worker through `spec_config.PROPOSER`."""
     logger.info("Drafting for %s.", runner_choice.describe(vllm_config))
     install_worker_hooks(v2=vllm_config.use_v2_model_runner)
     return HeteroProposer(vllm_config)
 
 
 class HeteroProposer(Proposer):
-    """Drafts for a whole batch.
-
-    Args:
-        vllm_config: The worker's configuration.
-    """
+    """Drafts for a whole batch."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec = vllm_config.speculative_config
@@ -54,19 +49,18 @@ class HeteroProposer(Proposer):
         self.stats = DraftStats()
         self._drafter_config = spec.drafter_model_config
         self._growth = Growth()
-        self._step: StepView | None = None  # whose drafts have not been asked for yet
+        self._step: StepView | None = None  # between `after_step` and `finish`
         self._drafts: list[list[int]] = []
-        self._beginning = 0.0  # seconds that it took to begin them
-        self._seam: Runner | None = None  # from `bind` on, as the verifier
+        self._beginning = 0.0  # seconds of the last `after_step`
+        self._seam: Runner | None = None  # set by `bind`, like the verifier
         self._verifier: Verifier | None = None
-        self._drafting: DraftingRank | None = None  # from `load_model` on, where this rank drafts
+        self._drafting: DraftingRank | None = None  # set by `load_model` if this rank drafts
         self._first_rank = self._alone = True  # in the tensor parallel group
         self._looks = Looks()
-        self.warm = False  # from `calibrate` on
+        self.warm = False  # set by `calibrate`
 
     @property
     def seam(self) -> Runner:
-        """The model runner that this proposer is bound to."""
         assert self._seam is not None, "not bound to a model runner yet"
         return self._seam
 
@@ -77,7 +71,7 @@ class HeteroProposer(Proposer):
 
     @property
     def controller(self) -> Controller | None:
-        """Who decides how far to draft; may be exchanged between steps. None on other ranks."""
+        """Chooses draft lengths; may be replaced between steps. None on ranks that do not draft."""
         return None if self._drafting is None else self._drafting.control.controller
 
     @controller.setter
@@ -86,15 +80,14 @@ class HeteroProposer(Proposer):
         self._drafting.control.controller = controller
 
     def bind(self, seam: Runner) -> None:
-        """Called before `load_model`: take our place in the model runner."""
         self._seam = seam
         self._verifier = Verifier(self.options, seam, self.stats)
 
     def load_model(self, target_model: Any) -> None:
-        """Build the drafter beside the loaded target, where this rank is to draft.
+        """Build the drafter beside the loaded target, if this rank drafts.
 
         Raises:
-            ConfigError: The drafter's weights are not whole, or its KV cache cannot be built.
+            ConfigError: The drafter's weights are incomplete, or its KV cache cannot be built.
         """
         group = get_tp_group()
         self._first_rank, self._alone = group.rank_in_group == 0, group.world_size == 1
@@ -115,11 +108,10 @@ class HeteroProposer(Proposer):
                 )
 
     def record(self) -> int:
-        """Record the drafter's CUDA graphs, after the target's; the bytes that they take."""
         return 0 if self._drafting is None else self._drafting.source.record()
 
     def calibrate(self) -> None:
-        """Time target and drafter where the controller wants to know; every rank takes part."""
+        """Time target and drafter if the controller needs it. Every rank takes part."""
         before = self.warm
         if not before:
             self.seam.check_trees()
@@ -129,28 +121,19 @@ class HeteroProposer(Proposer):
         file = pair_file(self.seam, self.vllm_config, self.options)
         try:
             known = known_of_pair(file, self.seam, self._drafting, self.vllm_config, self.options)
-        except Exception as error:  # the first steps will teach the same, more slowly
+        except Exception as error:  # live timings will replace the estimates
             logger.warning("Target and drafter could not be timed at start-up: %s", error)
             return
         if known is not None and self._drafting is not None:
             self._drafting.start_control(known, file)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM's own entry, without request ids: reached only if the runner hook is missing."""
+        """vLLM's own entry, without request ids. Reached only if the runner hook is missing."""
         raise RuntimeError("vllm_hetero_spec: the model runner hook is not installed")
 
     def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
-        """Begin to draft for every request that has just sampled; vLLM's runner calls this.
-
-        Args:
-            view: Makes the step's view.
-            num_requests: Of the step.
-
-        Returns:
-            One list for each request, which `finish` fills.
-        """
         began = time.perf_counter()
-        if self._step is not None:  # nobody has asked for the drafts of the step before
+        if self._step is not None:  # the drafts of the step before were not taken
             self.finish()
         self._drafts = [[] for _ in range(num_requests)]
         try:
@@ -163,7 +146,6 @@ class HeteroProposer(Proposer):
         return self._drafts
 
     def skip_step(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
-        """See `Proposer`: where looks do not wait, steps go by as long as the drafter rests."""
         if without_drafts:
             passes = True
         elif without_drafts is None:
@@ -173,14 +155,14 @@ class HeteroProposer(Proposer):
             passes = self._looks.passes(False, num_requests)
         if not passes:
             return False
-        if self._step is not None:  # nobody has asked for the drafts of the step before
+        if self._step is not None:  # the drafts of the step before were not taken
             self.finish()
         if self._drafting is not None:
             self._drafting.count_skipped_step(num_requests)
         return True
 
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
-        """Report a skipped step to the controller; few of them if the device may be idle."""
+        """Reads only few of the skipped steps if the device may be idle (`hurried`)."""
         if self._drafting is None or (hurried and self._looks.passes(True, num_requests)):
             return
         began = time.perf_counter()
@@ -192,10 +174,11 @@ class HeteroProposer(Proposer):
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Fill the lists of the last step, when the scheduler asks, or the next step begins.
+        """Fill the lists that `after_step` returned.
 
-        With at most `num_speculative_tokens` target ids each, never padded. The scheduler asks
-        outside of inference mode, when the step's own tokens are on their way to the user.
+        Each gets at most `num_speculative_tokens` target ids. Called when the scheduler takes the
+        drafts, outside inference mode and after the step's own tokens have been sent, or when the
+        next step begins.
         """
         began = time.perf_counter()
         step, self._step = self._step, None
@@ -210,21 +193,12 @@ class HeteroProposer(Proposer):
         self.stats.propose_seconds += self._beginning + time.perf_counter() - began
 
     def propose_batch(self, step: StepView) -> list[list[int]]:
-        """Drafts for the step that was begun, in target tokens, a list for each of its requests."""
+        """Return the drafts of the current step: target tokens, one list for each request."""
         assert self._verifier is not None
         drafts = [] if self._drafting is None else self._drafting.finish()
-        trees = self._agreed(trees_of(drafts))  # before what may fail on one rank alone
+        self.seam.expect_trees(drafts)  # a collective, so before what may fail on one rank
         self._verifier.expect(step, drafts)
-        self.seam.expect_trees(trees)
         return step.in_order(drafts)
-
-    def _agreed(self, trees: dict[str, TreeRows]) -> dict[str, TreeRows]:
-        """The trees of the first rank, on all ranks: they verify alike."""
-        group = get_tp_group()
-        if group.world_size == 1 or not self.options.tree_nodes:
-            return trees
-        agreed: dict[str, TreeRows] = group.broadcast_object(trees, src=0)
-        return agreed
 
     def _failed(self, error: Exception) -> None:
         logger.debug("proposing failed", exc_info=True)
@@ -232,7 +206,7 @@ class HeteroProposer(Proposer):
         self.stats.skip("drafter_error", text, len(self._drafts))
 
     def snapshot(self) -> DraftStats:
-        """The counters as they stand; zeros on other than the first rank, which drafts alike."""
+        """Zeros on other ranks than the first one, which count the same drafts."""
         if not self._first_rank:
             return DraftStats()
         if self._drafting is not None:
@@ -240,37 +214,29 @@ class HeteroProposer(Proposer):
         return self.stats
 
     def report(self) -> dict[str, Any]:
-        """What was counted since the last report, for the front end's metrics."""
         return self._growth.take(self.snapshot())
 
     def attach_to_output(self, output: object) -> None:
-        """Put on a step's output what the scheduler has to know of it."""
         if self._drafting is not None:
             self.seam.attach_to_output(output, self._drafting.control.requested_length)
 
     def sleep(self, level: int) -> None:
-        """The worker falls asleep: what is in its process is vLLM's to keep, the rest is ours.
-
-        Args:
-            level: 2 where no memory is to be held on devices.
-        """
+        """vLLM frees the memory of this process, and the source that of other processes."""
         if self._drafting is not None:
             self._drafting.reset()
             self._drafting.source.sleep(level)
 
     def wake(self) -> None:
-        """The worker is awake again."""
         if self._drafting is not None:
             self._drafting.source.wake()
 
     def close(self) -> None:
-        """The worker ends: the drafter and its memory are gone, the counters stay."""
+        """Free the drafter and its memory. The counters remain."""
         if self._drafting is not None:
             self._drafting.show()
             self._drafting.source.close()
         self._drafting = self._step = None
 
     def reset(self) -> None:
-        """Forget every request and all KV; texts are read afresh in the next step."""
         if self._drafting is not None:
             self._drafting.reset()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times target and drafter at start-up, so that the first decision is an informed one.
+"""Timing of target and drafter at start-up, so that the first decision has estimates.
 
-Dummy steps of growing size, for a few seconds at most, where no earlier run kept what it knew. Live
-timings correct it, so it need not be exact: attention to long contexts, sampling and scheduling are
-not in it. Engines whose every step waits for the others' are not timed: each would take other
-numbers of steps, or none where its file is found, and wait for ever. Nor is one in pipeline stages,
-each of which would time itself alone.
+It runs dummy steps of growing size, for a few seconds at most, unless an earlier run kept
+estimates. Live timings correct them, so they need not include attention to long contexts, sampling
+or scheduling.
+
+Engines whose steps wait for each other are not timed. Each would run another number of steps, or
+none if its file exists, and the others would wait forever. A pipeline stage would time only itself.
 """
 
 import logging
@@ -27,16 +28,16 @@ from vllm_hetero_spec.paths import cache_folder
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# Seconds that either model may be timed for; sizes that would take longer are extrapolated.
+# Seconds of timing for each model; sizes that would take longer are extrapolated.
 BUDGET = 2.0
 _REPEATS = 3
-# Context tokens read to learn what one costs: enough to outweigh the rest of the forward.
+# Context tokens of a timed prefill: enough to outweigh the rest of the forward.
 _CONTEXT = 128
 Points = list[tuple[int, float]]
 
 
 def sizes(largest: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to the largest, and that itself."""
+    """Yield 1, 2, 3, 4, 6, 8, 12, 16, ... and `largest`."""
     size, found = 1, {largest}
     while size <= largest:
         found |= {size, size + size // 2}
@@ -47,15 +48,11 @@ def sizes(largest: int) -> Iterator[int]:
 def time_steps(
     step: Callable[[int], Any], largest: int, agree: Callable[[bool], bool] = bool
 ) -> Points:
-    """(size, seconds) of a step, the quickest of some, by growing size until BUDGET is spent.
+    """Return (size, seconds), the fastest of some runs, by growing size until BUDGET is spent.
 
-    All sizes come before any comes again: what disturbs the machine for a while hits one round of
-    them, not all of one size, which would never be chosen and so never be put right.
-
-    Args:
-        step: Runs one.
-        largest: Last size.
-        agree: Makes ranks that step together stop together: what the first of them says.
+    Each repeat runs all sizes, so that a disturbance does not affect all runs of one size. Such a
+    size would never be chosen, and so never be corrected. `agree` returns the first rank's value,
+    so that ranks that step together stop together.
     """
     quickest: dict[int, float] = {}
     spent = 0.0
@@ -72,13 +69,7 @@ def time_steps(
 
 
 def time_catch_up(read: Callable[[int], Any], tokens: int, step: float) -> float:
-    """Seconds that each context token adds to a forward of the drafter.
-
-    Args:
-        read: Reads so many.
-        tokens: How many to read at once.
-        step: Seconds of a forward of one token.
-    """
+    """Seconds per context token of a drafter forward. `step` is the time of a 1-token forward."""
     read(tokens)
     took = min(_timed(read, tokens) for _ in range(_REPEATS))
     return max(0.0, took - step) / tokens
@@ -93,13 +84,7 @@ def _timed(step: Callable[[int], Any], size: int) -> float:
 
 
 def pair_file(seam: Runner, config: VllmConfig, options: HeteroOptions) -> PairFile:
-    """The file of what is known of a pair.
-
-    Args:
-        seam: The target's model runner.
-        config: The target's.
-        options: The user's.
-    """
+    """Return the file of the pair's estimates. `config` is the target's."""
     cache = cache_folder()
     return PairFile(
         None if cache is None else cache / "pairs",
@@ -113,7 +98,7 @@ def pair_file(seam: Runner, config: VllmConfig, options: HeteroOptions) -> PairF
 
 
 def _kernels(config: VllmConfig) -> tuple[object, ...]:
-    """What decides how fast the target's steps are, beside its model and where its ranks are."""
+    """Return settings that change the target's speed, besides model and parallelism."""
     compilation = config.compilation_config
     return (
         compilation.mode,
@@ -133,18 +118,11 @@ def known_of_pair(
     config: VllmConfig,
     options: HeteroOptions,
 ) -> Estimates | None:
-    """What an earlier run kept of this pair on this machine, or else its costs, timed now.
+    """Return the estimates that an earlier run kept of this pair on this machine, or time it now.
 
-    Every rank of the target has to call it. None on ranks that do not decide how far to draft.
-    Nothing is known at first where engines wait for each other, as those of a mixture of experts,
-    or where there are pipeline stages.
-
-    Args:
-        file: Where the first rank keeps it.
-        seam: The target's model runner, warm.
-        drafting: The drafter; None on ranks that do not draft.
-        config: The target's.
-        options: The user's.
+    Every rank of the target has to call it, when the target is warm. None on ranks that do not
+    choose draft lengths. Without costs if engines wait for each other (mixture of experts), or if
+    there are pipeline stages.
     """
     group = get_tp_group()
     positions = options.num_speculative_tokens
@@ -155,7 +133,10 @@ def known_of_pair(
 
     if agree(known is not None):
         if known is not None:
-            logger.info("Speculation goes on from earlier runs of this pair: %s.", known.summary())
+            logger.info(
+                "Speculation starts from the estimates of earlier runs of this pair: %s.",
+                known.summary(),
+            )
         return known
     parallel = config.parallel_config
     waits = config.model_config.is_moe and parallel.data_parallel_size > 1
@@ -179,15 +160,15 @@ def known_of_pair(
 
 
 def _kept(file: PairFile, positions: int) -> Estimates | None:
-    """What the file holds, if anything; raises nothing, as the other ranks wait to be told."""
+    """Return the kept estimates, if any. Never raises, because the other ranks wait."""
     try:
         return file.read(positions)
     except Exception:
-        logger.exception("What was kept of this pair cannot be read: measured anew.")
+        logger.exception("The estimates of this pair cannot be read; measuring again.")
         return None
 
 
 def _most_rows(seam: Runner, config: VllmConfig, options: HeteroOptions) -> int:
-    """Rows of the largest step that only decodes and verifies."""
+    """Rows of the largest step without prefill."""
     rows = config.scheduler_config.max_num_seqs * (1 + options.num_speculative_tokens)
     return min(int(rows), seam.max_num_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a draft until the target has verified it, to learn from."""
+"""Record of a draft until the target has verified it, to learn from the result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,13 +8,11 @@ from vllm_hetero_spec.engine.seam.step_view import RequestView
 
 
 class PendingDraft(NamedTuple):
-    """A draft on its way through the target: of all tokens proposed, those trimmed included.
+    """A draft under verification, with all proposed tokens, including trimmed ones.
 
     Attributes:
-        confidences: Of each token.
-        wanted: Tokens that were asked for; 0 where the round was ended early.
-        random: Whether its request is.
-        chain: Of a tree, the leading tokens of the drafter's own chain that are verified.
+        wanted: Planned number of tokens; 0 if the round was ended early.
+        chain: For a tree, the leading tokens of the drafter's own chain that are verified.
     """
 
     confidences: Sequence[float]
@@ -23,11 +21,7 @@ class PendingDraft(NamedTuple):
     chain: Sequence[int] | None = None
 
     def accepted(self, request: RequestView) -> tuple[int, int]:
-        """Tokens of the chain that were verified, and those of them that the target kept.
-
-        Args:
-            request: Its request, behind the step that verified it.
-        """
+        """Verified and accepted tokens of the chain, given its request after that step."""
         if self.chain is None:
             return request.num_drafted, request.num_accepted
         chain = self.chain[: request.num_drafted]

@@ -20,7 +20,7 @@ def check_model(name: str, role: str) -> str:
     if folder.exists() and only_gguf(name):
         raise ConfigError(f"the {role} {name} cannot be used: {NO_GGUF}.")
     if folder.is_dir():
-        raise ConfigError(f"the {role} folder {name} holds no config.json.")
+        raise ConfigError(f"the {role} folder {name} contains no config.json.")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.exists():
         raise ConfigError(f"the {role} folder {name} does not exist.")
     return name

@@ -33,7 +33,7 @@ def load_prompts(file: Path | None, count: int) -> list[str]:
         if not isinstance(row.get("prompt"), str):
             raise ConfigError(f'{file}, line {number} has no text under "prompt".')
     if not rows:
-        raise ConfigError(f"{file} holds no prompts.")
+        raise ConfigError(f"{file} contains no prompts.")
     return [row["prompt"] for _, row in rows[:count]]
 
 
@@ -57,5 +57,5 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise ConfigError(f"{file}, line {number} is no JSON object.")
+            raise ConfigError(f"{file}, line {number} is not a JSON object.")
         yield number, row

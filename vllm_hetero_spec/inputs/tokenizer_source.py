@@ -108,7 +108,7 @@ def _only_a_path(name: str) -> bool:
 def _open_folder(folder: Path, name: str, role: str, trust_remote_code: bool) -> OpenTokenizer:
     if not trust_remote_code and not any(any(folder.glob(p)) for p in _VOCABULARIES):
         raise ConfigError(
-            f"the {role} folder {name} holds no tokenizer: it needs a {_FORMATS} (name another "
+            f"the {role} folder {name} contains no tokenizer: it needs a {_FORMATS} (name another "
             "folder, or a tokenizer file)."
         )
     eos_ids = _eos_ids(lambda file: folder / file)
@@ -134,7 +134,7 @@ def _open_file(file: Path, name: str) -> OpenTokenizer:
         return _from_tokenizers(Tokenizer.from_file(str(file)), name)
     if file.suffix == ".model":
         return _from_sentencepiece(file, name)
-    raise ConfigError(f"{name} is no tokenizer file: name a {_FORMATS}, or the folder it is in.")
+    raise ConfigError(f"{name} is not a tokenizer file: name a {_FORMATS}, or the folder it is in.")
 
 
 def _from_transformers(

@@ -70,7 +70,7 @@ def missing_weights(name: str) -> str:
         if _has_weights(folder):
             return ""
         if Path(name).is_dir():
-            return NO_GGUF if only_gguf(name) else f"{name} holds no weights"
+            return NO_GGUF if only_gguf(name) else f"{name} contains no weights"
     return f"the weights of {name} are not on this machine (`hf download {name}` gets them)"
 
 
@@ -94,9 +94,9 @@ def tensors_of(file: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"the weights in {file} cannot be read: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if begin == _POINTER:
-            what = "are a pointer of Git LFS alone; get them with `git lfs pull`"
+            what = "are only a Git LFS pointer; get them with `git lfs pull`"
         else:
-            what = "are no whole safetensors file; download it again"
+            what = "are not a complete safetensors file; download it again"
         raise ConfigError(f"the weights in {file} {what}.") from error
     if _LENGTH + length + end > size:
         raise ConfigError(

@@ -59,7 +59,7 @@ class AcceptanceStats:
         self.late, self.hits = LateDrafts(positions), GuessHits()
 
     def observe(self, draft: Observation, random: bool) -> None:
-        """Note one draft of a greedy or a random request."""
+        """Record a verified draft of a greedy or sampled request, for `learn`."""
         if not draft.confidences:
             draft = draft._replace(confidences=[math.nan] * draft.verified)
         self._observations[random].append(draft)

@@ -69,8 +69,8 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
     raw.LoadFromSerializedProto(proto + NO_DUMMY_PREFIX)
     if _pieces_text(raw, "a") != "a":
         raise UnsupportedTokenizer(
-            f"{name}: this SentencePiece model puts a space before every text and cannot be asked "
-            "not to; convert it to a tokenizer.json and load that."
+            f"{name}: this SentencePiece model always puts a space before the text, and this "
+            "cannot be disabled; convert it to a tokenizer.json and load that."
         )
     size = model.get_piece_size()
     special = {
@@ -226,7 +226,7 @@ def _without_panics(encode: Callable[[T], list[int]]) -> Callable[[T], list[int]
         except BaseException as error:
             if type(error).__module__ != _RUST:
                 raise
-            raise ValueError(f"tiktoken gave up: {error}") from error
+            raise ValueError(f"tiktoken failed to encode: {error}") from error
 
     return guarded
 

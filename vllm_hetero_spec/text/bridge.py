@@ -195,14 +195,14 @@ class TextBridge(Bridge):
         try:
             return self._drafts.may_follow(cast(TextContext, context), drafter_id, known)
         except Exception:
-            self._draft_failed("a draft's beginning could not be judged")
+            self._draft_failed("checking the first token of a draft failed")
             return True
 
     def longer_last(self, context: Context, candidates: Sequence[int]) -> FirstToken | None:
         try:
             return self._drafts.longer_last(cast(TextContext, context), candidates)
         except Exception:
-            self._draft_failed("a text's last token could not be judged")
+            self._draft_failed("checking the last token of a request failed")
             return None
 
     def to_target(

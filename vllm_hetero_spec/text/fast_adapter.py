@@ -131,7 +131,7 @@ def _rule(pipeline: Pipeline, name: str) -> PieceRule:
         return decoder_rule(pipeline.decoder, pipeline.pre_tokenizer)
     except UnknownDecoder as error:
         raise UnsupportedTokenizer(
-            f"{name}: {error}, from which the bytes of its tokens cannot be told; supported are "
+            f"{name}: {error}, which does not determine the bytes of its tokens; supported are "
             "byte-level, SentencePiece-style and WordPiece decoders, so use such a model."
         ) from error
 

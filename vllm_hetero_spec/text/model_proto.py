@@ -26,7 +26,7 @@ def lossy_reason(proto: bytes) -> str:
         name = spec.get(1, b"")
         losses.append(f"applies {name.decode() if isinstance(name, bytes) and name else 'a map'}")
     if spec[4]:
-        losses.append("removes white space but for single spaces inside a text")
+        losses.append("removes white space, except single spaces inside a text")
     return ", ".join(losses)
 
 

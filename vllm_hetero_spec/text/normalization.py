@@ -53,7 +53,7 @@ def lossy_reason(normalizer: dict[str, Any] | None, raw: Tokenizer, rule: PieceR
     """
     losses = [loss for part in components(normalizer) for loss in _losses(part, rule)]
     if loses_separators(raw, rule):
-        losses.append("keeps at most a space of what separates words")
+        losses.append("keeps at most one space between words")
     return ", ".join(dict.fromkeys(losses))
 
 

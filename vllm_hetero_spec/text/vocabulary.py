@@ -179,7 +179,7 @@ def _load(path: Path, key: str, target_size: int, drafter_size: int) -> Vocabula
     except FileNotFoundError:
         return None
     except Exception:
-        logger.debug("%s cannot be read and is built anew", path, exc_info=True)
+        logger.debug("%s cannot be read; building the maps again", path, exc_info=True)
         return None
     sound = (
         known.tolist() == key
@@ -190,7 +190,7 @@ def _load(path: Path, key: str, target_size: int, drafter_size: int) -> Vocabula
         and all(((a >= low) & (a < target_size)).all() for a, low in ((d2t, -1), (ids, 0)))
     )
     if not sound:
-        logger.debug("%s holds other maps and is built anew", path)
+        logger.debug("%s contains other maps; building them again", path)
         return None
     return VocabularyMaps(d2t, ptr, ids, target_size)
 
@@ -214,4 +214,4 @@ def _save(maps: VocabularyMaps, path: Path, key: str) -> None:
                 os.unlink(file.name)
                 raise
     except OSError:
-        logger.debug("maps cannot be kept in %s", path.parent, exc_info=True)
+        logger.debug("maps cannot be stored in %s", path.parent, exc_info=True)

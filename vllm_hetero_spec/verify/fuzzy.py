@@ -16,7 +16,7 @@ from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.rules import at_tokens, corrected, in_a_row, passes
 
 # Share of a uniform distribution mixed into the drafter's row for "kl". Without it "kl" is infinite
-# if the drafter lacks a token of the target, which is always so between different vocabularies.
+# if a token has probability in the target's row only, as always between different vocabularies.
 KL_SMOOTHING = 1e-4
 
 

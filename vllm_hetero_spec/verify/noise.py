@@ -17,7 +17,7 @@ import torch
 _CELLS_ON_CPU = 1 << 20
 _CELLS = 1 << 25
 _BLOCK = 4096  # weights of a row that `choose` first sums up as one block
-_BELOW_ONE = 1.0 - 2.0**-53  # the largest float64
+_BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))

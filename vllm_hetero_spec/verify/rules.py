@@ -91,7 +91,10 @@ def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens before each draft's first rejection, int64 [B]; accept [N]."""
+    """Return the number of tokens before each draft's first rejection, int64 [B].
+
+    `accept`, bool [N], is True for tokens that pass by themselves.
+    """
     ends = torch.where(accept, drafts.width, drafts.place_of)
     return drafts.counts.scatter_reduce(0, drafts.request_of, ends, "amin")
 

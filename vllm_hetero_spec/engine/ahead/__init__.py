@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting ahead (`draft_ahead`): a drafter in a process of its own, while the target verifies."""
+"""Precomputed drafts (`draft_ahead`): a drafter process drafts while the target verifies."""

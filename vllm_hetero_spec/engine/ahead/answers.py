@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter process answers its engine, and how either writes; no torch, no numpy."""
+"""Messages from the drafter process to its engine. Imports neither torch nor numpy."""
 
 import msgspec
 
-# Bytes of a message at most, either way.
+# Bytes; the largest message in either direction.
 LONGEST = 1 << 20
 
 
@@ -11,8 +11,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The drafter is loaded.
 
     Attributes:
-        num_blocks: Blocks of the drafter's KV.
-        block_size: Tokens of a block.
+        num_blocks: KV blocks of the drafter, including block 0, which is never used.
+        block_size: Tokens per block.
     """
 
     num_blocks: int
@@ -20,11 +20,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """It could not be loaded.
-
-    Attributes:
-        sentence: Why, and what to do.
-    """
+    """The drafter could not be loaded; `sentence` names the cause and the remedy."""
 
     sentence: str
 

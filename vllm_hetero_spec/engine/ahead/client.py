@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts made by a drafter in a process of its own, while the target verifies the ones before.
+"""Drafts from a drafter process, which drafts while the target verifies the previous drafts.
 
-After a step of the target, a request's next draft is what has been drafted behind the text that the
-step has written, if that is among what was drafted ahead: a look into a table, and a translation.
-Then the process is told what the texts are now, and what is taken to come; it drafts on behind
-that. Where a text went another way, its draft is waited for if that pays, or the request left to
-the target for a step.
-
-Drafts of sampled requests are sampled if the method allows that (`sampled_records.py`), and greedy
-otherwise. Whatever the process does, or does not, the target decides what is written.
+After each target step, `Lookup` searches a shared table for continuations that start with the
+tokens that the target has just emitted. The rest of a match is the next draft; it only needs
+translation. The client then sends the new state of each request and the draft under verification,
+and the process drafts on from there. If nothing matches, the client waits for a new draft if that
+pays. Otherwise the request has no draft for one step.
 """
 
 import math
@@ -35,28 +32,27 @@ from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTimin
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 
-_A_MOMENT = 1e-4  # seconds between two looks into the table
-_LONGEST_FORWARD = 10.0  # seconds that one is waited for at start-up
-# Of a commit; behind it comes 1 again. The table has four bytes for it, and 0 is none.
+_A_MOMENT = 1e-4  # seconds between two look-ups while waiting
+_LONGEST_FORWARD = 10.0  # seconds; timeout of a forward that is timed at start-up
+# The serial after this one is 1. The table stores it as int32, and 0 means "never sent".
 _LAST_SERIAL = 2**31 - 1
 _FADE = 0.05  # weight of the newest look-up in `hit_rate`
 
 
 class ProcessSource:
-    """A drafter in a process of its own. See `DraftSource`.
+    """A `DraftSource` whose drafter runs in a process of its own.
+
+    The constructor waits until the process has loaded the drafter.
 
     Args:
-        deployment: What it runs.
-        pair: The two tokenizers.
-        stats: Counters to add to.
-        max_length: Most drafter tokens of a text.
-        drawn: Makes drafts of what was drawn; None where all are greedy.
+        max_length: Maximum drafter tokens of a request's context.
+        drawn: Decoder of sampled drafts; None if all drafts are greedy.
 
     Raises:
         ConfigError: The process cannot load the drafter.
     """
 
-    early = True  # up to the waiting
+    early = True  # `begin` does not wait
 
     def __init__(
         self,
@@ -76,17 +72,16 @@ class ProcessSource:
         self.max_length, self.most_steps = max_length, deployment.longest
         self._most_rows = deployment.most_rows
         self._serial = 0
-        # Of the step that was begun.
+        # Between `begin` and `finish`.
         self._control: WaitPolicy
         self._found: list[LookupResult] = []
         self._took = 0.0
-        self._before = self._process.counts  # in the step before
-        self._unheard = -1  # signs of life when it was waited for in vain
+        self._before = self._process.counts  # at the previous step
+        self._unheard = -1  # `Counts.beats` at the last wait without a result, or -1
 
     def begin(
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
-        """See `DraftSource`: look drafts up, and tell the process what the texts are now."""
         began = time.perf_counter()
         self._control, self._found = cast(WaitPolicy, control), []
         if self._process.up:
@@ -99,7 +94,6 @@ class ProcessSource:
         self._took = time.perf_counter() - began
 
     def finish(self) -> list[Draft]:
-        """See `DraftSource`: wait for drafts that were not foreseen, where that pays."""
         began, waited = time.perf_counter(), self._stats.wait_seconds
         found, self._found = self._found, []
         came = self._waited([of for of in found if of.missing])
@@ -117,39 +111,35 @@ class ProcessSource:
         return drafts
 
     def record(self) -> int:
-        """See `DraftSource`: the process records its own."""
+        """Return 0, because the process records its own CUDA graphs."""
         return 0
 
     def step(self, batch: int) -> None:
-        """See `DraftSource`: a forward of the process, and the way there and back."""
+        """Includes the time of the messages to and from the process."""
         self._forward([[self._some_id]] * batch)
 
     def read(self, tokens: int) -> None:
-        """See `DraftSource`."""
         self._forward([[self._some_id] * tokens])
 
     def reset(self) -> None:
-        """See `DraftSource`."""
         self._found = []
         self.pool.reset()
 
     def sleep(self, level: int) -> None:
-        """See `DraftSource`: at level 2 the process ends, and its memory is free."""
+        """At level 2 the process ends, which frees its device memory."""
         if level >= 2:
             self._process.rest()
         elif self._process.up and self._process.send(UpdateBatch(0, [*self.pool.closed], [])):
             self.pool.closed.clear()
 
     def wake(self) -> None:
-        """See `DraftSource`: it is loaded while requests go on undrafted."""
+        """Requests continue without drafts until the process has loaded the drafter."""
         self._process.wake()
 
     def close(self) -> None:
-        """See `DraftSource`."""
         self._process.rest()
 
     def export_to(self, stats: DraftStats) -> None:
-        """See `DraftSource`."""
         counts = self._process.done
         stats.restarts, stats.forwards = self._process.restarts, counts.forwards
         stats.drafter_tokens, stats.kv_blocks_held = counts.tokens, counts.blocks
@@ -157,7 +147,7 @@ class ProcessSource:
         stats.reused_tokens, stats.forward_seconds = counts.reused, counts.seconds
 
     def _admit(self, task: DraftTask, outside: Iterator[RequestState]) -> bool:
-        """Whether a request has a slot; one outside the batch gives its own up for it."""
+        """Return True if the request has a slot. It may take the slot of one in `outside`."""
         text = text_of(task)
         while not self.pool.admit(text):
             other = next(outside, None)
@@ -168,7 +158,7 @@ class ProcessSource:
         return True
 
     def _look_up(self, task: DraftTask) -> LookupResult:
-        """What was drafted ahead behind a request's text as it is now; counted."""
+        """Look up the precomputed draft of a request, and count the result."""
         text = text_of(task)
         if not text.serial or text.life != self._process.life:
             self._begin_anew(task)
@@ -184,7 +174,7 @@ class ProcessSource:
         return found
 
     def _waited(self, missing: Sequence[LookupResult]) -> list[LookupResult]:
-        """What came of drafts that were not there, if they are worth waiting for."""
+        """Wait for missing drafts if that pays. Return those that arrived."""
         told = [of for of in missing if of.text.serial == self._serial]
         beats = self._process.counts.beats
         if not told or beats == self._unheard:
@@ -215,17 +205,17 @@ class ProcessSource:
         return came
 
     def _begin_anew(self, task: DraftTask) -> None:
-        """The process knows nothing of a text, or is another one than that which did."""
+        """Mark a request as unsent, because the current process does not have it."""
         text, state = text_of(task), task.state
         assert state.sequence is not None
         state.sequence.kv_ids.clear()
         state.num_kv_valid = text.serial = 0
 
     def _commit(self, found: Sequence[LookupResult]) -> None:
-        """Tell the process what the texts are, and what the target is about to verify."""
+        """Send the new state of each request, with the draft that the target verifies next."""
         self._serial = self._serial % _LAST_SERIAL + 1
         rows, room, guesses = [], MOST_IDS, self._guesses(found)
-        if len(found) > MOST_ROWS:  # those that were told of last are told of next time
+        if len(found) > MOST_ROWS:  # those sent most recently wait for the next step
             found = sorted(found, key=lambda of: of.text.serial)[:MOST_ROWS]
         for of in found:
             state, text = of.task.state, of.text
@@ -243,7 +233,7 @@ class ProcessSource:
             told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, branches, text.salt)
             rows.append(RequestUpdate(*told, of.task.draw))
         if not self._process.send(UpdateBatch(self._serial, [*self.pool.closed], rows)):
-            return  # it has not read the last ones: told next time
+            return  # earlier messages are unread: try again in the next step
         self.pool.closed.clear()
         for of, row in zip(found, rows, strict=False):
             state, text = of.task.state, of.text
@@ -257,7 +247,7 @@ class ProcessSource:
             text.rows, text.seen = [*of.rows[: len(row.drafted)]], min(text.seen, row.at_stake)
 
     def _guesses(self, found: Sequence[LookupResult]) -> int:
-        """Lines beside the chain of each request that is drafted for."""
+        """Choose the number of branches beside each chain."""
         tasks = [of.task for of in found if of.task.lookahead]
         if not tasks:
             return 0
@@ -267,11 +257,10 @@ class ProcessSource:
         return self._stats.guesses
 
     def _report_timing(self, waited: float, overhead: float, drafts: Sequence[Draft]) -> None:
-        """Tell the controller what was done since the step before, and what was waited for."""
         now, before = self._process.counts, self._before
         self._before = now
         forwards, seconds = now.forwards - before.forwards, now.seconds - before.seconds
-        if forwards <= 0 or seconds <= 0:  # nothing, or another process
+        if forwards <= 0 or seconds <= 0:  # no forward, or a restarted process
             forwards, exposed = 0, 0.0
         else:
             exposed = waited * forwards / seconds
@@ -281,7 +270,7 @@ class ProcessSource:
         self._control.drafted(timing, drafts)
 
     def _forward(self, texts: Sequence[list[int]]) -> None:
-        """Read texts of nobody's, and draft a token behind each."""
+        """Have the process run a forward over made-up contexts, and wait for the result."""
         self._serial = self._serial % _LAST_SERIAL + 1
         salt = f"timing {self._serial}"
         rows = [RequestUpdate(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
@@ -297,7 +286,7 @@ class ProcessSource:
         self._before = self._process.counts
 
     def _wanted(self, task: DraftTask, drafts: int) -> int:
-        """Drafter tokens for so many drafts, and the target's own token between or before them."""
+        """Drafter tokens for `drafts` drafts, and the target's own token before or between them."""
         if not task.lookahead:
             return 0
         tokens = drafts * task.lookahead + 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was drafted ahead, while the target verified: found by the text that the target then wrote.
+"""Search for a precomputed continuation that agrees with the target's output.
 
-A continuation is a list of drafter tokens behind a text. What the target adds to that text is the
-outcome: bytes, which need not end where a drafter token does, or a character. The first
-continuation that begins with the outcome is used, and what it has behind it is the next draft.
+A continuation is a list of drafter tokens after a request's text. The bytes that the target adds to
+that text are the outcome. It may end inside a drafter token or inside a character. The first
+continuation that starts with the outcome is used; its remainder is the next draft.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 
 class MatchedContinuation(NamedTuple):
-    """What a continuation has behind an outcome.
+    """The remainder of a continuation after an outcome.
 
     Attributes:
-        rank: Which continuation it is of.
-        ids: Drafter tokens, with the one that the end of the outcome cuts; none where the
-            continuation agrees as far as it goes, but does not reach further.
-        known: Leading bytes of the first of them that the outcome has.
+        rank: Index of the continuation.
+        ids: Drafter tokens, from the first that extends past the outcome; empty if none does.
+        known: Leading bytes of the first token that belong to the outcome.
     """
 
     rank: int
@@ -32,19 +31,18 @@ def find_remainder(
     bytes_of: Callable[[int], bytes],
     fits: Callable[[int, int], bool] = lambda token, known: True,
 ) -> MatchedContinuation | None:
-    """The first continuation that begins with the outcome and reaches further, as a target may.
+    """Return the remainder of the first continuation that begins with the outcome and goes on.
 
     Args:
-        continuations: Drafter tokens behind the text before, the most likely first.
-        outcome: What the target has added to it.
-        held: The first bytes of a character that the target has begun behind the outcome; the
-            remainder begins with them.
-        bytes_of: A drafter token's bytes, at least one.
-        fits: Whether a target that has written the outcome may go on with a drafter token, of which
-            the outcome has so many bytes: it would have joined some to what it ended with.
+        continuations: Drafter tokens after the old text, the most likely continuation first.
+        held: Bytes of a character that the target has begun after the outcome. The remainder begins
+            with them.
+        fits: Returns True if the target may continue with a drafter token, given how many bytes of
+            it the outcome has. Some tokens would have merged with the end of the outcome.
 
     Returns:
-        None where no continuation agrees with the outcome, or only some that do not fit.
+        None if no continuation agrees with the outcome and fits. Without ids if those that agree do
+        not extend past it.
     """
     found = None
     for rank, ids in enumerate(continuations):
@@ -60,17 +58,18 @@ def find_remainder(
 def find_drawn(
     lines: Iterable[tuple[int, Sequence[int]]], outcome: bytes, bytes_of: Callable[[int], bytes]
 ) -> MatchedContinuation | None:
-    """As `find_remainder`, where tokens were drawn: what is used has to have the law of its rows.
+    """Find a remainder like `find_remainder`, but among sampled continuations.
 
-    So nothing of what is used may have had a part in its being used: an outcome ends where a token
-    does, for the rest of a token has another law than the token; a line is told by what it has up
-    to there, and the first is taken. Lines end by count. What was verified before, and is found
-    again, is certain by now: its rows are the caller's to leave out.
+    Each token of the remainder must still have the distribution of its row, so the remainder must
+    not influence the choice. The outcome has to end at a token boundary, because the rest of a
+    token has another distribution than the token. Only the tokens before that boundary select a
+    continuation, and the first match is taken. A continuation ends at a token count, or after an
+    end-of-sequence token, which it contains. A token that was verified before and is found again is
+    certain: the caller has to drop its row.
 
     Args:
-        lines: Of each, how many leading tokens have to be in the outcome, and its tokens.
-        outcome: As above.
-        bytes_of: As above.
+        lines: For each continuation, how many leading tokens have to be in the outcome, and its
+            tokens.
     """
     found = None
     for rank, (base, ids) in enumerate(lines):
@@ -90,8 +89,10 @@ def find_drawn(
 def _behind(
     ids: Sequence[int], text: bytes, end: int, bytes_of: Callable[[int], bytes]
 ) -> tuple[list[int], int] | None:
-    """Of tokens that begin with a text, those that reach past `end`, and how much of the first does
-    not; None where they differ from it."""
+    """Return the tokens that extend past `end` bytes, and the bytes of the first one before `end`.
+
+    None if the tokens differ from the text.
+    """
     pieces = [*map(bytes_of, ids)]
     spelled = b"".join(pieces)
     if not spelled.startswith(text):

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller and drafts that are made ahead, in a process of their own.
+"""Adapter between the controller and precomputed drafts (`draft_ahead`).
 
-What the target waits for is what drafting costs: a look-up in every step, and where a draft was not
-foreseen, as much of the drafter's time as such a draft is worth, at the controller's own prices.
-That a draft was not there is learnt like a drafter that has nothing to propose: in what is
-expected of the next drafts it counts with those that were. What was waited for is learnt by itself
-as well (`lookahead/late_drafts.py`), as it tends to bring less than others.
+The cost of drafting is the time that the target waits: a look-up in each step, and sometimes a
+draft that was not precomputed. A missing draft counts like a draft that proposes nothing, so it
+lowers the expected gain of the next drafts. Drafts that were waited for are also learned separately
+(`lookahead/late_drafts.py`), because their acceptance rate tends to be lower.
 
-A probe's drafts are made ahead as well, so that nothing is waited for: the plan is kept for a step
-or two, in which the drafter catches up. Only one that is not done by then is waited for.
+The drafts of a probe are precomputed, too. Its plan is kept for `_HELD` steps, in which the drafter
+catches up. After that, the target waits for them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,19 +17,18 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.step_view import StepView
 
-_HELD = 2  # steps that a probe's drafts are made beside, before they are waited for:
-_PROBE = 0.1  # so many seconds at most, as a probe shows nothing without any
+_HELD = 2  # steps; the plan of a probe is kept so long before the target waits for its drafts
+_PROBE = 0.1  # seconds; longest wait for the drafts of a probe, which is useless without any
 
 
 class PrecomputedDrafts(LookaheadControl):
-    """A `LookaheadControl` where drafts are made ahead."""
+    """A `LookaheadControl` for precomputed drafts; implements `WaitPolicy`."""
 
-    _held = 0  # steps that the present probe has been kept for
-    _wrong: Collection[str] = ()  # requests for which something else had been drafted in this step
+    _held = 0  # steps for which the current probe's plan has been kept
+    _wrong: Collection[str] = ()  # requests whose precomputed drafts were all wrong in this step
     _late: frozenset[str] = frozenset()  # requests whose draft was waited for, until it is verified
 
     def observe(self, step: StepView) -> None:
-        """See `LookaheadControl`."""
         for request in step.requests if self._late else ():
             if request.req_id not in self._late or not request.new_tokens:
                 continue
@@ -42,7 +40,6 @@ class PrecomputedDrafts(LookaheadControl):
         super().observe(step)
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        """A step's drafts were looked up, or waited for."""
         planned = self._plan.lookahead
         self._late -= {draft.req_id for draft in drafts if not draft.tokens}
         if self._waiting is None:
@@ -58,12 +55,11 @@ class PrecomputedDrafts(LookaheadControl):
     def wait(
         self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
     ) -> tuple[int, float]:
-        """See `engine.draft_source.PrecomputedDrafts`."""
         longest, policy, planned = max(missing.values()), self.controller.policy, self._plan
         self._wrong = wrong
         if planned.probe:
             if wrong or len(missing) < sum(wanted > 0 for wanted in planned.lookahead):
-                return 0, 0.0  # it has shown something
+                return 0, 0.0  # the probe has a result already
             if self._held < _HELD:
                 self._held += 1
                 self._keep_plan(self._index_of)
@@ -78,11 +74,9 @@ class PrecomputedDrafts(LookaheadControl):
         return tokens, seconds
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """See `engine.draft_source.PrecomputedDrafts`."""
         if self.controller.policy is not None:
             self.controller.policy.looked_up(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """See `engine.draft_source.PrecomputedDrafts`."""
         policy = self.controller.policy
         return most if policy is None else policy.guesses(drafting, longest, each, most)

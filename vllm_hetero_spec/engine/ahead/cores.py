@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU cores for the threads of a drafter process.
 
-Two models with threads on the same cores wait for each other at every barrier of OpenMP: both take
-many times as long. So the drafter gets cores that the target does not use, or the engine does not
-start.
+If threads of two models share cores, they wait for each other at each OpenMP barrier, and both
+models become many times slower. So the drafter gets cores that the target does not use. If there
+are none, the engine does not start.
 """
 
 import itertools
@@ -18,19 +18,18 @@ from vllm_hetero_spec.errors import ConfigError
 
 
 def free_cores(config: VllmConfig) -> list[int]:
-    """Cores that the threads of a target on a CPU leave free; none if vLLM does not bind them.
+    """Return the cores that the threads of a CPU target leave free.
 
-    Args:
-        config: The configuration of the worker that this process is.
+    Empty if vLLM does not bind its threads. `config` is that of the worker in this process.
 
     Raises:
-        ConfigError: They leave none.
+        ConfigError: The target uses all cores.
     """
     bound = envs.VLLM_CPU_OMP_THREADS_BIND
     if bound == "nobind" or config.parallel_config.distributed_executor_backend != "mp":
         return []
     ours = os.sched_getaffinity(0)
-    # OpenMP has bound this thread; the executor, which chose the cores, is not bound.
+    # OpenMP has bound this thread. Its parent, the executor that chose the cores, is unbound.
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     try:
         allowed, chosen = os.sched_getaffinity(0), OMPProcessManager(config)
@@ -38,7 +37,7 @@ def free_cores(config: VllmConfig) -> list[int]:
         os.sched_setaffinity(0, ours)
     if chosen.auto_setup:
         used, free = chosen.cpu_lists, chosen.reserved_cpu_list
-    else:  # also those of the other engines of data parallelism
+    else:  # includes the cores of other data-parallel engines
         used, free = [cores_of(part) for part in bound.split("|")], []
     free = free or sorted(allowed.difference(*used))
     if free:
@@ -56,13 +55,10 @@ def free_cores(config: VllmConfig) -> list[int]:
 
 
 def checked_cores(where: str) -> list[int]:
-    """The cores of a list, if a child of this process can go to all of them.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Parse a list like "0-2,5". Raises `ConfigError` if a child process cannot use all of it."""
     cores, ours = cores_of(where), os.sched_getaffinity(0)
-    try:  # those that this process is on may be fewer; of what is asked for, what may be is given
+    try:
+        # This process may be bound to fewer cores. The kernel drops those that are not allowed.
         os.sched_setaffinity(0, {*range(os.cpu_count() or 1), *cores})
         found = os.sched_getaffinity(0)
     finally:
@@ -77,7 +73,7 @@ def checked_cores(where: str) -> list[int]:
 
 
 def cores_of(text: str) -> list[int]:
-    """The cores of a list like "0-2,5"."""
+    """Parse a list of cores like "0-2,5"."""
     cores: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -86,7 +82,7 @@ def cores_of(text: str) -> list[int]:
 
 
 def _spelt(cores: Iterable[int]) -> str:
-    """A list like "0-2,5" of some cores."""
+    """Format cores as a list like "0-2,5"."""
     by_run = itertools.groupby(enumerate(sorted(cores)), lambda of: of[1] - of[0])
     runs = [[core for _, core in run] for _, run in by_run]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafter's own process runs, and on which device or cores."""
+"""Configuration of the drafter process, with its device or CPU cores."""
 
 import copy
 import logging
@@ -20,32 +20,28 @@ from vllm_hetero_spec.options import HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# Texts for each request of the largest batch: those of waiting requests are kept as long.
+# Slots per request of the largest batch. Waiting requests keep theirs while there are enough.
 _SLOTS = 2
-# Guesses of what the target writes instead of the drafter's chain.
+# Maximum number of branches beside each chain.
 _BRANCHES = 8
-# Tokens of a forward on a CPU at most. There one of thousands may take longer than a process may
-# show no sign of life.
+# Maximum tokens of a forward on a CPU, where thousands may take longer than `supervisor.SILENCE`.
 _CPU_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a drafter process is to run. See `packed`.
+    """Everything that a drafter process needs. `packed` serializes it.
 
     Attributes:
-        vllm_config: The target's, without its layers.
-        drafter_config: The drafter's model.
-        options: The user's.
-        banned: Ids that are never drafted.
-        vocab_size: Ids of the drafter's tokenizer.
-        ends: Ids after which nothing is drafted.
-        device: Of torch.
-        cores: Of the CPU, for its threads; none for those of the engine.
-        slots: Texts.
-        longest: Most drafter tokens of a line behind a text.
-        tokens: Which target tokens are proposed, where drafts are drawn; on the host.
-        branches: Lines beside the chain of a text.
+        vllm_config: The configuration of the target's worker, without the target's layers.
+        banned: Drafter ids that are never drafted.
+        ends: Drafter ids that end a draft.
+        cores: CPU cores for its threads; empty to run on those of the engine.
+        slots: Maximum number of requests.
+        longest: Maximum drafter tokens of a continuation.
+        tokens: Target token that each drafter token proposes first, on the host. None if all drafts
+            are greedy.
+        branches: Maximum number of branches beside a chain.
     """
 
     vllm_config: VllmConfig
@@ -63,19 +59,20 @@ class Deployment:
 
     @property
     def most_rows(self) -> int:
-        """Lines of a forward."""
+        """Maximum sequences of a forward."""
         return int(self.vllm_config.scheduler_config.max_num_seqs) + self.branches
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a forward."""
+        """Maximum tokens of a forward."""
         most = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
         return min(most, _CPU_TOKENS) if torch.device(self.device).type == "cpu" else most
 
     @property
     def table_shape(self) -> tuple[int, int, int, int]:
-        """Texts, most tokens of a line, lines beside a chain, and most drawn tokens of a line."""
-        # Each is a target token or more: of two drafts, and of the tokens between and behind them.
+        """Arguments of `DraftTable`: slots, longest, branches, drawn."""
+        # A sampled token proposes at least one target token. The table has room for two drafts, and
+        # for the target's own tokens between and after them.
         drawn = 2 * (self.options.num_speculative_tokens + 1) * (self.tokens is not None)
         return self.slots, self.longest, self.branches, drawn
 
@@ -89,19 +86,11 @@ class Deployment:
         tokens: TokenMap | None,
         beside: torch.device,
     ) -> "Deployment":
-        """What the drafter process of an engine runs.
-
-        Args:
-            vllm_config: The worker's configuration.
-            drafter_config: The drafter's model.
-            options: The user's.
-            pair: The two tokenizers.
-            tokens: Which target tokens are proposed, where drafts are drawn.
-            beside: The target's device.
+        """Build the deployment of an engine; `beside` is the target's device.
 
         Raises:
-            ConfigError: The drafter is to run on a device of another type, on none, on cores
-                that are not there, or on a CPU whose cores are all the target's.
+            ConfigError: `drafter_device` is no device of the target's type, or names cores that are
+                not available; or a target on a CPU uses all cores.
         """
         where = str(beside if options.drafter_device is None else options.drafter_device)
         on_cores = where[:1].isdigit()
@@ -129,16 +118,16 @@ class Deployment:
 
 
 def packed(deployment: Deployment) -> bytes:
-    """Pickled, with the classes that come from a model's repository: nobody else has them."""
+    """Pickle a deployment. Classes from a model's repository are pickled by value."""
     maybe_register_config_serialize_by_value()
     made: bytes = cloudpickle.dumps(deployment)
     return made
 
 
 def _without_layers(config: VllmConfig) -> VllmConfig:
-    """A copy of a worker's configuration that can be sent: its layers are in it, with their KV.
+    """Copy a worker's configuration without the layers and their KV, which cannot be pickled.
 
-    Nor has it what is settled later of the target's KV: the drafter settles its own.
+    Later changes to the target's cache configuration do not reach the copy.
     """
     compilation = copy.copy(config.compilation_config)
     compilation.static_forward_context = {}

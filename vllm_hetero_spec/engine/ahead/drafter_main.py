@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter process: `python -m ... SOCKET MEMORY [CORE...]`, a `Deployment` on standard input.
+"""Entry point of the drafter process: `python -m ... SOCKET MEMORY [CORE...]`.
 
-It loads the drafter alone, as a worker of vLLM with one rank, and drafts until its engine closes
-the socket. It goes to its cores before torch is imported, which counts them then.
+It reads a `Deployment` from standard input, loads the drafter as a vLLM worker with one rank, and
+drafts until the engine closes the socket. It moves to its cores before it imports torch, because
+torch counts the available cores on import.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from vllm_hetero_spec.engine.ahead.server import DraftingServer
     from vllm_hetero_spec.engine.ahead.table import DraftTable
 
-# Share of a device's memory that has to be free for the drafter's process to start.
+# Share of device memory that must be free when the drafter process starts.
 _LEAST_MEMORY = 0.01
-# Behind "VLLM::", as vLLM calls its own processes.
+# Process title after vLLM's prefix "VLLM::".
 _TITLE = "HeteroDrafter"
 
 
 def main() -> None:
-    """Load, say so, and draft."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends, and closes the socket
+    """Load the drafter, report the result to the engine, and draft."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it and closes the socket
     messages, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     cores = set(map(int, sys.argv[3:]))
     if cores:
@@ -38,7 +39,7 @@ def main() -> None:
     from vllm_hetero_spec.engine.ahead.answers import Failed, encode
     from vllm_hetero_spec.errors import ConfigError
 
-    with contextlib.suppress(ConnectionError):  # the engine's end, maybe while the drafter loads
+    with contextlib.suppress(ConnectionError):  # the engine may end during loading
         try:
             server, ready = load(sys.stdin.buffer.read(), memory)
         except ConfigError as error:
@@ -46,18 +47,15 @@ def main() -> None:
         else:
             messages.send(encode(ready))
             serve(server, messages)
-    os._exit(0)  # a group of ranks that ends may look for its folder for minutes
+    # No clean-up: a process group may search for its deleted folder for minutes when it ends.
+    os._exit(0)
 
 
 def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
-    """Load the drafter into this process.
-
-    Args:
-        deployment: What it runs, pickled.
-        memory: File of the table into which it writes its drafts.
+    """Load the drafter; `memory` is the file descriptor of the table for its drafts.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: The drafter cannot be loaded.
     """
     from vllm.plugins import load_general_plugins
 
@@ -66,11 +64,12 @@ def load(deployment: bytes, memory: int) -> "tuple[DraftingServer, Ready]":
 
     given: Deployment | None = None
     try:
-        load_general_plugins()  # as vLLM's workers do: models of other packages are among them
+        load_general_plugins()  # as in vLLM's workers; registers models of other packages
         from vllm_hetero_spec.engine.drafter.loading import faults_named
 
         given = pickle.loads(deployment)
-        # Its group of ranks, of one, meets there. A process that is killed later leaves no folder.
+        # Rendezvous of the process group. Removed after loading, so that a killed process leaves
+        # no folder behind.
         folders = tempfile.TemporaryDirectory()
         with faults_named(given.drafter_config), folders as folder:
             return _load(given, DraftTable(memory, *given.table_shape), folder)
@@ -112,13 +111,14 @@ def _load(
 
     given, options, target = deployment, deployment.options, deployment.vllm_config
     most_rows, scheduler = given.most_rows, target.scheduler_config
-    scheduler.max_num_seqs = most_rows  # attention, and graphs, are planned for so many lines
+    scheduler.max_num_seqs = most_rows  # sizes the buffers of attention and of CUDA graphs
     config = drafter_vllm_config(target, given.drafter_config, options, solo=True)
     stand_alone(config.parallel_config)
-    # Of a device that is shared, only what the target leaves; the KV pool has a size of its own.
+    # vLLM checks that this share is free; the target may use the rest of the device. The size of
+    # the KV pool comes from `kv_budget`.
     config.cache_config.gpu_memory_utilization = _LEAST_MEMORY
     device = torch.device(given.device)
-    # A group of one rank needs no network: it meets in a file, and listens to this machine alone.
+    # A process group of one rank needs no network: file rendezvous and the loopback interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     current_platform.register_triton_kernel_overrides()  # as vLLM does before it builds a worker
     with set_current_vllm_config(config):
@@ -151,7 +151,7 @@ def _load(
 
 
 def serve(server: "DraftingServer", messages: socket.socket) -> None:
-    """Draft until the engine is gone."""
+    """Draft until the engine closes the socket."""
     from vllm.utils.system_utils import set_process_title
 
     from vllm_hetero_spec.engine.ahead.answers import LONGEST

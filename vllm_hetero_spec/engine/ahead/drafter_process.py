@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's own process, as the engine sees it: started, told, and ended.
+"""Handle of the drafter process in the engine: starting it, sending to it, ending it.
 
-Nothing here waits for it but the start of the engine. Messages go through a pair of sockets that
-have no name, whole or not at all; drafts are read from a table in memory. The process ends when the
-engine's end of the sockets closes, however that comes about.
+Only the start of the engine waits for the process. Messages pass through an unnamed pair of
+sockets, each one whole or not at all. Drafts are read from a table in shared memory. The process
+ends when the engine's socket closes, for whatever reason.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from vllm_hetero_spec.errors import ConfigError
 
 # Module that the process runs.
 _PROGRAM = "vllm_hetero_spec.engine.ahead.drafter_main"
-# Seconds that loading the drafter may take.
+# Seconds; the longest time to load the drafter.
 LONGEST_START = 600.0
-# Seconds that its end is waited for: by itself, and once it is killed.
+# Seconds; the longest wait for the process to end by itself, and again after it is killed.
 _LONGEST_END = 1.0
-# Of drafters that run. A fork of this process must not hold one: the end of it tells them to end.
+# Sockets of running drafter processes. A fork of this process closes its copies, because a drafter
+# process ends when the last copy is closed.
 _SOCKETS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
@@ -41,14 +42,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class DrafterProcess:
-    """A drafter process, from its start on.
-
-    Args:
-        deployment: What it is to run.
-
-    Attributes:
-        table: What it drafts.
-    """
+    """One drafter process, which the constructor starts. `table` contains its drafts."""
 
     def __init__(self, deployment: Deployment) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -76,11 +70,7 @@ class DrafterProcess:
         self.close = weakref.finalize(self, _end, ours, child)
 
     def wait(self) -> Ready:
-        """Wait until the drafter is loaded.
-
-        Raises:
-            ConfigError: It cannot be.
-        """
+        """Wait until the drafter is loaded. Raises `ConfigError` if it cannot be."""
         select.select([self._socket], [], [], LONGEST_START)
         why = f"nothing was heard of it for {LONGEST_START:.0f} s"
         try:
@@ -98,25 +88,21 @@ class DrafterProcess:
         )
 
     def answer(self) -> Ready | Failed | None:
-        """What it has said, if anything.
-
-        Raises:
-            ConnectionError: The process is gone.
-        """
+        """Return the next message, or None. Raises `ConnectionError` if the process has ended."""
         try:
             message = self._socket.recv(LONGEST)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # it has not read all; what it said stands behind this
+        except ConnectionResetError:  # it left messages unread; its own message comes next
             message = self._socket.recv(LONGEST)
         if not message:
             raise ConnectionError("the drafter's process has ended")
         return answer_of(message)
 
     def send(self, commit: UpdateBatch) -> bool:
-        """Send a commit; False where it does not read what was sent before, or is gone.
+        """Send an update. Return False if the process has ended, or has not read earlier updates.
 
-        `answer` says then why.
+        If it has ended, `answer` raises the cause.
         """
         try:
             self._socket.send(encode(commit))
@@ -126,20 +112,20 @@ class DrafterProcess:
 
 
 def _environment(cores: Sequence[int]) -> dict[str, str]:
-    """Of the child: what this process can import, and a thread on each of its cores."""
+    """Environment of the child: this process's import path, and an OpenMP thread per core."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if cores:
         variables["OMP_NUM_THREADS"] = str(len(cores))
         variables["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in cores)
         variables["OMP_PROC_BIND"] = "true"
-        variables.pop("KMP_AFFINITY", None)  # libiomp prefers it, and it names the target's cores
+        variables.pop("KMP_AFFINITY", None)  # names the target's cores, and libiomp prefers it
     return variables
 
 
 def _end(messages: socket.socket, child: subprocess.Popen[bytes]) -> None:
-    """Let it end by itself, so that nothing of it is left behind; kill it where it does not."""
+    """End the process. It may clean up by itself for `_LONGEST_END`, and is killed after that."""
     with contextlib.suppress(OSError):
-        messages.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has it too
+        messages.shutdown(socket.SHUT_RDWR)  # works even if a fork of this process has a copy
     messages.close()
     try:
         child.wait(_LONGEST_END)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a target may leave the drafter's chain, and with what: the likeliest of so many guesses."""
+"""Choice of guesses: where the target may leave the drafter's chain, and with which token."""
 
 import heapq
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class BranchPoint(NamedTuple):
-    """A token that may come in the place of the chain's.
+    """A guess: a token that may replace the chain's token at one position.
 
     Attributes:
-        place: Tokens of the chain in front of it.
-        token: A drafter token, another than the chain's at that place.
-        probability: That the chain is followed so far, and left by this token.
+        place: Number of chain tokens before it.
+        token: Drafter id; differs from the chain's token there.
+        probability: Probability that the target follows the chain up to here, then emits `token`.
     """
 
     place: int
@@ -23,11 +23,11 @@ class BranchPoint(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """What the drafter thinks of one place of its chain.
+    """The drafter's most likely tokens at one position of its chain.
 
     Attributes:
         chosen: The chain's token there.
-        tokens: The likeliest tokens.
+        tokens: The most likely tokens.
         shares: Their probabilities.
     """
 
@@ -37,23 +37,23 @@ class Alternative(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The probability of the chain's token; 0 where it is none of the likeliest."""
+        """Probability of the chain's token; 0 if it is not among the most likely."""
         return dict(zip(self.tokens, self.shares, strict=True)).get(self.chosen, 0.0)
 
 
 def choose_guesses(
     rivals: Sequence[Alternative], follows: Sequence[float], budget: int
 ) -> list[BranchPoint]:
-    """The guesses that are hit most often together: no two of them are of the same outcome.
+    """Return the most probable guesses. As they exclude each other, this maximizes the hit rate.
 
     Args:
-        rivals: Of each place of the chain, from the first that is not settled yet.
-        follows: Of each place, the probability that the target follows the chain there, given that
-            it did before.
-        budget: Guesses at most.
+        rivals: For each position of the chain, from the first that is not verified.
+        follows: For each position, the probability that the target follows the chain there, given
+            that it has followed it before.
+        budget: Maximum number of guesses.
 
     Returns:
-        The likeliest first; the earlier place first among equals.
+        The most probable first; of equal ones, the earlier position first.
     """
     survival = accumulate(follows, mul, initial=1.0)
     guesses = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was drafted ahead of a request's text, found in the table and translated."""
+"""Look-up of precomputed drafts in the shared table, and their translation."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,19 @@ from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 
 @dataclass(slots=True)
 class LookupResult:
-    """What was drafted ahead for a request.
+    """Result of looking up a precomputed draft for one request.
 
     Attributes:
-        task: The request.
-        ids: Drafter tokens, see `MatchedContinuation`.
-        known: Leading bytes of them that its text has.
-        peaks: The drafter's largest probability in the place of each.
-        rank: Of the line that they are of; the chain's is 0.
-        missing: Why there are none, though there should be.
+        ids: Drafter tokens of the draft; see `MatchedContinuation`.
+        known: Leading bytes of `ids` that the request's text already has.
+        peaks: For each id, the drafter's largest probability at its position.
+        rank: Index of the continuation; the chain is 0.
+        missing: Reason if a draft is missing, see `REASONS`; otherwise "".
         proposal: The draft in target tokens.
-        ends: Leading ones of `ids` that each of them needs.
-        first: Tokens of its line that are before them.
-        rows: What each was drawn from, see `DraftRecord`; nothing where it is certain.
-        draft_probs: What the proposal was drawn from.
+        ends: For each target token, how many leading `ids` it needs.
+        first: Tokens of the continuation before `ids`.
+        rows: For each id, the row it was sampled from, see `DraftRecord`; empty if it is certain,
+            as a greedy token is.
     """
 
     task: DraftTask
@@ -49,7 +48,7 @@ class LookupResult:
 
     @property
     def text(self) -> RemoteRequest:
-        """What the process was told of it."""
+        """The request's state as last sent to the drafter process."""
         return text_of(self.task)
 
     @property
@@ -60,14 +59,7 @@ class LookupResult:
 
 
 class Lookup:
-    """Looks drafts up.
-
-    Args:
-        process: Who makes them.
-        pair: The two tokenizers.
-        stats: Counters to add to.
-        drawn: Makes drafts of what was drawn; None where all are greedy.
-    """
+    """Looks up precomputed drafts in the table of a process."""
 
     def __init__(
         self,
@@ -81,7 +73,7 @@ class Lookup:
         self._bytes = bytes_of_tokens(pair)
 
     def behind(self, task: DraftTask) -> LookupResult:
-        """What stands behind a request's text in the table."""
+        """Look up the draft that continues a request's text."""
         text, context = text_of(task), task.state.context
         told = self._spelled(text.gone)
         now = self._spelled(context.ids[task.state.num_kv_valid :])
@@ -110,22 +102,25 @@ class Lookup:
             drawn = text.rows
             for of in through:
                 drawn = _rows_of(drawn, of)
-            # What was chosen by what it is, is certain from then on.
+            # Tokens that a verification has received are certain: see `RemoteRequest.seen`.
             certain = max(0, text.seen - first)
             rows = rows[:certain] + drawn[first + certain :]
         return LookupResult(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
 
     def done(self, found: LookupResult, enough: int) -> bool:
-        """Whether so many tokens are there, or no more will be, or no first token fits."""
+        """Return True if `enough` drafter tokens are there, or waiting cannot help.
+
+        Waiting cannot help if the draft has ended, or if no continuation matches the text.
+        """
         ids = found.ids
-        if found.missing == "not_guessed":  # guesses come with the chain's first token
+        if found.missing == "not_guessed":  # branches begin with the chain's first token
             chain = self._process.table.read(found.text.slot)
             stale = chain is None or chain.serial != found.text.serial
             ids, enough = () if chain is None or stale else chain.ids, 2
         return len(ids) >= enough or bool(ids and ids[-1] in self._bridge.drafter_eos)
 
     def translate(self, found: Sequence[LookupResult]) -> None:
-        """Add the target's tokens."""
+        """Add the target tokens to the results."""
         began = time.perf_counter()
         proposals = self._bridge.to_target(
             [of.task.state.context for of in found],
@@ -140,7 +135,7 @@ class Lookup:
             self._spell(found, self._drawn)
 
     def _spell(self, found: Sequence[LookupResult], drawn: SampledRecordDecoder) -> None:
-        """With the target's tokens, where they were drawn."""
+        """Add the target tokens and `draft_probs` of sampled drafts."""
         own = [of for of in found if of.task.draw is not None and of.ids]
         if not own:
             return
@@ -155,15 +150,15 @@ class Lookup:
     def _lines(
         self, text: RemoteRequest, written: bytes, seen: list[tuple[int, DraftRecord]]
     ) -> Iterator[tuple[int, list[int]]]:
-        """What was drafted behind a text as it was told: the chain, and what may agree beside it.
+        """Yield the chain, and the branches that may agree with the target's output.
 
         Args:
-            text: What was told.
-            written: What the target has added to it.
-            seen: The records are added to this, with their ranks.
+            written: The bytes that the target has added since the last update.
+            seen: Receives the rank and the record of each.
 
         Returns:
-            Of each how many leading tokens are a guess of what the target writes, and its tokens.
+            For each, how many leading tokens have to agree with the output, and all its tokens. For
+            a branch, these are the chain's tokens before it and its guess.
         """
         table, serial = self._process.table, text.serial
         chain, of = text.drafted, table.read(text.slot)
@@ -185,7 +180,7 @@ class Lookup:
                 yield of.place + 1, chain[: of.place] + of.ids
 
     def _left(self, ids: Sequence[int], written: bytes) -> list[bytes]:
-        """What was written, without each number of leading tokens that agree with it."""
+        """For each number of leading `ids` that agree with `written`, the bytes that remain."""
         left = [written]
         for data in map(self._bytes.__getitem__, ids):
             rest = left[-1]
@@ -199,37 +194,32 @@ class Lookup:
 
 
 def _rows_of(rows: list[bytes], line: DraftRecord) -> list[bytes]:
-    """Of all tokens of a line, what each was drawn from; nothing where it is certain.
-
-    Args:
-        rows: Of the tokens that it may begin with: those told, or the chain's.
-        line: What it has of its own.
-    """
+    """Rows of a whole continuation, given those of its beginning; empty for certain tokens."""
     certain = [b""] * (len(line.ids) - len(line.rows))
     return [*rows[: line.place], *certain, *line.rows]
 
 
 def ids_for_each(task: DraftTask) -> float:
-    """Drafter tokens for each target token of a request's draft: a drawn one is one, or more."""
+    """Drafter tokens per target token; 1 if sampled, as each proposes one or more."""
     return task.state.context.ratio if task.draw is None else 1.0
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of drafter ids; of those that are no text, bytes that no text has."""
+    """Bytes by drafter id. An id that is no text has bytes that occur in no text."""
 
     def __missing__(self, token: int) -> bytes:
         return b"\xff" + token.to_bytes(5, "little", signed=True)
 
 
 def bytes_of_tokens(pair: TokenizerPair) -> dict[int, bytes]:
-    """By drafter id: what it spells; something of its own for a control token, or any other id."""
+    """Map drafter ids to bytes. Control tokens and other ids get bytes of their own."""
     control = pair.bridge.special.drafter_control
     table = pair.drafter.token_bytes
     return _TokenBytes({i: data for i, data in enumerate(table) if data and i not in control})
 
 
 def text_of(task: DraftTask) -> RemoteRequest:
-    """What the process was told of a request."""
+    """Return a request's state as last sent to the drafter process."""
     assert task.state.sequence is not None
     table = task.state.sequence.table
     assert isinstance(table, RemoteRequest)

@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine and its drafter process tell each other; the drafts come by a table in memory.
+"""Messages from an engine to its drafter process. Drafts come back through a table in memory.
 
-The process speaks of drafter ids alone: text, requests and target tokens stay in the engine.
+Messages contain drafter ids. Text and target tokens stay in the engine.
 """
 
 import msgspec
 
 from vllm_hetero_spec.draft.sampling import DraftSampling
 
-# Ids, and texts, of one message at most, so that it fits into the buffer of a socket: twice 208 KiB
-# where the kernel gives no more than it usually does.
+# Maximum ids and requests of a message, so that it fits into a socket's buffer. Kernels usually
+# limit that to 2 * 208 KiB.
 MOST_IDS, MOST_ROWS = 8192, 1024
 
 
 class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
-    """One text, as it stands now.
+    """The new state of one request.
 
     Attributes:
-        slot: Which text.
-        keep: Leading ids of it that stand since it was told last; -1 where another text has begun.
-        ids: The ids behind them.
-        drafted: What is taken to come behind the text: the target is verifying it.
-        wanted: Ids to have behind the text in all, those in `drafted` included.
-        at_stake: Leading ones of `drafted` that the target is verifying.
-        beside: Ids to have of each guess of where the target leaves them.
-        guesses: How many of them to make.
-        salt: Whose KV it may share.
-        draw: How tokens behind it are drawn; None takes the likeliest.
+        slot: The request's slot in the process.
+        keep: Number of leading ids that are unchanged since the last update; -1 for a new request.
+        ids: The ids after them.
+        drafted: Ids that are assumed to come next: the draft under verification, and what comes
+            after it in its continuation.
+        wanted: Number of ids to draft after the text, including `drafted`.
+        at_stake: Number of leading `drafted` ids under verification.
+        beside: Number of ids to draft in each branch.
+        guesses: Maximum number of branches.
+        salt: The request's cache salt; KV is shared only between equal salts.
+        draw: Sampling parameters of the next tokens; None if they are greedy.
     """
 
     slot: int
@@ -42,12 +43,12 @@ class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UpdateBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What a step of the target has changed.
+    """All changes of one target step.
 
     Attributes:
-        serial: Its number; drafts bear that of the last one that named their text.
-        closed: Slots whose texts are gone.
-        rows: Texts that have changed, or are to be drafted for.
+        serial: Number of the update. A draft has the serial of the last update of its request.
+        closed: Slots of requests that are gone.
+        rows: Requests that have changed or need drafts.
     """
 
     serial: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafter process has been told of each text: its KV is accounted for there, not here."""
+"""State of each request as last sent to the drafter process, which manages the KV itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,21 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 
 @dataclass
 class RemoteRequest(BlockTable):
-    """One text; in the place of its KV blocks.
+    """State of one request; takes the place of its block table.
 
     Attributes:
-        slot: Its number in the drafter process; -1 where none was left.
-        serial: Of the commit that told of it last; 0 before the first.
-        life: Of the process that was told.
-        sent: Its leading ids that were told and still stand; the request's `kv_ids`.
-        gone: Ids behind them that were told, and do not stand any more.
-        unread: How many ids were new to the process then.
-        drafted: What was told to come behind the text then.
-        peaks: The drafter's largest probability in the place of each.
-        rows: What each of `drafted` was drawn from, see `DraftRecord`; nothing where it is certain.
-        seen: Leading tokens of a line behind the text that a verification was given: certain,
-            whatever they were drawn from.
+        slot: Its slot in the process; -1 if it has none.
+        serial: Number of the last update that contained it; 0 before the first.
+        life: `SupervisedProcess.life` of the process that received that update.
+        sent: Leading ids that were sent and are still valid; the request's `kv_ids`.
+        gone: Ids after them that were sent and are no longer valid.
+        unread: Number of ids that were new in the last update.
+        drafted: `RequestUpdate.drafted` of the last update.
+        peaks: For each of `drafted`, the drafter's largest probability at its position.
+        rows: For each of `drafted`, the row it was sampled from, see `DraftRecord`; empty if it is
+            certain.
+        seen: Leading tokens of a continuation that a verification has received. They are certain,
+            whatever they were sampled from: see `sampled_records`.
     """
 
     slot: int = -1
@@ -38,40 +39,31 @@ class RemoteRequest(BlockTable):
 
 
 class RemoteRequests:
-    """Slots of the drafter process, in the place of a `KVPool`.
-
-    Args:
-        slots: How many there are.
-        capacity: Blocks of the drafter's KV.
-        block_size: Tokens of each.
-    """
+    """Slots of the drafter process; takes the place of a `KVPool` of `capacity` blocks."""
 
     def __init__(self, slots: int, capacity: int, block_size: int) -> None:
         self.capacity, self.block_size = capacity, block_size
         self._num_slots = slots
         self._free = list(range(slots))
-        self.closed: set[int] = set()  # slots given back, which the process was not told of
+        self.closed: set[int] = set()  # slots given back, but not sent yet
 
     def open(self, ids: Sequence[int], salt: str | None) -> tuple[RemoteRequest, int]:
-        """A text of which nothing was told."""
         text = RemoteRequest(salt)
         self.admit(text)
         return text, 0
 
     def admit(self, text: RemoteRequest) -> bool:
-        """Give it a slot, if it has none and one is left; whether it has one."""
+        """Give a request a free slot if it has none. Return True if it has one."""
         if text.slot < 0 and self._free:
             text.slot = self._free.pop()
         return text.slot >= 0
 
     def rollback(self, table: BlockTable, num_tokens: int) -> int:
-        """Only the first `num_tokens` of what was told still stand."""
         assert isinstance(table, RemoteRequest)
         table.gone[:0] = table.sent[num_tokens:]
         return num_tokens
 
     def close(self, table: BlockTable) -> None:
-        """The text is gone."""
         assert isinstance(table, RemoteRequest)
         if table.slot >= 0:
             self._free.append(table.slot)
@@ -79,6 +71,5 @@ class RemoteRequests:
         table.slot, table.serial = -1, 0
 
     def reset(self) -> None:
-        """All texts are gone."""
         self._free = list(range(self._num_slots))
         self.closed = set(self._free)

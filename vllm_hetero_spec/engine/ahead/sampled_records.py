@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that were drawn ahead, as the target's tokens with what they were drawn from.
+"""Precomputed drafts that were sampled, as target tokens with their `draft_probs`.
 
-Why they are lossless. A line is drawn with numbers of its own, which neither verification nor
-another line has (`Text.draw_of`). Which line is used, and from where on, follows from what the
-target has written, from tokens in front and from how far lines have come (`find_drawn`): given all
-that, each token that is used still has the law of its row, and the target's next random choices are
-new. What was verified once has not: it had a part in what was written. A correction that adds no
-bytes leaves it behind the text again, the very token that was rejected first; and where a draft is
-judged as a whole, all of it has a part. So it is certain from then on (`RemoteRequest.seen`). A row
-is cut to the likeliest tokens before the draw, so that it travels whole.
+Why they are lossless: each continuation is sampled with random numbers of its own, which neither
+verification nor another continuation uses (`ServerRequest.draw_of`). The target's output, the
+tokens before a draft, and the lengths of continuations determine which continuation is used, and
+from where on (`find_drawn`). Given all that, each token of the draft still has the distribution of
+its row, and the target's next random numbers are new.
+
+This does not hold for a token that was verified before, because it has influenced the output. If
+a recovered token adds no bytes, the token that was rejected comes next again. If a draft is judged
+as a whole, all its tokens have influenced the output. So such tokens are certain from then on
+(`RemoteRequest.seen`). A row is cut to the most likely tokens before sampling, so that the table
+has all of it.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,12 +32,11 @@ from vllm_hetero_spec.staging import Send, Sender
 
 
 class SampledRecordDecoder:
-    """Makes drafts of what was drawn.
+    """Makes drafts of sampled tokens.
 
     Args:
-        sampling: What drafter tokens propose; on the host.
-        ends: Drafter ids after which a draft ends.
-        send: Brings rows to the target's device.
+        sampling: What drafter tokens propose, on the host.
+        ends: Drafter ids that end a draft.
     """
 
     def __init__(self, sampling: SampledMethod, ends: Collection[int], send: Send) -> None:
@@ -45,14 +47,7 @@ class SampledRecordDecoder:
     def of(
         cls, options: HeteroOptions, pair: TokenizerPair, width: int, device: torch.device
     ) -> "SampledRecordDecoder | None":
-        """For a deployment; None where drafts are greedy.
-
-        Args:
-            options: The user's.
-            pair: The two tokenizers.
-            width: Columns of the target's logits.
-            device: Where the target runs.
-        """
+        """Build a decoder for logits of `width` columns; None if all drafts are greedy."""
         if options.method == SLEM or options.verification == "race":
             return None
         sampling = sampling_of(options, pair, width, torch.device("cpu"), 1, SPARSE_TOP_K)
@@ -61,7 +56,7 @@ class SampledRecordDecoder:
         return cls(sampling, pair.bridge.drafter_eos, Sender(device).send)
 
     def ends(self, ids: Sequence[int]) -> list[int]:
-        """Leading ids that each target token needs which they propose."""
+        """For each target token that the ids propose, how many leading ids it needs."""
         return [end for end, drawn in enumerate(ids, 1) for _ in self._sampling.spell(drawn)]
 
     def drafts(
@@ -70,12 +65,11 @@ class SampledRecordDecoder:
         ids: Sequence[Sequence[int]],
         rows: Sequence[Sequence[bytes]],
     ) -> list[Draft]:
-        """A draft for each request.
+        """Make a draft for each request.
 
         Args:
-            tasks: The requests.
-            ids: Drafter tokens for each.
-            rows: What each token was drawn from, see `DraftRecord`; nothing where it is certain.
+            ids: Drafter tokens of each.
+            rows: The row of each token; see `LookupResult`.
         """
         used = [of[: task.lookahead] for task, of in zip(tasks, rows, strict=True)]
         every = [row for of in used for row in of if row]

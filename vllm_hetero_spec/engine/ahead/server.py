@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter process at work: texts come and change, and it drafts on behind each of them.
+"""The work of the drafter process: it drafts after the text of each request.
 
-Behind a text there is a chain, the drafter's likeliest tokens, and beside it guesses: tokens with
-which the target may leave the chain where it verifies it, each with a continuation of its own, in a
-fork of the chain's KV. Where the target samples, tokens are drawn instead, each line's with numbers
-of its own; a guess is not, it follows from the rows. All lines advance by one token in each
-forward, which stands in the table at once. What a commit says of a text replaces what was said
-before; the KV is kept of whichever line agrees with it furthest.
+Each request has a chain: the drafter's most likely tokens, or sampled ones. Beside it are branches.
+A branch starts with a guess, a token with which the target may leave the chain, and has a fork of
+the chain's KV. A guess is never sampled; it follows from the chain's rows. Each forward adds one
+token to chains and branches, and writes it to the table at once. An update replaces the state of a
+request, and keeps the KV of the chain or branch that agrees longest.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,14 +24,14 @@ from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.staging import Receiver
 
-# Of each row of the drafter's, so many tokens may be guesses.
+# Number of most likely tokens kept of each drafter row. Only these can become guesses.
 RIVALS = 8
 
 _Ranked = tuple[ServerRequest, int, Continuation]
 
 
 class _Work(NamedTuple):
-    """One line in a forward."""
+    """A chain or branch in a forward."""
 
     text: ServerRequest
     rank: int
@@ -41,15 +40,12 @@ class _Work(NamedTuple):
 
 
 class DraftingServer:
-    """Drafts behind texts.
+    """Drafts for the requests of one engine.
 
     Args:
-        drafter: The decode loop.
-        pool: The drafter's KV blocks.
-        table: Where drafts are put.
-        ends: Ids after which nothing is drafted.
-        budget: Tokens of a forward.
-        most_rows: Lines of a forward.
+        ends: Drafter ids that end a draft.
+        budget: Maximum tokens of a forward.
+        most_rows: Maximum sequences of a forward.
     """
 
     def __init__(
@@ -70,11 +66,11 @@ class DraftingServer:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """True if a chain or branch needs a forward."""
         return any(line.has_work for _, _, line in self._lines())
 
     def take(self, commit: UpdateBatch) -> None:
-        """Take in what has changed; what is drafted behind a text begins anew from there."""
+        """Apply an update. Each request in it is drafted anew from its new text."""
         for slot in commit.closed:
             self._close(slot)
         for row in commit.rows:
@@ -84,7 +80,7 @@ class DraftingServer:
             if text is None:
                 text = self._texts[row.slot] = ServerRequest(row.slot, row.salt)
             text.renew(row, commit.serial, self._pool)
-            if text.chain.ids:  # drafted while the commit was on its way
+            if text.chain.ids:  # drafted while the update was on its way
                 if text.chain.ids[-1] in self._ends:
                     text.chain.wanted = 0
                 self._put(text, 0, text.chain)
@@ -92,7 +88,7 @@ class DraftingServer:
         self._count()
 
     def advance(self) -> None:
-        """One forward for all lines that need one, as far as tokens and blocks last."""
+        """Run one forward for all chains and branches that need one, within the limits."""
         work = self._chosen()
         if not work:
             return
@@ -105,7 +101,7 @@ class DraftingServer:
         for of, made, drawn_from in zip(work, drafted, rows, strict=True):
             of.line.book(of.row, made, self._ends, drawn_from)
             self._tokens += len(made.tokens)
-            of.row.sequence.table.sound = bool(of.row.steps)  # else nobody saw its logits
+            of.row.sequence.table.sound = bool(of.row.steps)  # otherwise its logits were not read
             if not made.finite:
                 self._pool.suspect()
             elif not of.rank:
@@ -134,13 +130,12 @@ class DraftingServer:
         self._table.count(done)
 
     def _lines(self) -> Iterator[_Ranked]:
-        """All lines, with their texts and ranks."""
         for text in self._texts.values():
             for rank, line in enumerate(text.lines):
                 yield text, rank, line
 
     def _chosen(self) -> list[_Work]:
-        """Lines of the next forward: chains first, and what is soon read."""
+        """Choose sequences for the next forward: chains first, then the shortest prefill."""
         work, tokens = list[_Work](), self._budget
         waiting = [of for of in self._lines() if of[2].has_work]
         for text, rank, line in sorted(
@@ -161,12 +156,12 @@ class DraftingServer:
         self._table.write(text.slot, rank, drafted)
 
     def _guess(self, text: ServerRequest) -> None:
-        """Begin lines beside the chain, once it is known what the drafter thinks of all of it."""
+        """Start branches once the drafter's rows for all positions under verification exist."""
         rivals = text.rivals()
         if rivals is None:
             return
         text.guessed = True
-        # What was drawn is followed as often as if it were the likeliest.
+        # A sampled token is assumed to be followed as often as the most likely one.
         drawn = text.draw is not None
         follows = [max(of.shares) if drawn else of.share for of in rivals]
         copies = []
@@ -187,19 +182,19 @@ class DraftingServer:
             self._drafter.model.copy_blocks(copies)
 
     def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[bytes | None]:
-        """What the token of each row of a forward was drawn from, see `DraftRecord`."""
+        """The row that the token of each result was sampled from, see `DraftRecord`."""
         proposals = [of.proposal and of.proposal.draft_probs for of in drafted]
         tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
         if not tables:
             return [None] * len(drafted)
-        packed = self._receiver.fetch(pack(tables[0], SPARSE_TOP_K)).wait()  # one table for all
+        packed = self._receiver.fetch(pack(tables[0], SPARSE_TOP_K)).wait()  # they share it
         return [
             packed[probs.row_of[0]].tobytes() if probs is not None and probs.row_of else None
             for probs in proposals
         ]
 
     def _row(self, text: ServerRequest, rank: int, budget: int) -> DraftRow | None:
-        """What of a line goes into the next forward; None where there is no room for it."""
+        """The next input of a chain or branch; None if there is no room for it."""
         line = text.lines[rank]
         state = line.state
         assert state.sequence is not None
@@ -218,7 +213,7 @@ class DraftingServer:
         return DraftRow(DraftTask(state, steps, draw=draw, paths=1), state.sequence, pending, steps)
 
     def _lender(self) -> RequestState | None:
-        """A line that rests and can give its KV up; lines beside a chain come first."""
+        """A sequence without work that can give up its KV; branches come first."""
         resting = [
             (rank > 0, line.state)
             for _, rank, line in self._lines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text in the drafter process, and the lines that are drafted behind it."""
+"""Requests of the drafter process, each with a chain and its branches."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +15,16 @@ from vllm_hetero_spec.text.context import IdentityContext
 
 @dataclass
 class Continuation:
-    """The chain, or a guess with what is behind it.
+    """A chain or a branch.
 
     Attributes:
-        state: The text's ids, with those of the line behind them, and their KV.
-        place: Ids behind the text that are not the line's own: told, or the chain's.
-        wanted: Ids of its own to have.
-        ids: Its own, the guess included.
-        peaks: The drafter's largest probability in the place of each.
-        rows: What the last ids were drawn from, see `DraftRecord`.
-        rivals: By place in the state's ids, what the drafter thought of it.
+        state: The ids of the request's text and of the continuation, with their KV.
+        place: Ids after the text that are not its own: the update's `drafted`, or the chain's.
+        wanted: Number of own ids to draft.
+        ids: Own ids, including the guess.
+        peaks: For each own id, the drafter's largest probability at its position.
+        rows: Rows that the last ids were sampled from, see `DraftRecord`.
+        rivals: The most likely tokens, by position in the state's ids.
     """
 
     state: RequestState
@@ -37,20 +37,20 @@ class Continuation:
 
     @property
     def drafts(self) -> bool:
-        """Whether more is to be drafted."""
+        """True if more is to be drafted."""
         return len(self.ids) < self.wanted
 
     @property
     def has_work(self) -> bool:
-        """Whether it needs a forward: the last id of all has no KV until another is wanted."""
-        if self.state.sequence is None:  # its KV was given back
+        """True if it needs a forward. The last id has no KV until another one is drafted."""
+        if self.state.sequence is None:  # its KV blocks were given back
             return False
         return self.drafts or self.state.num_uncached > 1
 
     def behind(self, ids: list[int], most: int) -> tuple[list[int], list[float]]:
-        """What it has drafted behind a text that it agrees with, and the peaks of that.
+        """Return the ids drafted after `ids`, with their peaks; empty if `ids` differ.
 
-        A forward may have been on its way when the text was told: what it brought is not lost.
+        So tokens of a forward that ran while an update was on its way are kept.
         """
         whole = self.state.context.ids
         first = len(self.ids) - len(whole) + len(ids)
@@ -61,14 +61,7 @@ class Continuation:
     def book(
         self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], drawn_from: bytes | None
     ) -> None:
-        """Take in what a forward has made of a row of this line.
-
-        Args:
-            row: What went into the forward.
-            tokens: What came of it.
-            ends: Ids after which nothing is drafted.
-            drawn_from: See `DraftRecord`; None for a token that was not drawn.
-        """
+        """Add the result of a forward. `drawn_from` is the row of a sampled token."""
         state = self.state
         state.num_kv_valid += len(row.pending)
         if not row.steps:
@@ -88,20 +81,16 @@ class Continuation:
 
 
 class ServerRequest:
-    """One text.
-
-    Args:
-        slot: Its number.
-        salt: Whose KV it may share.
+    """One request.
 
     Attributes:
-        lines: The chain, and the guesses beside it, the likeliest first.
-        serial: Of the last commit that named it.
-        num_text: Ids of it that the target has written.
-        at_stake: Ids behind them that the target is verifying.
-        guesses: How many of them to make at most.
-        guessed: Whether guesses were made since the commit.
-        draw: How its lines are drawn, up to the number of each draw; None where they are greedy.
+        lines: The chain, then its branches, the most probable first.
+        serial: Number of the last update that contained it.
+        num_text: Number of ids of the request's text.
+        at_stake: Number of ids after them under verification.
+        guesses: Maximum number of branches.
+        guessed: True if no branches are to be started until the next update.
+        draw: Sampling parameters of its tokens, without draw numbers; None if they are greedy.
     """
 
     def __init__(self, slot: int, salt: str | None) -> None:
@@ -114,11 +103,11 @@ class ServerRequest:
 
     @property
     def chain(self) -> Continuation:
-        """The drafter's likeliest tokens, or those that it drew."""
+        """The drafter's most likely tokens, or those that it has sampled."""
         return self.lines[0]
 
     def renew(self, row: RequestUpdate, serial: int, pool: KVPool) -> None:
-        """Take in what the text is now; the line that agrees with it furthest is kept."""
+        """Apply an update. Keep the continuation that agrees longest with the new text."""
         keep = max(0, min(row.keep, self.num_text, len(self.chain.state.context.ids)))
         ids = [*self.chain.state.context.ids[:keep], *row.ids, *row.drafted]
         agreed = [_same(line.state.context.ids, ids, keep) for line in self.lines]
@@ -135,7 +124,7 @@ class ServerRequest:
         else:
             kept = chain
         chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
-        greedy = self.draw is None and row.draw is None  # what is drawn begins anew
+        greedy = self.draw is None and row.draw is None  # sampled tokens are not kept
         ahead, peaks = kept.behind(ids, chain.wanted) if greedy else ([], [])
         for line in self.lines[1:]:
             line.state.close(pool)
@@ -151,9 +140,9 @@ class ServerRequest:
         chain.state.align(pool, keep)
 
     def rivals(self) -> Sequence[Alternative] | None:
-        """What the drafter thinks of the places that are verified, and of the one behind them.
+        """The most likely tokens at the positions under verification and at the next one.
 
-        None before the last of them is known, or where guesses were made.
+        None before the last of them is known, or if branches were started already.
         """
         last = self.num_text + self.at_stake
         ids, known = self.chain.state.context.ids, self.chain.rivals
@@ -167,11 +156,9 @@ class ServerRequest:
         ]
 
     def draw_of(self, rank: int, longest: int) -> DraftSampling | None:
-        """How the next token of a line is drawn: each has a number of its own behind a text.
+        """Sampling parameters of the next token of a continuation, with a draw number of its own.
 
-        Args:
-            rank: Of the line.
-            longest: Most ids of a text, with those of the line.
+        `longest` is the maximum number of ids in a text with its continuation.
         """
         if self.draw is None:
             return None
@@ -179,12 +166,7 @@ class ServerRequest:
         return replace(self.draw, first=rank * longest + place)
 
     def begin_beside(self, guess: BranchPoint, table: BlockTable) -> Continuation:
-        """A line that leaves the chain by a guess.
-
-        Args:
-            guess: Where, and with what.
-            table: A fork of the chain's there.
-        """
+        """Start a branch at a guess. `table` is a fork of the chain's up to there."""
         chain, at = self.chain.state, self.num_text + guess.place
         context = IdentityContext()
         context.ids = [*chain.context.ids[:at], guess.token]
@@ -195,13 +177,13 @@ class ServerRequest:
         return line
 
     def close(self, pool: KVPool) -> None:
-        """Give all KV back."""
+        """Give back all KV blocks."""
         for line in self.lines:
             line.state.close(pool)
 
 
 def _same(first: Sequence[int], second: Sequence[int], start: int) -> int:
-    """Leading ids that are equal in both, of which `start` are known to be."""
+    """Length of the common prefix, of which `start` ids are known to be equal."""
     at = start
     while at < min(len(first), len(second)) and first[at] == second[at]:
         at += 1

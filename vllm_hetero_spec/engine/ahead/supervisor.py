@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process that is started again where it ends, is silent for long, or never loaded."""
+"""Restarts of a drafter process that has ended, hangs or has not loaded."""
 
 import logging
 import math
@@ -13,23 +13,20 @@ from vllm_hetero_spec.engine.ahead.table import Counts, DraftTable
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# Seconds in which a process that has been sent something shows no sign of life before it is ended:
-# more than its longest forward takes.
+# Seconds after which a process that was sent something and shows no sign of life is ended. Its
+# longest forward takes less.
 SILENCE = 30.0
-# Seconds before it is started again: 1, 2, 4, ... up to so many.
+# Seconds; the delay of a restart doubles from 1 up to this.
 _LONGEST_REST = 60.0
-# A process that has lived so long has nothing to do with the end of the one before.
+# Seconds; after so long a life the delay begins at 1 again.
 _HEALTHY = 60.0
 
 
 class SupervisedProcess:
-    """Keeps a drafter process alive; nothing but `start` waits for it.
-
-    Args:
-        deployment: What it runs.
+    """Keeps a drafter process alive. Only `start` waits for it.
 
     Attributes:
-        life: Number of the present process: what was told to an earlier one is lost.
+        life: Number of the current process. What was sent to an earlier one is lost.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -37,17 +34,13 @@ class SupervisedProcess:
         self._process: DrafterProcess | None = None
         self._loaded = False
         self.life = 0
-        self._past = Counts()  # of the processes that have ended
+        self._past = Counts()  # sums over processes that have ended
         self._failures = 0
         self._began = self._again = self._heard = 0.0
-        self._beats, self._sent = 0, False  # beats when it was last looked; sent anything since?
+        self._beats, self._sent = 0, False  # at the last check; True if something was sent since
 
     def start(self) -> Ready:
-        """Start it for the first time, and wait until it is loaded.
-
-        Raises:
-            ConfigError: It cannot be.
-        """
+        """Start the first process, and wait until the drafter is loaded. Raises `ConfigError`."""
         self._launch()
         assert self._process is not None
         ready = self._process.wait()
@@ -56,29 +49,29 @@ class SupervisedProcess:
 
     @property
     def restarts(self) -> int:
-        """How often it was started again."""
+        """Number of restarts."""
         return self.life - 1
 
     @property
     def table(self) -> DraftTable:
-        """What the present process drafts."""
+        """Drafts of the current process."""
         assert self._process is not None
         return self._process.table
 
     @property
     def counts(self) -> Counts:
-        """What the present process has done."""
+        """Counts of the current process."""
         return Counts() if self._process is None else self._process.table.counts
 
     @property
     def done(self) -> Counts:
-        """What all of them have done so far; blocks are those of the present one."""
+        """Sums over all processes; `blocks` is that of the current one."""
         sums = map(sum, zip(self._past, self.counts, strict=True))
         return Counts._make(sums)._replace(blocks=self.counts.blocks)
 
     @property
     def up(self) -> bool:
-        """Whether it can be told anything: looks, and begins to start it again where it is time."""
+        """True if the process accepts updates. Reading it may begin a restart that is due."""
         now = time.monotonic()
         try:
             if self._process is None:
@@ -91,9 +84,9 @@ class SupervisedProcess:
         return self._loaded
 
     def send(self, commit: UpdateBatch) -> bool:
-        """Send a commit; False where it has to be sent again, or all that it says."""
+        """Send an update. Return False if it was not sent. A restart loses all earlier ones."""
         assert self._process is not None
-        self._sent = True  # or it still has others to read
+        self._sent = True  # if this fails, earlier ones are still unread
         try:
             return self._process.send(commit)
         except OSError as error:
@@ -101,12 +94,12 @@ class SupervisedProcess:
             return False
 
     def rest(self) -> None:
-        """End it until `wake`."""
+        """End the process until `wake`."""
         self._end()
         self._again = math.inf
 
     def wake(self) -> None:
-        """Begin to start it again where it rests."""
+        """Begin to start the process again after `rest`."""
         if self._again == math.inf:
             self._again = 0.0
             _ = self.up
@@ -134,7 +127,11 @@ class SupervisedProcess:
         if time.monotonic() - self._began > _HEALTHY:
             self._failures = 0
         rest = min(2.0**self._failures, _LONGEST_REST)
-        logger.warning("%s: started again in %.0f s; requests go on undrafted.", error, rest)
+        logger.warning(
+            "Drafter process failed (%s); restarting in %.0f s. Requests continue without drafts.",
+            error,
+            rest,
+        )
         self._failures += 1
         self._again = time.monotonic() + rest
         self._end()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts in memory that two processes share: one writes them, the other reads them at any time.
+"""Table of drafts in memory that two processes share: one writes, the other reads at any time.
 
-The memory has no name, only the two processes have it. A record that is read while it is written is
-known by its checksum, and not believed.
+The memory has no name, so no other process can open it. A checksum detects a record that is read
+while it is written; the reader ignores it.
 """
 
 import mmap
@@ -18,24 +18,23 @@ import numpy as np
 
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 
-# In front of a record's tokens: checksum, serial, place, how many there are, how many were drawn.
+# int32 fields before a record's tokens: checksum, serial, place, tokens, sampled tokens.
 _HEAD = 5
 _head_of = Struct(f"=I{_HEAD - 1}i").unpack_from
-# Of a row that was drawn from.
+# int32 fields of a row that a token was sampled from.
 _ROW = 2 * SPARSE_TOP_K
 
 
 class DraftRecord(NamedTuple):
-    """A line that was drafted behind a text.
+    """A chain or branch in the table.
 
     Attributes:
-        serial: Of the commit that it answers.
-        place: Ids behind the text that come before its own: those that the commit took to come,
-            and of the chain's.
-        ids: Its own.
-        peaks: The drafter's largest probability in the place of each.
-        rows: What each of the last ids was drawn from, those before were not: int32 [2, LIKELIEST]
-            of `likeliest_rows`, as bytes.
+        serial: Number of the update that it answers.
+        place: Ids after the text before its own: the update's `drafted`, and the chain's.
+        ids: Its own ids.
+        peaks: For each id, the drafter's largest probability at its position.
+        rows: For each of the last ids, the row (distribution) that it was sampled from: int32 [2,
+            SPARSE_TOP_K] of `sparse_rows.pack`, as bytes. Earlier ids were not sampled.
     """
 
     serial: int
@@ -46,18 +45,18 @@ class DraftRecord(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the writer has done so far.
+    """Counts of the writer so far.
 
     Attributes:
-        beats: Signs of life, be it that nothing was written.
-        forwards: Of the drafter.
-        tokens: Drafted.
-        blocks: Of its KV that are held at present.
-        read: Tokens that the forwards were of.
-        caught_up: Those of them that the target had written.
-        replays: Forwards that were replayed graphs.
-        reused: Tokens whose KV another text had left.
-        seconds: That the forwards took.
+        beats: Signs of life; grows even if nothing is written.
+        forwards: Drafter forwards.
+        tokens: Drafted tokens.
+        blocks: KV blocks in use now.
+        read: Tokens fed to the forwards.
+        caught_up: Context tokens among `read`.
+        replays: Forwards that were replayed as CUDA graphs.
+        reused: Tokens whose KV came from another request.
+        seconds: Duration of the forwards.
     """
 
     beats: int = 0
@@ -72,14 +71,13 @@ class Counts(NamedTuple):
 
 
 class DraftTable:
-    """Records of each text: of its chain, and of lines beside it.
+    """Records of each request: its chain, and its branches.
 
     Args:
-        file: Of the memory, from `make_file`.
-        slots: Texts.
-        longest: Most tokens of a line.
-        branches: Most lines beside the chain.
-        drawn: Most drawn tokens of a line.
+        file: File descriptor from `make_file`.
+        longest: Maximum tokens of a record.
+        branches: Maximum number of branches of a request.
+        drawn: Maximum sampled tokens of a record.
     """
 
     def __init__(self, file: int, slots: int, longest: int, branches: int, drawn: int = 0) -> None:
@@ -94,22 +92,22 @@ class DraftTable:
 
     @staticmethod
     def size(slots: int, longest: int, branches: int, drawn: int = 0) -> int:
-        """Bytes of a table."""
+        """Size of a table in bytes."""
         record = _HEAD + 2 * longest + _ROW * drawn
         return 4 * (2 * len(Counts._fields) + slots * (1 + branches) * record)
 
     @property
     def counts(self) -> Counts:
-        """What was counted last."""
+        """The latest counts."""
         *whole, seconds = self._counts.tolist()
         return Counts._make([*map(int, whole), seconds])
 
     def count(self, done: Counts) -> None:
-        """Let the reader see what was done, and a sign of life more than last time."""
+        """Publish the counts, with one more sign of life."""
         self._counts[:] = done._replace(beats=self._counts[0] + 1)
 
     def write(self, slot: int, rank: int, drafted: DraftRecord) -> None:
-        """Put a record in the place of the one before; that of the chain is number 0."""
+        """Replace a record. Rank 0 is the chain."""
         serial, place, ids, peaks, rows = drafted
         certain = len(ids) - len(rows)
         count = min(len(ids), self.longest, certain + self.drawn)
@@ -122,13 +120,13 @@ class DraftTable:
         self._records[slot, rank, : len(record)] = record
 
     def beginnings(self, slot: int) -> list[list[int]]:
-        """Place and first token of each line beside the chain, be it that it is being written."""
+        """Place and first token of each branch, even of one that is being written."""
         found: list[list[int]] = self._beginnings[slot].tolist()
         return found
 
     def read(self, slot: int, rank: int = 0) -> DraftRecord | None:
-        """A record as it stands; None where it is being written."""
-        # As bytes: of so few numbers numpy's calls would take longer than their work.
+        """Return a record; None if it is being written."""
+        # Bytes, because calls of NumPy would take longer than the work on so few numbers.
         start = self._at(slot, rank)
         _, _, _, count, num_drawn = _head_of(self._bytes, start)
         tokens = _tokens_of(count)
@@ -146,25 +144,24 @@ class DraftTable:
         return DraftRecord(serial, place, ids, peaks, rows)
 
     def _at(self, slot: int, rank: int) -> int:
-        """Where the bytes of a record begin."""
         start: int = self._start + slot * self._of_slot + rank * self._of_record
         return start
 
 
 def make_file(slots: int, longest: int, branches: int, drawn: int = 0) -> int:
-    """A file of memory for a table that nobody else can open, with nothing in it.
+    """Make a file in memory for a table, filled with zeros, that no other process can open.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: There is not enough space.
     """
     size = DraftTable.size(slots, longest, branches, drawn)
     if hasattr(os, "memfd_create"):
-        # Not in /dev/shm, of which containers have 64 MiB: who reads a page past that is ended.
+        # Not in /dev/shm: containers limit it to 64 MiB, and access to a page past that is fatal.
         file = os.memfd_create("hetero_spec")
         os.fchmod(file, 0o600)
         os.truncate(file, size)
         return file
-    # Builds of Python for old systems have no such call.
+    # Python builds for old systems lack `memfd_create`.
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     with tempfile.TemporaryFile(dir=folder) as named:
         try:
@@ -179,11 +176,10 @@ def make_file(slots: int, longest: int, branches: int, drawn: int = 0) -> int:
 
 
 def _checksum(record: bytes) -> int:
-    """Of all but itself."""
+    """CRC-32 of a record without its checksum."""
     return zlib.crc32(memoryview(record)[4:])
 
 
 @lru_cache
 def _tokens_of(count: int) -> Struct:
-    """Ids, and the peak of each."""
     return Struct(f"={count}i{count}f")

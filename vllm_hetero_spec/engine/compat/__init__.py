@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we hang on vLLM by: releases and their differences, patches, the ledger of its symbols."""
+"""Compatibility with vLLM: releases, patches, and the ledger of vLLM's symbols."""

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of vLLM's CPU build, in every worker where our plugin is loaded.
+"""Repairs of vLLM's CPU build, in every worker in which our plugin is loaded.
 
-vLLM has faults on CPUs that need no drafter of ours. Each is repaired only where a small test finds
-it, and nothing is touched on other platforms.
+These faults also occur without our drafter. Each is repaired only if a small test finds it.
 
-* Without Triton, a C++ kernel that takes int64 tensors expands sampling parameters to draft rows.
-  Float temperatures, top-p and top-k are written to a converted copy and lost: vLLM's own
-  speculation samples at temperatures that are uninitialised memory.
-* A request with a seed that samples before its prompt is read, as every chunk of a prompt does,
-  has that draw undone by setting its generator's offset back. CPU generators have none: the
-  RuntimeError ends the engine.
-* The index of a row without LoRA adapter is -1, which the operations of 0.32 take for the last
-  adapter: a request without one gets its weights if another request of the batch has an adapter.
+* Without Triton, a C++ kernel for int64 tensors expands sampling parameters to draft rows.
+  Temperature, top-p and top-k have other types. The kernel writes them to a converted copy, which
+  is lost, and vLLM's own speculation samples with uninitialized parameters.
+* If a request with a seed samples before its prompt is complete, as in chunked prefill, vLLM undoes
+  the draw by its generator's offset. CPU generators have none, and a RuntimeError ends the engine.
+* A row without a LoRA adapter has index -1. In 0.32, this selects the last adapter, so a request
+  without an adapter gets another request's weights.
 """
 
 import logging
@@ -30,7 +28,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 
 def install() -> None:
-    """Let every worker of this process repair it before it is built. Idempotent."""
+    """Repair every worker of this process before it is built. Idempotent."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     patching.replace(WorkerBase, "__init__", "cpu repair", _repair_first)
@@ -38,10 +36,10 @@ def install() -> None:
 
 def _repair_first(original: patching.Function) -> patching.Function:
     def __init__(self: "WorkerBase", *args: object, **kwargs: object) -> None:
-        # Not earlier: until a worker is built, vLLM has no CPU kernels that could be tested.
+        # Not earlier, because the CPU kernels to test are loaded when a worker is built.
         try:
             repair()
-        except Exception as error:  # engines that need no repair must not fail for it
+        except Exception as error:  # a failed repair must not stop an engine that may not need it
             logger.warning("vLLM's CPU sampling could not be repaired: %s", error)
         original(self, *args, **kwargs)
 
@@ -49,7 +47,7 @@ def _repair_first(original: patching.Function) -> patching.Function:
 
 
 def repair() -> None:
-    """Make the repairs that this process needs; none where the platform is not CPU."""
+    """Make the repairs that this process needs; none on other platforms."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -69,14 +67,14 @@ def repair() -> None:
         patching.replace(GPUModelRunner, "_bookkeeping_sync", "cpu repair", _without_offsets)
         logger.info("Repaired seeded requests with chunked prefill on CPUs.")
     if not leaves_base_rows(lora_ops.bgmv_expand):
-        for module in (lora_ops, punica_cpu):  # which imports them by name
+        for module in (lora_ops, punica_cpu):  # punica_cpu has imported them by name
             for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"):
                 patching.replace(module, name, "cpu repair", without_base_rows)
         logger.info("Repaired batches of requests with and without LoRA adapters on CPUs.")
 
 
 def expands(function: patching.Function) -> bool:
-    """Whether `function` expands float parameters as documented."""
+    """Return True if `function` expands float parameters as documented."""
     per_request = torch.tensor([0.5, 0.0, 2.0])
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
     found = function(per_request, ends, 3, 0, 1)
@@ -90,7 +88,7 @@ def expand(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """[B] values to [num_tokens] rows, `cu_num_tokens[b]` being the end of request b's rows."""
+    """Expand [B] values to [num_tokens] rows; `cu_num_tokens[b]` is the end of request b's rows."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     rows = torch.repeat_interleave(x, counts.long(), output_size=num_tokens)
     if replace_from != replace_to:
@@ -99,7 +97,7 @@ def expand(
 
 
 def has_offset(generator: torch.Generator) -> bool:
-    """Whether vLLM can undo a draw of this generator as it means to."""
+    """Return True if vLLM can undo a draw of this generator by its offset."""
     try:
         generator.set_offset(generator.get_offset())
     except RuntimeError:
@@ -115,7 +113,7 @@ def leaves_base_rows(function: patching.Function) -> bool:
 
 
 def without_base_rows(original: patching.Function) -> patching.Function:
-    """Let a LoRA operation multiply zeros in rows without adapter."""
+    """Wrap a LoRA operation so that its input is zero in rows without an adapter."""
 
     def bgmv(
         inputs: torch.Tensor,
@@ -145,7 +143,7 @@ def _undoing(original: patching.Function) -> patching.Function:
 
 def _without_offsets(original: patching.Function) -> patching.Function:
     def _bookkeeping_sync(self: "GPUModelRunner", *args: object, **kwargs: object) -> tuple:
-        undone = _discarded(self)  # by `_sample` above: nothing is left to be set back
+        undone = _discarded(self)  # `_undoing` has restored their states already
         generators = self.input_batch.generators
         for index in undone:
             del generators[index]
@@ -158,7 +156,7 @@ def _without_offsets(original: patching.Function) -> patching.Function:
 
 
 def _discarded(runner: "GPUModelRunner") -> dict[int, torch.Generator]:
-    """By batch index, the generators of requests whose sample of this step is discarded."""
+    """Return generators by batch index, of requests whose sample of this step is discarded."""
     batch = runner.input_batch
     mask = runner.discard_request_mask.np[: batch.num_reqs]
     return {i: generator for i, generator in batch.generators.items() if mask[i]}

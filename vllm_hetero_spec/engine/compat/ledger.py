@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks `ledger.toml`, every vLLM symbol this package touches, against a vLLM source tree.
+"""Check of `ledger.toml`, which lists every vLLM symbol in use, against vLLM's sources.
 
-By parsing, without importing anything, so that a release can be checked from its unpacked wheel on
+The sources are parsed, not imported. A release can therefore be checked from its unpacked wheel on
 a machine that cannot run it.
 """
 
@@ -16,14 +16,14 @@ class Seam:
     """One symbol of vLLM.
 
     Attributes:
-        file: Path below the folder `vllm`.
+        file: Path in the folder `vllm`.
         name: "Name" or "Class.member".
-        release: The vLLM series that has it; every supported one where empty.
+        release: vLLM series that has the symbol; empty if all supported ones have it.
         how: "wrap", "replace", "extend", "subclass", "call", "build" or "read".
-        names: Parameters (of a function) or members (of a class) that we use, between spaces.
-        why: What we need it for.
-        symptom: What a user sees when it changes under us.
-        remove: When the entry can go.
+        names: Used parameters (of a function) or members (of a class), separated by spaces.
+        why: Purpose of the use.
+        symptom: What a user observes if the symbol changes.
+        remove: Condition under which the entry can be removed.
     """
 
     file: str
@@ -50,14 +50,10 @@ LEDGER = _load()
 
 
 def missing(vllm_root: Path, release: str) -> list[str]:
-    """What the ledger names that a vLLM source tree does not have.
+    """Return the symbols, parameters and members of the ledger that a vLLM source tree lacks.
 
-    Args:
-        vllm_root: The folder `vllm` of an installation or an unpacked wheel.
-        release: Its series, "0.33".
-
-    Returns:
-        One line per missing symbol, parameter or member; empty if all is there.
+    `vllm_root` is the folder `vllm` of an installation or an unpacked wheel. `release` is its
+    series, such as "0.33".
     """
     faults = []
     for seam in LEDGER:
@@ -94,7 +90,7 @@ def _find(tree: ast.AST, path: list[str]) -> ast.AST | None:
 
 
 def _names_of(node: ast.AST) -> set[str]:
-    """Parameters of a function; fields, methods and `self.` attributes of a class."""
+    """Return a function's parameters, or a class's fields, methods and `self.` attributes."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = node.args
         return {a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners serves an engine, and why."""
+"""Choice of vLLM's model runner for an engine, with its reason."""
 
 from collections.abc import Sequence
 
 
 def choice(unsupported: Sequence[str] = ()) -> tuple[str, str]:
-    """("V1" or "V2", why), as vLLM chooses.
-
-    Args:
-        unsupported: What a configuration has that V2 does not do; of a plain one nothing.
-    """
+    """Return ("V1" or "V2", reason), as vLLM chooses; V2 lacks the `unsupported` features."""
     import vllm.envs as envs
     from vllm.triton_utils.importing import HAS_TRITON
 

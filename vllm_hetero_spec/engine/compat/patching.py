@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing one attribute of vLLM, once, by name.
+"""Replacement of attributes of vLLM, once and by name.
 
-Every replacement goes through `replace`: it refuses a target that does not exist and does nothing
-where the same patch stands already, because vLLM runs plugins several times and in every process.
+vLLM loads plugins several times and in every process. Therefore `replace` does nothing if the same
+patch is installed already. It raises an error if the target does not exist.
 """
 
 import functools
@@ -12,31 +12,23 @@ from types import ModuleType
 from typing import Any
 
 _MARK = "__vllm_hetero_spec_patch__"
-Function = Callable[..., Any]  # of vLLM, or what takes its place
+Function = Callable[..., Any]  # of vLLM, or its replacement
 
 
 class PatchError(RuntimeError):
-    """A patch whose target is missing, or that another patch of ours already holds."""
+    """The target of a patch is missing, or another patch of ours has replaced it."""
 
 
 def replace(
     owner: type | ModuleType, name: str, patch: str, make: Callable[[Function], Function]
 ) -> bool:
-    """Put `make(original)` in the place of `owner.name`.
+    """Replace `owner.name` by `make(original)`. Return False if this patch is installed already.
 
-    Args:
-        owner: A class or module; the attribute must be its own, not inherited.
-        name: The attribute.
-        patch: Name of this patch, for the marker on the replacement.
-        make: Builds the replacement from the original function; where the attribute is a static or
-            class method or a property, from the function behind it, and the result becomes one
-            again.
-
-    Returns:
-        False where this patch stands already.
+    For a static method, class method or property, `make` receives the underlying function, and the
+    result is wrapped again. The attribute must be the owner's own, not inherited.
 
     Raises:
-        PatchError: No such attribute, or a different patch of ours holds it.
+        PatchError: The attribute does not exist, or has another patch of ours.
     """
     if name not in vars(owner):
         raise PatchError(f"{_label(owner)}.{name} does not exist; patch {patch!r} has no target")
@@ -54,34 +46,27 @@ def replace(
 
 
 def standing(owner: type | ModuleType, name: str) -> str | None:
-    """The patch of ours that holds `owner.name`, None where there is none."""
+    """Return the name of our patch of `owner.name`; None without one."""
     return getattr(_function(vars(owner).get(name)), _MARK, None)
 
 
 def _function(held: Any) -> Any:
-    """What is called, of a method of any kind or a property."""
+    """Return the underlying function of a property or a method of any kind."""
     return held.fget if isinstance(held, property) else getattr(held, "__func__", held)
 
 
 def add(owner: type, name: str, value: object) -> None:
-    """Give `owner` an attribute that it must not have yet, other than this very value.
-
-    Raises:
-        PatchError: The attribute exists with another value.
-    """
+    """Add an attribute to `owner`. Idempotent. Raise PatchError if it has another value."""
     if name in vars(owner) and vars(owner)[name] is not value:
         raise PatchError(f"{_label(owner)}.{name} exists already")
     setattr(owner, name, value)
 
 
 def add_fields(owner: type, template: type) -> None:
-    """Give dataclass `owner` the fields of dataclass `template`, each with a plain default.
+    """Add the fields of dataclass `template`, each with a plain default, to dataclass `owner`.
 
-    They are fields to serializers, and attributes with their default on every instance; the
-    constructor does not take them.
-
-    Raises:
-        PatchError: `owner` is no dataclass, or has such a field of its own.
+    Serializers see them as fields, and every instance has their default as an attribute. The
+    constructor does not accept them. Raises PatchError if `owner` has its own field of that name.
     """
     standing_fields = vars(owner).get("__dataclass_fields__")
     if standing_fields is None:

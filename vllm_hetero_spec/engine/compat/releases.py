@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM releases are supported, and what differs between them."""
+"""Supported vLLM releases, and differences between them."""
 
 import os
 from types import ModuleType
@@ -11,7 +11,7 @@ OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"
 
 
 def installed() -> tuple[int, int]:
-    """The supported series that the installed vLLM is, or is to be treated as.
+    """Return the supported series of the installed vLLM, or the one that an override selects.
 
     Raises:
         ConfigError: The release is not supported and the user did not override the check.
@@ -22,14 +22,10 @@ def installed() -> tuple[int, int]:
 
 
 def series_of(found: str, override: str | None = None) -> tuple[int, int]:
-    """The supported series of vLLM version `found`, such as "0.32.0+cpu".
+    """Return the supported series of a vLLM version such as "0.32.0+cpu".
 
-    Args:
-        found: Version string of a vLLM.
-        override: Version or series to take for the nearest older supported one.
-
-    Raises:
-        ConfigError: It is neither supported nor overridden.
+    `override` selects a version or series to treat as the nearest older supported one. Raises
+    ConfigError if the version is neither supported nor overridden.
     """
     numbers = found.split("+")[0].split(".")[:2]
     series = (int(numbers[0]), int(numbers[-1])) if all(n.isdecimal() for n in numbers) else (0, 0)
@@ -45,7 +41,7 @@ def series_of(found: str, override: str | None = None) -> tuple[int, int]:
 
 
 def kv_cache_planning() -> ModuleType:
-    """The module of vLLM that lays out KV tensors; 0.33 moved its functions as they are."""
+    """Return vLLM's module that plans KV tensors. 0.33 moved its functions unchanged."""
     if installed() < (0, 33):
         from vllm.v1.core import kv_cache_utils
 

@@ -56,7 +56,9 @@ def sampling_of(
         choice = _choose(pair, maps, merges=merges, ranks=ranks)
     else:
         choice = Choice(options.method, METHODS[options.method].summary)
-    logger.info("Method for random requests: %s (%s); greedy and structured ones: slem.", *choice)
+    logger.info(
+        "Method for sampled requests: %s (%s). Greedy and structured requests use slem.", *choice
+    )
     method = METHODS[choice.method]
     if method.spelling is None:
         return None
@@ -69,7 +71,7 @@ def sampling_of(
     tokens = TokenMap(first, width, maps is None or method.renormalise)
     sampled = SampledMethod(tokens, lengths, spelling.tokens, likeliest=likeliest)
     if likeliest is not None:
-        logger.info("Drafts are drawn from the drafter's %d likeliest tokens.", likeliest)
+        logger.info("Drafts are sampled from the drafter's top %d tokens.", likeliest)
     if maps is None or not method.merges or not options.merge_candidates or likeliest is not None:
         return sampled
     return SlrsMethod(

@@ -92,7 +92,7 @@ class Recording:
         support = self._drafter.model.graph_support if self._mode.graphs else None
         if self._graphs is None or support is None:
             why = self._mode.why or "its attention cannot be recorded"
-            logger.info("The drafter runs eagerly: %s.", why)
+            logger.info("CUDA graphs of the drafter disabled: %s.", why)
             return 0
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
@@ -108,8 +108,8 @@ class Recording:
             shapes = self._record(self._graphs, support)
         except Exception as error:  # must not affect the target's requests
             logger.warning(
-                "The drafter runs eagerly, which is several times slower: its CUDA graphs could "
-                "not be recorded (%s: %s).",
+                "Recording the drafter's CUDA graphs failed (%s: %s). It runs eagerly, which is "
+                "several times slower.",
                 type(error).__name__,
                 error,
             )
@@ -121,7 +121,7 @@ class Recording:
                 gc.enable()
         taken = max(0, free - torch.cuda.mem_get_info()[0])  # other code may have freed some
         logger.info(
-            "The drafter runs by CUDA graphs: %d shapes, %d MiB, metadata made %s.",
+            "CUDA graphs of the drafter recorded: %d shapes, %d MiB, metadata built %s.",
             len(shapes),
             taken >> 20,
             "in the graphs" if support.in_graph else "on the host",
@@ -138,8 +138,8 @@ class Recording:
             if len(shapes) == len(self._mode.shapes):
                 raise
             logger.warning(
-                "The drafter reads long texts eagerly: the widest of its CUDA graphs could not be "
-                "recorded (%s: %s).",
+                "Recording the widest CUDA graphs of the drafter failed (%s: %s). Long prefills "
+                "run eagerly.",
                 type(error).__name__,
                 error,
             )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation did: counted in workers, shown in front ends."""
+"""Counters of speculation: counted in workers, exported by front ends."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation did, counted in the worker, and how a front end reads it."""
+"""Counters of speculation in a worker, and their changes for a front end."""
 
 import logging
 from collections import Counter
@@ -14,10 +14,10 @@ from vllm_hetero_spec.lookahead.controllers import Gauges
 logger = logging.getLogger("vllm.hetero_spec")
 
 RPC = "hetero_spec_stats"
-# By field of `DraftStats`, a number or numbers by label.
+# By field of `DraftStats`: a number, or numbers by label.
 Counted = dict[str, Any]
 
-# Why a request went undrafted in a step, and what a user can do about it.
+# Reasons for a request without a draft, and remedies.
 REASONS = {
     "no_blocks": "the drafter's KV pool is full; raise its own kv_cache_memory_bytes",
     "drafter_length": "the text has no place to be cut to the drafter's context",
@@ -32,9 +32,9 @@ REASONS = {
     "drafter_down": "the drafter's process has ended, and is started again",
     "not_worth_it": "the target alone is faster at present; see the option controller",
 }
-# What of texts and drafts could not be translated: see `text.bridge.Bridge.failures`.
+# Kinds of translation failures: see `text.bridge.Bridge.failures`.
 FAULTS = ("unencodable", "unknown_id", "held_mismatch", "draft_error", "context_error")
-# Why a draft is a chain where drafts may be trees.
+# Reasons for a chain although `tree_nodes` is set.
 CHAINS = {
     "drawn": "trees of random requests are raced for; see the option verification",
     "penalties": "the target's rows with penalties are those of a chain",
@@ -45,22 +45,22 @@ CHAINS = {
     "or the KV cache",
     "not_worth_it": "the target's rows cost more than side paths bring",
 }
-# Expected now and then in normal operation: counted, but not worth a warning.
+# Normal in operation: counted, but not logged.
 _QUIET = frozenset({"catching_up", "not_worth_it", "not_guessed", "not_ready"})
-_MANY = 500  # requests left undrafted: one long prompt that the drafter reads takes fewer steps
+_MANY = 500  # requests without a draft; the prefill of one long prompt causes fewer
 _FADE = 0.3  # weight of the newest steps in `off_fraction`
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a field of `DraftStats` is shown in a front end.
+    """Export of a field of `DraftStats` by a front end.
 
     Attributes:
-        kind: "counter" only grows, "gauge" goes up and down, "seconds" is host time, shown as what
-            each step took.
-        help: What it means.
-        label: What the keys are where the field is a dictionary; empty where it is a number.
-        shown: Its name in a front end where that is not the field's.
+        kind: "counter" only grows, "gauge" goes up and down, "seconds" is a duration, exported as
+            a histogram over steps.
+        help: Description.
+        label: Name of the label if the field is a dictionary; empty if it is a number.
+        shown: Exported name if it differs from the field's.
     """
 
     kind: Literal["counter", "gauge", "seconds"]
@@ -74,86 +74,107 @@ _count, _gauge, _seconds = (partial(Metric, kind) for kind in ("counter", "gauge
 
 @dataclass
 class DraftStats:
-    """What one worker has counted since it started, and what its controller thinks at present."""
+    """Counters of one worker since its start, and current estimates of its controller."""
 
-    steps: Annotated[int, _count("Steps in which the drafter was asked for drafts.")] = 0
-    off_steps: Annotated[int, _count("Steps in which the controller left all undrafted.")] = 0
+    steps: Annotated[int, _count("Steps of the target, also while speculation is disabled.")] = 0
+    off_steps: Annotated[int, _count("Steps for which the controller planned no drafts.")] = 0
     drafts: Annotated[int, _count("Drafts proposed to the target.")] = 0
-    draft_tokens: Annotated[int, _count("Target tokens in proposed drafts.")] = 0
-    trees: Annotated[int, _count("Those drafts that were trees, not chains.")] = 0
-    tree_tokens: Annotated[int, _count("Target tokens in those trees.")] = 0
+    draft_tokens: Annotated[int, _count("Draft tokens proposed, as target tokens.")] = 0
+    trees: Annotated[int, _count("Proposed drafts that were trees.")] = 0
+    tree_tokens: Annotated[int, _count("Draft tokens in proposed trees, as target tokens.")] = 0
     side_tokens_accepted: Annotated[
-        int, _count("Accepted tokens of trees that were not of the drafter's own chain.")
+        int, _count("Accepted tokens of trees that were not on the drafter's own chain.")
     ] = 0
     paths_without_room: Annotated[
-        int, _count("Paths of the drafter's for trees that had no KV blocks or places.")
+        int, _count("Drafter paths for trees left out because KV blocks or batch rows ran out.")
     ] = 0
     chains: Annotated[
-        Counter[str], _count("Drafts that were to be chains though trees are on.", label="because")
+        Counter[str], _count("Drafts kept to chains although tree_nodes is set.", label="because")
     ] = field(default_factory=Counter)
-    drafter_tokens: Annotated[int, _count("Tokens the drafter generated for those drafts.")] = 0
-    catch_up_tokens: Annotated[int, _count("Context tokens read by the drafter.")] = 0
-    forwards: Annotated[int, _count("Forwards of the drafter.")] = 0
-    graph_forwards: Annotated[int, _count("Forwards of the drafter replayed as CUDA graphs.")] = 0
+    drafter_tokens: Annotated[int, _count("Drafter tokens generated for drafts.")] = 0
+    catch_up_tokens: Annotated[int, _count("Context tokens that the drafter prefilled.")] = 0
+    forwards: Annotated[int, _count("Drafter forwards.")] = 0
+    graph_forwards: Annotated[int, _count("Drafter forwards replayed as CUDA graphs.")] = 0
     restarted_rounds: Annotated[
-        int, _count("Drafting rounds that restarted because a first token was replaced.")
+        int, _count("Drafting rounds that restarted because a first draft token was replaced.")
     ] = 0
     shortened_drafts: Annotated[
-        int, _count("Drafts of one token: it was replaced, and the round did not restart.")
+        int, _count("Drafts cut to a replaced first token because the round did not restart.")
     ] = 0
-    reused_tokens: Annotated[int, _count("Context tokens whose KV another request had left.")] = 0
-    media_tokens: Annotated[int, _count("Prompt tokens for images and the like, left out.")] = 0
+    reused_tokens: Annotated[
+        int, _count("Context tokens whose KV was reused from another request.")
+    ] = 0
+    media_tokens: Annotated[
+        int, _count("Prompt tokens of images and other media, which the drafter skips.")
+    ] = 0
     skipped: Annotated[
-        Counter[str], _count("Requests left undrafted in a step.", label="reason")
+        Counter[str], _count("Requests without a draft in a step.", label="reason")
     ] = field(default_factory=Counter)
     untranslated: Annotated[
-        Counter[str], _count("What of texts and drafts could not be translated.", label="fault")
+        Counter[str], _count("Contexts and drafts that could not be translated.", label="fault")
     ] = field(default_factory=Counter)
-    drafts_ahead: Annotated[int, _count("Drafts made before their text was known.")] = 0
-    drafts_guessed: Annotated[int, _count("Of those, behind a guess beside the chain.")] = 0
+    drafts_ahead: Annotated[int, _count("Drafts that were precomputed.")] = 0
+    drafts_guessed: Annotated[int, _count("Precomputed drafts of a branch, not of the chain.")] = 0
     drafts_waited: Annotated[
-        int, _count("Drafts that nobody foresaw, and that the target waited for.")
+        int, _count("Drafts that were not precomputed and that the target waited for.")
     ] = 0
-    hit_rate: Annotated[float, _gauge("Share of recent look-ups that found a draft.")] = 0.0
-    guesses: Annotated[int, _gauge("Lines that are drafted beside each chain at present.")] = 0
-    restarts: Annotated[int, _count("Drafter processes that took the place of one that ended.")] = 0
+    hit_rate: Annotated[
+        float, _gauge("Share of recent look-ups that found a precomputed draft.")
+    ] = 0.0
+    guesses: Annotated[int, _gauge("Current number of branches beside each chain.")] = 0
+    restarts: Annotated[int, _count("Restarts of the drafter process.")] = 0
     lengths: Annotated[
         Counter[int],
-        _count("Proposed drafts by their longest path.", "length", "drafts_by_length"),
+        _count(
+            "Proposed drafts by the length of their longest path.", "length", "drafts_by_length"
+        ),
     ] = field(default_factory=Counter)
     translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
-    forward_seconds: Annotated[float, _seconds("Drafter forwards, token choice included.")] = 0.0
-    wait_seconds: Annotated[float, _seconds("Waiting for drafts that nobody foresaw.")] = 0.0
+    forward_seconds: Annotated[float, _seconds("Drafter forwards and token selection.")] = 0.0
+    wait_seconds: Annotated[float, _seconds("Waiting for drafts that were not precomputed.")] = 0.0
     propose_seconds: Annotated[
-        float, _seconds("Drafting in the engine's own process, with the forwards that run there.")
+        float, _seconds("Drafting in the engine process, including forwards that run there.")
     ] = 0.0
     verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
-    fuzzy_tokens: Annotated[int, _count("Tokens that only fuzzy verification accepted.")] = 0
-    fuzzy_variation: Annotated[float, _count("Total variation that fuzzy tokens cost.")] = 0.0
-    kv_blocks: Annotated[int, _gauge("Blocks of the drafter's KV pool.")] = 0
-    kv_blocks_held: Annotated[int, _gauge("Blocks of that pool in use after a step.")] = 0
-    requests_held: Annotated[int, _gauge("Requests whose text the drafter keeps.")] = 0
-    lookahead: Annotated[int, _gauge("Target tokens drafted at present; 0 while off.")] = 0
-    off_fraction: Annotated[float, _gauge("Share of recent steps that were off.")] = 0.0
-    gain: Annotated[float, _gauge("Foreseen tokens per second over the target's alone.")] = 0.0
-    tokens_per_second: Annotated[float, _gauge("Achieved, as the controller sees it.")] = 0.0
+    fuzzy_tokens: Annotated[int, _count("Tokens accepted only because of fuzzy verification.")] = 0
+    fuzzy_variation: Annotated[
+        float, _count("Total variation distance that fuzzy tokens added.")
+    ] = 0.0
+    kv_blocks: Annotated[int, _gauge("Blocks in the drafter's KV pool.")] = 0
+    kv_blocks_held: Annotated[
+        int, _gauge("Blocks of the drafter's KV pool in use after a step.")
+    ] = 0
+    requests_held: Annotated[int, _gauge("Requests whose context the drafter keeps.")] = 0
+    lookahead: Annotated[
+        int, _gauge("Current draft length in target tokens; 0 while speculation is disabled.")
+    ] = 0
+    off_fraction: Annotated[float, _gauge("Share of recent steps with speculation disabled.")] = 0.0
+    gain: Annotated[float, _gauge("Predicted speedup over the target alone.")] = 0.0
+    tokens_per_second: Annotated[
+        float, _gauge("Achieved tokens per second, as estimated by the controller.")
+    ] = 0.0
     drafter_step_seconds: Annotated[
-        float, _gauge("Foreseen for a forward of the drafter, a token for each of the batch.")
+        float,
+        _gauge("Predicted time of a drafter forward with a token for each request of the batch."),
     ] = 0.0
     target_step_seconds: Annotated[
-        float, _gauge("Foreseen for a step of the target without drafts, for the present batch.")
+        float, _gauge("Predicted time of a target step without drafts for the current batch.")
     ] = 0.0
     acceptance: Annotated[
         dict[int, float],
-        _gauge("Acceptance of a token whose predecessors were.", "position", "acceptance_rate"),
+        _gauge(
+            "Acceptance rate of a draft token if all tokens before it were accepted.",
+            "position",
+            "acceptance_rate",
+        ),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._shown = 0, 0  # steps and off_steps when the gauges were last set
-        self._late = False  # whether it was logged that most drafts are not ready
+        self._late = False  # True once the warning about late drafts was logged
 
     def skip(self, reason: str, detail: str = "", times: int = 1) -> None:
-        """Count undrafted requests; the first of each reason is logged once."""
+        """Count requests without a draft. The first of each reason is logged."""
         if times <= 0:
             return
         if not self.skipped[reason] and reason not in _QUIET:
@@ -178,7 +199,7 @@ class DraftStats:
             )
 
     def keep_chain(self, because: str) -> None:
-        """Count a draft that is to be a chain though trees are on; each cause is logged once."""
+        """Count a draft that is kept to a chain although trees are on; log each cause once."""
         if not self.chains[because] and because not in _QUIET:
             logger.info(
                 "Drafts are chains, not trees, for some requests (%s): %s. Further cases are only "
@@ -189,19 +210,14 @@ class DraftStats:
         self.chains[because] += 1
 
     def drafted(self, lengths: Iterable[int]) -> None:
-        """Count drafts that are chains of so many target tokens, but for empty ones."""
+        """Count drafts that are chains, by their numbers of target tokens. Ignore empty ones."""
         lengths = list(filter(None, lengths))
         self.drafts += len(lengths)
         self.draft_tokens += sum(lengths)
         self.lengths.update(lengths)
 
     def drafted_tree(self, depth: int, nodes: int) -> None:
-        """Count a draft that is a tree, unless it is empty.
-
-        Args:
-            depth: Target tokens of its longest path.
-            nodes: All that it has.
-        """
+        """Count a draft that is a tree with a longest path of `depth`. Ignore empty ones."""
         if not nodes:
             return
         self.drafts += 1
@@ -211,7 +227,7 @@ class DraftStats:
         self.tree_tokens += nodes
 
     def show(self, gauges: Gauges) -> None:
-        """Take over what the controller thinks at present."""
+        """Copy the current estimates of the controller."""
         steps, off = self.steps - self._shown[0], self.off_steps - self._shown[1]
         if steps > 0:
             self.off_fraction += _FADE * (off / steps - self.off_fraction)
@@ -223,7 +239,7 @@ class DraftStats:
         self.acceptance = {j: float(rate) for j, rate in enumerate(gauges.acceptance)}
 
     def as_dict(self) -> Counted:
-        """All of it as plain numbers and dictionaries, which vLLM's serializer takes."""
+        """All fields as plain numbers and dictionaries, which vLLM can serialize."""
         return {
             name: plain(value)
             for (name, plain), value in zip(_PLAIN.items(), _read(self), strict=True)
@@ -241,20 +257,20 @@ _read = attrgetter(*METRICS)
 
 
 class Growth:
-    """What was counted since the last time: all that a step tells the front end.
+    """Changes since the last step, which is all that a step sends to the front end.
 
-    Counters that were set back in between count from zero again, as Prometheus reads them.
+    A counter that was reset counts from zero again, as in Prometheus.
     """
 
     def __init__(self) -> None:
         zero = DraftStats().as_dict()
-        # A gauge is told once even where it stands at zero.
+        # A gauge is sent once even if it is zero.
         self._last = {n: v for n, v in zero.items() if v == {} or METRICS[n].kind != "gauge"}
 
     def take(self, stats: DraftStats) -> Counted:
-        """The counters that grew, by how much, and the gauges that moved, where to.
+        """Return the increments of counters that grew, and the new values of gauges that changed.
 
-        Nothing before the first step: what trials at start-up take never reaches the front end.
+        Empty before the first step, so that timing at start-up is not counted.
         """
         if not stats.steps:
             return {}
@@ -275,7 +291,7 @@ def _grown(now: Any, last: Any) -> Any:
 
 
 def summed(workers: list[Counted]) -> Counted:
-    """The counters of several workers, each from `DraftStats.as_dict`, as those of one."""
+    """Sum the counters of several workers, each from `DraftStats.as_dict`."""
     total = DraftStats().as_dict()
     for worker in workers:
         for name, value in worker.items():

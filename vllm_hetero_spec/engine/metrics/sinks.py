@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the drafter's counters end in a front end: Prometheus metrics, and a line in the log."""
+"""Exports of the drafter's counters in a front end: Prometheus metrics and a log line."""
 
 import logging
 from collections import Counter
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-PREFIX = "vllm:hetero_spec_"  # vLLM's reader and its clean-up know metrics by "vllm:"
-LABELS = ("model_name", "engine")  # of each of vLLM's own metrics
+PREFIX = "vllm:hetero_spec_"  # vLLM finds metrics by "vllm:" to read and to remove them
+LABELS = ("model_name", "engine")  # as on each of vLLM's own metrics
 
 _BUCKETS = [base / 10**power for power in range(4, -1, -1) for base in (1.0, 2.5, 5.0)]
 
@@ -24,9 +24,9 @@ class Exporter:
     """Our metrics in the registry of a front end.
 
     Args:
-        stat_logger: The PrometheusStatLogger beside whose metrics ours are: same classes of
-            metrics (Prometheus' or Ray's), same labels.
-        lookahead: The longest draft.
+        stat_logger: vLLM's logger. Ours have its metric classes (of Prometheus or of Ray) and
+            labels.
+        lookahead: Longest draft in target tokens.
     """
 
     def __init__(self, stat_logger: "PrometheusStatLogger", lookahead: int) -> None:
@@ -40,9 +40,9 @@ class Exporter:
             "length": range(1, lookahead + 1),
             "position": range(lookahead),
         }
-        # Per field and engine what takes the number, or by label value the numbers.
+        # By field and engine: the function that takes the value, or one by label value.
         self._takers: dict[str, dict[int, Any]] = {}
-        # Ray lets go of a gauge that nobody sets for some time: it is told all of them again.
+        # Ray drops a gauge that is not set for some time, so all are set again in each step.
         self._gauges: dict[int, Counted] | None = None if gauge is Gauge else {}
         for field, metric in METRICS.items():
             labels = (*LABELS, metric.label) if metric.label else LABELS
@@ -64,7 +64,7 @@ class Exporter:
             }
 
     def observe(self, growth: Counted, engine: int) -> None:
-        """Add what one step of one engine counted."""
+        """Add the changes of one step of one engine."""
         if self._gauges is not None:
             known = self._gauges.setdefault(engine, {})
             known |= {n: value for n, value in growth.items() if METRICS[n].kind == "gauge"}
@@ -79,15 +79,14 @@ class Exporter:
 
 
 class Log:
-    """One line beside vLLM's "SpecDecoding metrics", about the steps since the last one."""
+    """One line next to vLLM's "SpecDecoding metrics", about the steps since the last line."""
 
     def __init__(self) -> None:
         self._total = Counter[str]()
         self._skipped = Counter[str]()
-        self._pools: dict[int, tuple[int, int]] = {}  # per engine: blocks held, blocks
+        self._pools: dict[int, tuple[int, int]] = {}  # by engine: blocks in use, blocks
 
     def observe(self, growth: Counted, engine: int) -> None:
-        """Add what one step of any engine counted."""
         self._skipped.update(growth.get("skipped", {}))
         self._total.update(
             {n: v for n, v in growth.items() if METRICS[n].kind != "gauge" and not METRICS[n].label}
@@ -99,7 +98,7 @@ class Log:
         )
 
     def say(self, level: int) -> None:
-        """Log the line and start afresh; nothing where there was no step."""
+        """Log the line and start afresh. No line if there was no step."""
         total = self._total
         steps = total["steps"]
         if not steps:

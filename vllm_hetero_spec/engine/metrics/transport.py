@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's counters beside vLLM's own: at /metrics, in `LLM.get_metrics()`, in the log.
+"""Transport of the drafter's counters to vLLM's metrics: /metrics, `LLM.get_metrics()`, the log.
 
-They are counted in a worker and read in a front end, two or three processes away, so each step's
-growth travels the way vLLM's figures do: on the step's ModelRunnerOutput to the scheduler, from
-there in the SchedulerStats to whichever front end gets the step, which adds it up.
-
-A fault here ends these metrics, never a request.
+A worker counts, and a front end two or three processes away exports. So the changes of each step
+travel with vLLM's own statistics: in the step's ModelRunnerOutput to the scheduler, and from there
+in SchedulerStats to one front end, which adds them up. An exception here ends these metrics, never
+a request.
 """
 
 import functools
@@ -36,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Carried:
-    """What SchedulerStats is given: the growth of a step's counters, None in most processes."""
+    """Field that SchedulerStats gets: the changes of a step, None in most processes."""
 
     hetero_spec: Counted | None = None
 
@@ -46,29 +45,24 @@ _FED_AGAIN = "hetero_spec_fed_again"
 
 
 class Reporter(ABC):
-    """What this module asks of a drafter."""
+    """Interface of a drafter for this module."""
 
     @abstractmethod
     def report(self) -> Counted:
-        """What was counted since the last report."""
+        """Return the changes since the last report."""
 
     @abstractmethod
     def attach_to_output(self, output: object) -> None:
-        """Put on a step's output whatever else goes with it."""
+        """Attach further data for the scheduler to a step's output."""
 
 
 def leave_out(output: object, fed_again: Mapping[str, int]) -> None:
-    """Have vLLM count some of a step's draft tokens as none: rows of trees that are fed again.
-
-    Args:
-        output: The step's ModelRunnerOutput.
-        fed_again: How many, by request.
-    """
+    """Exclude tree rows that are fed again from vLLM's counts of draft tokens, by request."""
     setattr(output, _FED_AGAIN, fed_again)
 
 
 def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """`function` until it first fails: that is said once, and from then on it does nothing."""
+    """Wrap a function so that its first exception is logged once and disables it."""
     failed = False
 
     @functools.wraps(function)
@@ -92,12 +86,13 @@ def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 def install() -> None:
-    """Install all of this module in this process. Idempotent; inert for other drafters.
+    """Install the hooks of this module in this process. Idempotent; no effect on other drafters.
 
-    In every process, and before its first engine: serializers read a class's fields only once.
+    Has to run in each process before its first engine, because serializers read the fields of a
+    class only once.
 
     Raises:
-        Exception: This vLLM is not supported or lacks what is hooked; see `require`.
+        Exception: vLLM's version is not supported, or a hooked name is missing; see `require`.
     """
     releases.installed()
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -105,7 +100,7 @@ def install() -> None:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.worker.worker_base import WorkerBase
 
-    patching.add(WorkerBase, RPC, _worker_stats)  # on every rank, whether it drafts or not
+    patching.add(WorkerBase, RPC, _worker_stats)  # also on ranks that do not draft
 
     patching.add_fields(SchedulerStats, _Carried)
     patching.replace(Scheduler, "update_from_output", "metrics", _wrap_update)
@@ -120,7 +115,7 @@ require = harmless(install)
 
 
 def _worker_stats(worker: "WorkerBase") -> Counted:
-    """Answer to `collective_rpc(RPC)`: zeros where no drafter of ours is."""
+    """Answer `collective_rpc(RPC)`; zeros if the worker has no drafter of ours."""
     snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
     counted: DraftStats = snapshot()
     return counted.as_dict()
@@ -128,7 +123,7 @@ def _worker_stats(worker: "WorkerBase") -> Counted:
 
 @harmless
 def require_in_worker(runner: type) -> None:
-    """Install in this worker, which uses such a model runner, what sends its drafter's counts."""
+    """Hook the model runner class of this worker, so that its outputs carry the counters."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     patching.replace(runner, "sample_tokens", "metrics", wrap_sample(EMPTY_MODEL_RUNNER_OUTPUT))
@@ -137,10 +132,9 @@ def require_in_worker(runner: type) -> None:
 def wrap_sample(
     empty: "ModelRunnerOutput",
 ) -> Callable[[patching.Function], patching.Function]:
-    """`sample_tokens` whose output carries what a drafter of ours counted since the last one.
+    """Wrap `sample_tokens` so that its output carries the changes since the last one.
 
-    Args:
-        empty: An output that all steps share, which must not carry one step's counts: they wait.
+    `empty` is an output that all steps share. It cannot carry changes; they go with a later one.
     """
 
     def wrap(original: patching.Function) -> patching.Function:
@@ -149,7 +143,7 @@ def wrap_sample(
         ) -> "ModelRunnerOutput":
             output = original(self, *args, **kwargs)
             drafter = getattr(self, "drafter", None)
-            # V2 wraps it while the step's tokens are on their way.
+            # V2 wraps it while the step's tokens are copied to the host.
             carrier = getattr(output, "model_runner_output", output)
             if isinstance(drafter, Reporter) and carrier is not None and carrier is not empty:
                 _carry(carrier, drafter)
@@ -174,7 +168,7 @@ def _wrap_update(original: patching.Function) -> patching.Function:
     ) -> "dict[int, EngineCoreOutputs]":
         if fed_again := getattr(model_runner_output, _FED_AGAIN, None):
             invalid = scheduler_output.num_invalid_spec_tokens or {}
-            # Scheduled ahead, what is known to be padding has these among it.
+            # With asynchronous scheduling, `invalid` includes these rows.
             scheduler_output.num_invalid_spec_tokens = {**fed_again, **invalid}
         outputs = original(self, scheduler_output, model_runner_output)
         growth = getattr(model_runner_output, _FIELD, None)
@@ -188,7 +182,7 @@ def _wrap_update(original: patching.Function) -> patching.Function:
 
 @harmless
 def _hand_on(outputs: "dict[int, EngineCoreOutputs]", growth: Counted) -> None:
-    """In the engine core: to the one front end that gets the step's statistics, if any does."""
+    """In the engine core: pass the changes to the front end that gets the step's statistics."""
     for output in outputs.values():
         if output.scheduler_stats is not None:
             setattr(output.scheduler_stats, _FIELD, growth)
@@ -197,9 +191,9 @@ def _hand_on(outputs: "dict[int, EngineCoreOutputs]", growth: Counted) -> None:
 
 @harmless
 def _add_figures(scheduler: "Scheduler", outputs: "dict[int, EngineCoreOutputs]") -> None:
-    """Send the figures of a request with stop strings, if they are asked for, in each step.
+    """Send the figures of requests with stop strings in each step, if they are enabled.
 
-    vLLM sends them when the scheduler ends a request. At a stop string the front end ends it.
+    vLLM sends them when the scheduler ends a request, but the front end ends it at a stop string.
     """
     if scheduler.spec_decode_metrics_level == "none":
         return
@@ -261,7 +255,7 @@ def _say(sink: Log, level: int) -> None:
 
 
 def _lookahead(stat_logger: "PrometheusStatLogger | LoggingStatLogger") -> int | None:
-    """The configured lookahead, None where the drafter is not one of ours."""
+    """The configured lookahead; None if the drafter is not ours."""
     spec = stat_logger.vllm_config.speculative_config
     return spec.num_speculative_tokens if hasattr(spec, "hetero") else None
 

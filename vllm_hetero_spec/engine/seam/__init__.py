@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM meets this package: configuration, hooks, and one view of each step."""
+"""Interface to vLLM: configuration, hooks, and one view of each step."""

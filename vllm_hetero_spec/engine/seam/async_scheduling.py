@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scheduling on Model Runner V2: a step is scheduled before the one before has ended.
+"""Asynchronous scheduling on Model Runner V2: draft lengths are chosen before the drafts exist.
 
-The scheduler then says how many draft tokens a step verifies before they are drafted, the same
-number for every request. It chooses among a few (`buckets`), for which vLLM captures full CUDA
-graphs; what a draft falls short of is padding, which is neither verified nor counted. How far the
-controller wants to draft travels on a step's output, and holds for a step or two later.
+The scheduler sets the draft length of a step before the drafts are made, the same for every
+request. It chooses one of a few lengths (`buckets`), for which vLLM captures full CUDA graphs. A
+shorter draft is padded. Padding is neither verified nor counted. The controller sends the next
+draft length with a step's output; it takes effect one or two steps later.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,54 +27,60 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
+# Keys that limit the tokens of one request in a step; 0 or None is no limit.
+_ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
+
 _FIELD = "hetero_spec_ahead"
 _PADDING = "hetero_spec_padding"
-_MANY = 1 << 30  # requests: more than any engine has
+_MANY = 1 << 30  # requests; more than any engine has
 
 
 @dataclass(frozen=True)
 class AsyncStepInfo:
-    """What a step's output tells the scheduler.
+    """Data that a step's output carries to the scheduler.
 
     Attributes:
-        lookahead: Draft tokens that coming steps are to verify for each request.
-        padding: Of this step, tokens that were scheduled for a request beyond its draft.
+        lookahead: Draft tokens per request in the next scheduled steps.
+        padding: Number of scheduled tokens beyond the draft, by request of this step.
     """
 
     lookahead: int
     padding: dict[str, int]
 
     def put_on(self, output: object) -> None:
-        """Send it along with a step's ModelRunnerOutput."""
+        """Attach this to a step's ModelRunnerOutput."""
         setattr(output, _FIELD, self)
 
 
 def buckets(longest: int, chain: int) -> list[int]:
-    """The lookaheads that steps are scheduled with: none, about half, all. Rising.
+    """Return the scheduled draft lengths, ascending: 0, and about half and all of each argument.
 
-    Args:
-        longest: The longest draft, in rows.
-        chain: The longest chain, where drafts may be trees: those that are not are not padded to
-            the rows of trees.
+    With draft trees, `chain` (tokens of the longest chain) is less than `longest` (rows of the
+    longest draft), so that chains are not padded to the rows of a tree.
     """
     return sorted({0, *(n for of in (chain, longest) for n in ((of + 1) // 2, of))})
 
 
 def buckets_of(config: "VllmConfig") -> list[int]:
-    """The tiers of an engine; empty where its steps are scheduled one after the other."""
+    """Return the buckets of an engine; empty without asynchronous scheduling."""
     spec = config.speculative_config
     if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
         return []
     return buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 
 
-def install() -> None:
-    """Install this in a process that makes configurations, or schedules. Idempotent."""
+def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
+    """Install the hooks in a process that builds configurations or schedules. Idempotent.
+
+    `reserve_rows` sets the `num_speculative_tokens` of a configuration of ours to the rows of its
+    longest draft.
+    """
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    patching.replace(VllmConfig, "__post_init__", "asynchronous", _wrap_post_init)
+    made = partial(_wrap_post_init, reserve_rows)
+    patching.replace(VllmConfig, "__post_init__", "asynchronous", made)
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
     patching.replace(RequestSpecDecodeMetrics, "observe", "asynchronous", _wrap_observe)
@@ -83,13 +89,13 @@ def install() -> None:
 def update_from_output(
     self: Any, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
 ) -> Any:
-    """`update_from_output` of the asynchronous scheduler, which first hears what a step tells."""
+    """Method added to `AsyncScheduler`: apply `AsyncStepInfo`, then call the original method."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     ahead: AsyncStepInfo | None = getattr(model_runner_output, _FIELD, None)
     if ahead is not None:
         invalid = scheduler_output.num_invalid_spec_tokens or {}
-        # A grammar cuts drafts as well, and counts what is cut with the padding behind it.
+        # A grammar may cut a draft, too. vLLM then counts the cut tokens and the padding.
         padding = {key: max(count, invalid.get(key, 0)) for key, count in ahead.padding.items()}
         scheduler_output.num_invalid_spec_tokens = invalid | padding
         if self.dynamic_sd_lookup is not None:
@@ -105,12 +111,12 @@ def make_spec_decoding_stats(
     num_invalid_spec_tokens: dict[str, int] | None,
     request_id: str,
 ) -> "SpecDecodingStats | None":
-    """`make_spec_decoding_stats` of the asynchronous scheduler: all padding is no draft."""
+    """Method added to `AsyncScheduler`: do not count a draft that is only padding."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     if num_draft_tokens and (num_invalid_spec_tokens or {}).get(request_id) == num_draft_tokens:
         if (own := self.requests[request_id].spec_decode_metrics) is not None:
-            setattr(own, _PADDING, True)  # vLLM tells it next
+            setattr(own, _PADDING, True)  # vLLM calls own.observe() next
         return spec_decoding_stats
     stats: SpecDecodingStats | None = super(AsyncScheduler, self).make_spec_decoding_stats(
         spec_decoding_stats,
@@ -124,7 +130,7 @@ def make_spec_decoding_stats(
 
 def _wrap_observe(original: patching.Function) -> patching.Function:
     def observe(self: "RequestSpecDecodeMetrics", *args: Any, **kwargs: Any) -> None:
-        """`observe` of a request's own figures, in which padding is no draft either."""
+        """Skip a draft that is only padding in the statistics of a request."""
         if not self.__dict__.pop(_PADDING, False):
             original(self, *args, **kwargs)
 
@@ -132,11 +138,7 @@ def _wrap_observe(original: patching.Function) -> patching.Function:
 
 
 def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
-    """Have a worker capture full graphs of all tiers, in whatever batch a tier stands.
-
-    Args:
-        cudagraph_utils: vLLM's module of Model Runner V2.
-    """
+    """Make a worker capture full CUDA graphs of all buckets for every batch size."""
     name = "build_dynamic_sd_schedule_lookup"
     patching.replace(cudagraph_utils, name, "all tiers", _wrap_lookup)
     manager = cudagraph_utils.CudaGraphManager
@@ -144,10 +146,10 @@ def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
 
 
 def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Tiers as vLLM wants them, each for a range of batches.
+    """Return the buckets in vLLM's format, each with a range of batch sizes.
 
-    The scheduler is told which one holds, so that the ranges decide one thing alone: how large are
-    the batches whose graphs vLLM plans for. The longest drafts make the most tokens of a batch.
+    The controller chooses the bucket, so a range only sets the batch sizes for which vLLM plans
+    graphs. The longest drafts have the large batches, because they need most tokens.
     """
     *some, longest = named
     last = len(some) + 1, _MANY, longest
@@ -165,10 +167,9 @@ def _wrap_lookup(original: patching.Function) -> patching.Function:
 
 def _wrap_candidates(original: patching.Function) -> patching.Function:
     def _init_candidates(self: "CudaGraphManager") -> None:
-        """`_init_candidates`, and every tier has the smallest of its own graphs that is enough.
+        """Offer every batch the smallest sufficient graph of each bucket.
 
-        vLLM offers a batch the graphs of the next number of tokens that there are any of, which
-        may all be another tier's.
+        vLLM only offers graphs of the next captured size, which may all belong to another bucket.
         """
         original(self)
         if not hasattr(self.vllm_config.speculative_config, "hetero"):
@@ -185,23 +186,23 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
     return _init_candidates
 
 
+def narrowest(config: "VllmConfig") -> tuple[int, str]:
+    """Return the largest number of a request's tokens in a step, and the key that limits it."""
+    given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
+    return min((room, key) for room, key in given if room)
+
+
 def _check_room(config: "VllmConfig") -> None:
-    """Refuse drafts that are longer than a step takes, where steps follow one another.
+    """Raise ConfigError if drafts are longer than a step, with synchronous scheduling.
 
-    vLLM pads a waiting request with one token to compute, as behind a cached prefix, to all rows of
-    a draft. Where these do not fit, it never schedules the request, or its engine ends.
-
-    Args:
-        config: Of an engine of ours, settled.
-
-    Raises:
-        ConfigError: They do not fit.
+    vLLM pads a waiting request with one token to compute, for example after a cached prefix, to all
+    rows of a draft. If these do not fit, it never schedules the request, or the engine ends.
     """
     spec = config.speculative_config
     rows = 1 + spec.num_speculative_tokens
     own = spec.hetero.num_speculative_tokens
     given = "num_speculative_tokens" if rows == 1 + own else "tree_nodes"  # a tree has more rows
-    room, key = scratch.narrowest(config)
+    room, key = narrowest(config)
     if room < rows:
         raise ConfigError(
             f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
@@ -209,16 +210,18 @@ def _check_room(config: "VllmConfig") -> None:
         )
 
 
-def _wrap_post_init(original: patching.Function) -> patching.Function:
+def _wrap_post_init(
+    reserve_rows: Callable[["VllmConfig"], None], original: patching.Function
+) -> patching.Function:
     def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
         spec, scheduler = self.speculative_config, self.scheduler_config
         if not hasattr(spec, "hetero"):
             return original(self, *args, **kwargs)
-        scratch.reserve_rows(self)
-        asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM says no to us
-        # An engine core settles its configuration anew, and finds there what was settled before.
+        reserve_rows(self)
+        asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM refuses it
+        # An engine core runs this again on its configuration and finds the earlier decision.
         reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")
-        if not reason:  # named before graphs are planned
+        if not reason:  # vLLM plans graphs below, and needs the buckets
             named = buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
             spec.num_speculative_tokens_per_batch_size = _schedule(named)
         else:
@@ -232,14 +235,14 @@ def _wrap_post_init(original: patching.Function) -> patching.Function:
                 "async_scheduling out, and steps are scheduled one after the other."
             )
         else:
-            logger.info("Steps are scheduled one after the other: %s.", reason)
+            logger.info("Asynchronous scheduling disabled: %s.", reason)
         return None
 
     return __post_init__
 
 
 def _why_not(config: "VllmConfig") -> str:
-    """Why steps cannot be scheduled ahead; empty where they can."""
+    """Return why asynchronous scheduling is not possible; empty if it is."""
     from vllm.v1.executor.abstract import Executor
 
     if not config.use_v2_model_runner:
@@ -256,7 +259,7 @@ def _why_not(config: "VllmConfig") -> str:
 
 
 def platform_can() -> bool:
-    """Whether the target runs on a device of its own."""
+    """Return True if the target runs on a device other than the CPU."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()

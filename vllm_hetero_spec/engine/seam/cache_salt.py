@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a request's `cache_salt` from vLLM's scheduler to the worker.
+"""Transfer of a request's `cache_salt` from vLLM's scheduler to the worker.
 
 The drafter shares KV blocks between requests with a common prefix. A salt forbids sharing between
-tenants, but vLLM's scheduler keeps it to itself; here it rides along on the NewRequestData of
-salted requests, as a hash: a salt may be of any length, and only equal ones have to be known.
+tenants, but vLLM does not send it to the worker. A hash of it is attached to the NewRequestData. A
+hash suffices, because only equality matters.
 """
 
 import hashlib
@@ -39,5 +39,5 @@ def _keep_salt(original: patching.Function) -> patching.Function:
 
 
 def salt_of(new_request: "NewRequestData") -> str | None:
-    """A hash of the salt of a NewRequestData, None where the request had none."""
+    """Return the hash of a request's salt; None if the request has none."""
     return getattr(new_request, _ATTRIBUTE, None)

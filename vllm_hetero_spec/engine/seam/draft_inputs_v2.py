@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Model Runner V2's next step reads drafts: from its requests' states, or from its inputs.
+"""Transfer of drafts to the inputs of the next step on Model Runner V2.
 
-From the states it copies them when it prepares a step's inputs, which takes the host a millisecond
-or more, with nothing on the device to hide it. Nothing but ids depends on what was drafted: where
-steps are scheduled ahead, all else is prepared while the drafter drafts, and the ids follow.
+vLLM copies drafts from the request states when it prepares a step's inputs. Preparation takes a
+millisecond or more on the host, while the device is idle. Only the token ids depend on the drafts.
+With asynchronous scheduling, all other inputs are prepared while the drafter drafts, and the ids
+are filled in last.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class DraftInputs:
-    """Puts drafts where a runner reads them. Places without a draft hold id 0, which exists.
-
-    Args:
-        runner: vLLM's, with its model loaded.
-    """
+    """Writes drafts to the memory from which a runner reads them. Padding has the valid id 0."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
@@ -34,13 +31,13 @@ class DraftInputs:
 
     @property
     def may_follow(self) -> bool:
-        """Whether nothing reads a step's ids before its forward, but for what makes them."""
+        """True if vLLM does not read a step's token ids before the forward."""
         runner = self._runner
         readers = runner.uses_inputs_embeds, runner.pcp_manager, runner.adaptive_verification
         return not any(readers)
 
     def before_forwards(self, call: "Callable[[InputBatch], None]") -> None:
-        """Have each step's batch shown when all of its inputs are prepared."""
+        """Call a function with each step's batch when the step's other inputs are prepared."""
         state = self._runner.model_state
         prepare = state.prepare_inputs
 
@@ -52,22 +49,17 @@ class DraftInputs:
         state.prepare_inputs = prepare_inputs
 
     def nothing(self, batch: "InputBatch") -> torch.Tensor:
-        """int64 [B, K], in place of drafts that vLLM wants at once; it may be written to."""
+        """Return zeros int64 [B, K], writable, as a substitute for drafts that are not ready."""
         return self._nothing[: batch.num_reqs]
 
     def of(self, batch: "InputBatch") -> torch.Tensor:
-        """int64 [B, K], a step's drafts and what fills them up, where they were put."""
+        """Return a step's padded drafts, int64 [B, K], from the request states."""
         rows: torch.Tensor = self._runner.req_states.draft_tokens[batch.idx_mapping]
         return rows
 
     @torch.inference_mode()
     def put(self, batch: "InputBatch", drafts: Sequence[Sequence[int]]) -> None:
-        """Into the states of a step's requests, before the next step is prepared.
-
-        Args:
-            batch: The step's.
-            drafts: Target ids for each of its requests.
-        """
+        """Write a step's drafts to the request states, before the next step is prepared."""
         states = self._runner.req_states
         rows = np.zeros((len(drafts), self._nothing.shape[1]), np.int64)
         for row, tokens in zip(rows, drafts, strict=True):
@@ -75,17 +67,11 @@ class DraftInputs:
         states.draft_tokens[batch.idx_mapping] = self._send(rows)[0]
 
     def filling(self, batch: "InputBatch") -> Callable[[Mapping[str, Sequence[int]]], None]:
-        """What puts drafts into the inputs of a step that is prepared, when they are there.
-
-        It takes target ids by request, of those that have any.
-
-        Args:
-            batch: The step's.
-        """
+        """Return a function that writes drafts by request to the inputs of a prepared step."""
         counts = batch.num_draft_tokens_per_req
         if counts is None:
             return lambda drafts: None
-        behind = np.cumsum(counts)  # a request's draft is the end of its ids
+        behind = np.cumsum(counts)  # a draft is the end of its request's ids
         ends = batch.query_start_loc_np[1 : batch.num_reqs + 1]
         (places,) = self._send(np.arange(behind[-1]) + np.repeat(ends - behind, counts))
         lines = list(zip(batch.req_ids, behind.tolist(), counts.tolist(), strict=True))

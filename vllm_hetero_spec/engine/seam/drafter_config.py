@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafter is built and run with, in the worker; `drafter_model` has read what it is."""
+"""Configuration with which a worker builds and runs the drafter."""
 
 import copy
 from collections.abc import Callable
@@ -21,15 +21,14 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 
-# CUDA graphs are captured for so many requests, of so many tokens each, up to so many in all: what
-# attention needs beside them grows with the tokens of the largest. One token is a step of drafting,
-# more are what a request has to read before it, longer texts in parts.
-_GRAPH_BATCH = 256
-READ_WIDTH = 32  # from which on it is for texts that the drafter has not read yet
+# Bounds of the captured CUDA graphs. Attention's buffers grow with the tokens of the largest graph.
+_GRAPH_BATCH = 256  # requests
+READ_WIDTH = 32  # tokens per request; graphs of this width or more are for prefill
+# Tokens per request. 1 is a decode step; the others are for catch-up, which is split if longer.
 _GRAPH_WIDTHS = (1, 4, 8, READ_WIDTH, 128)
-_GRAPH_TOKENS = 512
+_GRAPH_TOKENS = 512  # tokens of all requests together
 
-# Load formats that ask for files of one kind, which the drafter's weights need not be in.
+# Load formats that require one kind of files. The drafter's files may be of another kind.
 _FORMATS_OF_FILES = {
     *("hf", "ipc_cache", "mistral", "npcache", "pt", "runai_streamer_sharded"),
     *("safetensors", "sharded_state", "tensorizer"),
@@ -37,13 +36,13 @@ _FORMATS_OF_FILES = {
 
 
 class DraftingMode(NamedTuple):
-    """How the drafter's forwards are run.
+    """Execution mode of the drafter's forwards.
 
     Attributes:
-        shapes: (requests, tokens of each) that CUDA graphs are captured for, ascending; none where
-            all forwards are eager.
-        compiled: Whether the model is compiled, as the target is.
-        why: Why it is eager; empty where there are graphs.
+        shapes: Shapes of the captured CUDA graphs, (requests, tokens per request), in ascending
+            order; empty if all forwards are eager.
+        compiled: True if the model is compiled.
+        why: Reason for eager execution; empty with graphs.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -52,17 +51,15 @@ class DraftingMode(NamedTuple):
 
     @property
     def graphs(self) -> bool:
-        """Whether CUDA graphs are captured."""
+        """True if CUDA graphs are captured."""
         return bool(self.shapes)
 
 
 def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
-    """Graphs or eager, and why.
+    """Choose between CUDA graphs and eager execution.
 
-    Args:
-        options: `enforce_eager` decides: unset is graphs of a model that is not compiled, unless
-            the target is eager; false is compiled too; true is eager.
-        target: The worker's own configuration.
+    `enforce_eager` decides. Unset: graphs of an uncompiled model, unless the target is eager.
+    False: graphs of a compiled model. True: eager.
     """
     compiled = options.enforce_eager is False
     why = ""
@@ -88,21 +85,17 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
 def drafter_vllm_config(
     target: VllmConfig, drafter: ModelConfig, options: HeteroOptions, *, solo: bool
 ) -> VllmConfig:
-    """The configuration that the drafter is built and run with.
+    """Return the configuration with which the drafter is built and run.
 
-    Args:
-        target: The worker's own configuration.
-        drafter: From `drafter_model.drafter_model_config`.
-        options: The user's.
-        solo: Run the drafter whole on this rank, whatever the target's tensor parallelism.
+    Settings of the machine and of parallelism are copied from the target. Settings of the target's
+    weights, kernels, KV cache and attention are not copied. No part is shared with the target,
+    because vLLM writes defaults into a configuration. Layers also register in the compilation
+    config, and vLLM's KV cache manager must not see the drafter's layers there.
+
+    With `solo`, this rank runs the whole drafter, even if the target is tensor parallel.
 
     Raises:
-        ConfigError: The drafter's experts would be spread over the engines of the target.
-
-    Copied from the target is what says where models run. What the user, or vLLM, has said of the
-    target's weights, their kernels, KV cache and attention is not said of the drafter's. No part is
-    the target's own: vLLM settles what a configuration leaves open by writing to it, and layers
-    register in the compilation config, where its KV cache manager must not see the drafter's.
+        ConfigError: vLLM would spread the drafter's experts over several engines.
     """
     engines = target.parallel_config.data_parallel_size
     if engines > 1 and drafter.is_moe:
@@ -124,14 +117,14 @@ def drafter_vllm_config(
         (target.kernel_config, target.scheduler_config, target.parallel_config)
     )
     _let_platform_choose(kernels.ir_op_priority, target)
-    kernels.moe_backend = kernels.linear_backend = "auto"  # of the target's weights
+    kernels.moe_backend = kernels.linear_backend = "auto"  # the target's suit only its own weights
     kernels.linear_backend_per_quant = None
     scheduler.async_scheduling = False
-    # Attention has room for the lines of side branches as well.
+    # A request has up to `merge_candidates` sequences in the drafter's attention.
     lines = scheduler.max_num_seqs * max(1, options.merge_candidates)
     most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     scheduler.max_num_seqs = min(lines, most)
-    parallel.data_parallel_size = 1  # else each of the drafter's forwards waits for other engines
+    parallel.data_parallel_size = 1  # else each drafter forward waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False
     parallel.world_size //= parallel.pipeline_parallel_size
@@ -157,7 +150,7 @@ def drafter_vllm_config(
 
 
 def _window(model: ModelConfig) -> int | None:
-    """Tokens that all layers look back, where a model has one window for all; as vLLM has it."""
+    """Return the sliding window in tokens if all layers have the same one, as vLLM does."""
     kinds = getattr(model.hf_text_config, "layer_types", None) or ["sliding_attention"]
     alike = all(kind == "sliding_attention" for kind in kinds)
     window: int | None = model.get_sliding_window() if alike else None
@@ -165,11 +158,7 @@ def _window(model: ModelConfig) -> int | None:
 
 
 def _load_config(target: LoadConfig) -> LoadConfig:
-    """How the drafter's weights are read: as the target's, where that does not hang on its files.
-
-    Args:
-        target: Of the target.
-    """
+    """Copy the target's load configuration, without settings that depend on its files."""
     found = copy.deepcopy(target)
     if found.load_format in _FORMATS_OF_FILES:
         found.load_format = "auto"
@@ -178,10 +167,9 @@ def _load_config(target: LoadConfig) -> LoadConfig:
 
 
 def stand_alone(parallel: ParallelConfig) -> None:
-    """Forget where the target's ranks are: the only rank of a process counts devices from there.
+    """Change a parallel configuration, in place, to that of a process with one rank.
 
-    Args:
-        parallel: Of the drafter in a process of its own; changed in place.
+    vLLM computes the device index from the ranks in the configuration.
     """
     parallel.data_parallel_index = parallel.data_parallel_rank_local = parallel.node_rank = 0
     parallel.nnodes = 1
@@ -189,15 +177,10 @@ def stand_alone(parallel: ParallelConfig) -> None:
 
 
 def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:
-    """Take back which kernels run what the target compiles, but for what the user has named.
+    """Remove vLLM's kernel choice for the target from a copy of its IrOpPriorityConfig, in place.
 
-    A compiled model has norms fused where they are written in single operations, which one that is
-    not compiled would run one by one.
-
-    Args:
-        priorities: A copy of the target's IrOpPriorityConfig, in which vLLM has put its own choice
-            behind the user's; changed in place.
-        target: Whose it is a copy of.
+    vLLM has appended its choice to the user's, which is kept. In a compiled model, norms are single
+    operations that the compiler fuses; without compilation they would run one by one.
     """
     for name, chosen in vars(current_platform.get_default_ir_op_priority(target)).items():
         mine = [kernel for kernel in getattr(priorities, name) if kernel not in chosen]
@@ -207,17 +190,11 @@ def _let_platform_choose(priorities: Any, target: VllmConfig) -> None:
 def kv_budget(
     options: HeteroOptions, target: VllmConfig, context: int, bytes_for: Callable[[int], int]
 ) -> int:
-    """Bytes for the drafter's KV pool.
+    """Return the bytes of the drafter's KV pool; `kv_cache_memory_bytes` has priority.
 
-    Args:
-        options: `kv_cache_memory_bytes` wins where set.
-        target: The worker's own configuration.
-        context: Drafter tokens of a sequence at most.
-        bytes_for: Bytes of drafter KV for a number of tokens.
-
-    By default the pool holds every sequence at full length, but takes no more than a quarter of an
-    explicit target budget, or else a sixteenth of the device's memory or 4 GiB, unless that is less
-    than a pool needs to work at all.
+    By default the pool holds every request at full length, `context` drafter tokens. It is limited
+    to a quarter of an explicit target budget, or else to 1/16 of the device's memory and 4 GiB. It
+    always has the minimum size with which it works.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes

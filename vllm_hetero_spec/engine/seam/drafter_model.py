@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter as vLLM sees a model: read in the front end, before any weight is."""
+"""Drafter model configuration, read and checked in the front end before weights are loaded."""
 
 import contextlib
 import logging
@@ -18,19 +18,19 @@ from vllm_hetero_spec.options import DEFAULT_CONTEXT, HeteroOptions
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-_MODEL_FILES = "config.json", "params.json"  # one of which vLLM reads a model's architecture from
+_MODEL_FILES = "config.json", "params.json"  # vLLM reads the architecture from one of these
 
-_OPTIONAL = "quantization", "dtype", "revision"  # keys that may be what makes a drafter unusable
+_OPTIONAL = "quantization", "dtype", "revision"  # keys that may make a drafter unusable
 
-# Room above the measured ratio of drafter to target tokens: texts differ. Of a longer one the last
-# part is read.
+# Margin over the measured ratio of drafter to target tokens, because the ratio depends on the text.
+# The drafter reads only the end of a longer request.
 _LENGTH_SLACK = 1.5
 
 
 def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelConfig:
-    """Read the drafter's configuration, so that a bad drafter fails before any weight is loaded.
+    """Read the drafter's configuration, so that a bad drafter fails before weights are loaded.
 
-    Its dtype is the target's where the user names none and it can be, else its own.
+    The default dtype is the target's if the drafter supports it, else the drafter's own.
 
     Raises:
         ConfigError: The drafter cannot be read, or cannot draft.
@@ -42,7 +42,7 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
         _check_drafts(config, options.model)
         if failure is not None:
             logger.info(
-                "The drafter runs in %s, not as the target in %s: %s.",
+                "The drafter runs in %s, the target in %s: %s.",
                 config.dtype,
                 target.dtype,
                 first_sentence(failure),
@@ -75,15 +75,15 @@ def drafter_model_config(options: HeteroOptions, target: ModelConfig) -> ModelCo
 def _first_read(
     options: HeteroOptions, target: ModelConfig
 ) -> tuple[ModelConfig | None, Exception | None]:
-    """The configuration in the first dtype that the drafter can have, and what the others met."""
+    """Return the configuration in the first usable dtype, and the first error of other dtypes."""
     failure: Exception | None = None
     for dtype in (options.dtype,) if options.dtype else (target.dtype, "auto"):
         try:
             config = _read(options, target, "draft", dtype)
-            VllmConfig.get_quantization_config(config, LoadConfig())  # takes it, or raises
-        except (OSError, ValueError, TypeError) as error:  # TypeError: no quantisation in its files
+            VllmConfig.get_quantization_config(config, LoadConfig())  # raises if unsupported
+        except (OSError, ValueError, TypeError) as error:  # TypeError: no quantization in its files
             failure = failure or error
-            if "float" not in str(error):  # it has nothing to do with the dtype
+            if "float" not in str(error):  # the error is not about the dtype
                 break
         else:
             return config, failure
@@ -106,21 +106,21 @@ def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) 
         revision=options.revision,
         tokenizer_revision=revision,
         quantization=options.quantization,
-        language_model_only=True,  # it reads text alone
+        language_model_only=True,  # the drafter reads only text
     )
 
 
 def _here(name: str, revision: str | None) -> str:
-    """A model's folder in the hub's cache if the hub is offline, as vLLM has it for the target.
+    """Return a model's folder in the hub's cache if the hub is offline, as vLLM does for targets.
 
-    By its name vLLM would look for the weights' metadata on the hub, retry, and log errors.
+    With a hub name, vLLM would request the metadata of the weights, retry, and log errors.
     """
     if not constants.HF_HUB_OFFLINE or os.path.exists(name):
         return name
     try:
         folder: str = snapshot_download(name, revision=revision, local_files_only=True)
     except (OSError, ValueError):
-        return name  # vLLM says what is wrong with it
+        return name  # vLLM reports the error
     return folder
 
 
@@ -140,7 +140,7 @@ def _check_kernels(options: HeteroOptions) -> None:
 
 
 def _check_values(options: HeteroOptions, error: Exception) -> None:
-    """Say of a value that is none of its key's, which has nothing to do with the drafter."""
+    """Raise ConfigError if the error is about the value of one option, not about the drafter."""
     for each in error.errors() if isinstance(error, ValidationError) else []:
         key = str(each["loc"][0]) if each["loc"] else ""
         if getattr(options, key, None) is not None:
@@ -148,10 +148,7 @@ def _check_values(options: HeteroOptions, error: Exception) -> None:
 
 
 def _check_folders(options: HeteroOptions) -> None:
-    """Say of what can only be a folder that there is none, or no model in it.
-
-    vLLM would call it a bad repository.
-    """
+    """Raise ConfigError for a missing folder or model; vLLM would report a bad repository name."""
     for what, name in (("drafter", options.model), ("drafter's tokenizer", options.tokenizer)):
         if str(name).startswith(("/", "./", "../")) and not os.path.exists(str(name)):
             raise ConfigError(
@@ -184,7 +181,7 @@ def _check_drafts(config: ModelConfig, name: str) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error of vLLM, pydantic or transformers says, without the frame around it."""
+    """Return the message of an error of vLLM, pydantic or transformers, without its frame."""
     text = one_line(error)
     text = re.sub(r"^\d+ validation errors? for \w+ (Value error, )?", "", text)
     ends = r"[.;] (?=[A-Z])|(?: from one of)?: \(1\)| \[type=|\.$"
@@ -194,16 +191,13 @@ def first_sentence(error: Exception) -> str:
 def bound_context(
     drafter: ModelConfig, options: HeteroOptions, target_len: int, ratio: float
 ) -> None:
-    """Shorten `drafter.max_model_len` to the context that the drafter is to read.
+    """Shorten `drafter.max_model_len` to the context that the drafter reads.
 
-    Args:
-        drafter: Changed in place.
-        options: `context` wins where set; else what the target's contexts can need, and what pays.
-        target_len: The target's longest context in its own tokens.
-        ratio: Drafter tokens per target token on ordinary text.
+    The default covers `target_len` target tokens, up to `DEFAULT_CONTEXT`. `ratio` is the number of
+    drafter tokens per target token on ordinary text.
 
     Raises:
-        ConfigError: The drafter cannot read so much.
+        ConfigError: `context` is longer than the drafter supports.
     """
     longest, wanted = drafter.max_model_len, options.context
     if wanted is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration hooks in vLLM's front end: our methods in `--speculative-config`.
+"""Configuration hooks in vLLM's front end, which add our methods to `--speculative-config`.
 
-`EngineArgs.create_speculative_config` is wrapped. Where the user asks for one of our methods, our
-keys are taken out and a `HeteroSpeculativeConfig` is built, to vLLM a `custom_class` configuration;
-every other configuration goes to the original untouched.
+If the user names one of our methods, the wrapped `EngineArgs.create_speculative_config` builds a
+`HeteroSpeculativeConfig`, which vLLM treats as a `custom_class` configuration. The original method
+handles every other configuration.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _FLAGS = {
 
 
 def install() -> None:
-    """Install the configuration hooks in this process. Idempotent, and inert until asked for."""
+    """Install the configuration hooks in this process. Idempotent; inert for other methods."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -50,7 +50,7 @@ def _wrap_create(original: patching.Function) -> patching.Function:
             return original(self, target_model_config, target_parallel_config)
         config = _build(user, target_model_config, target_parallel_config)
         if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
-            logger.info("No drafter is loaded: this instance hands on prompts (kv_producer).")
+            logger.info("No drafter is loaded, because this instance only prefills (kv_producer).")
             return None
         return config
 
@@ -63,7 +63,7 @@ def _wrap_engine_config(original: patching.Function) -> patching.Function:
         if hasattr(config.speculative_config, "hetero"):
             from vllm_hetero_spec.engine.seam import pipeline
 
-            pipeline.check(config)  # only now is it known which model runner serves
+            pipeline.check(config)  # needs the choice of the model runner
         return config
 
     return create_engine_config
@@ -94,7 +94,7 @@ def _wrap_vocab_size(original: patching.Function) -> patching.Function:
 
 
 def _merged(args: "EngineArgs") -> dict[str, Any] | None:
-    """`--speculative-config` with the `--spec-*` flags laid over it, as vLLM merges them."""
+    """Merge the `--spec-*` flags into `--speculative-config`, as vLLM does."""
     user = dict(args.speculative_config or {})
     for attribute, (flag, key) in _FLAGS.items():
         value = getattr(args, attribute, None)
@@ -126,7 +126,7 @@ def _build(
             "later would have no drafter; leave it out, or serve without speculation."
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        # Every rank has a scheduler of its own there, and one alone would hear of the drafts.
+        # Every rank then has its own scheduler, and only one scheduler would receive the drafts.
         raise ConfigError(
             f"external_launcher with {parallel.world_size} ranks to an engine is not supported "
             f"with {' / '.join(METHODS)}; give each engine one rank, leave the launching to vLLM "
@@ -134,7 +134,7 @@ def _build(
         )
     for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, key) > 1:
-            # Attention would look for the drafter's KV on ranks that do not draft, and wait there.
+            # Attention would exchange the drafter's KV with ranks that do not draft, and hang.
             raise ConfigError(
                 f"{key}={getattr(parallel, key)} is not supported with {' / '.join(METHODS)}: the "
                 "drafter's KV is not split over ranks; leave it out, or serve without speculation."

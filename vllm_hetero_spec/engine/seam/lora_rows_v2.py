@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of Model Runner V2's language model head, by row of the logits."""
+"""LoRA adapters of the language model head for each row of logits, on Model Runner V2."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +8,9 @@ import numpy as np
 
 
 def map_adapters_by_row(state: Any, present: Callable[[], Any]) -> None:
-    """Apply each request's adapter to all rows of its logits.
+    """Apply each request's adapter to all rows of its logits, by replacing `make_lora_inputs`.
 
-    vLLM lists one adapter for each request, as if no request had a draft.
-
-    Args:
-        state: The runner's `lora_state`; its `make_lora_inputs` is replaced.
-        present: Returns the SchedulerOutput of the current step.
+    vLLM lists one adapter per request, which is wrong for requests with drafts.
     """
     by_request = state.make_lora_inputs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a prompt tokens stand for images, audio and the like: they are no text."""
+"""Positions of placeholder tokens for images, audio and the like in a prompt."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def media_of(features: "Sequence[MultiModalFeatureSpec]") -> Sequence[slice]:
-    """Parts of a prompt, one for each feature of the request."""
+    """Return the placeholder positions of a prompt, one slice for each multimodal feature."""
     if not features:
         return ()
     places = [feature.mm_position for feature in features]

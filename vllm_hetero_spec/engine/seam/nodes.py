@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of what drafts were drawn from travels between ranks.
+"""Choice of what ranks exchange about sampled drafts: whole probability rows or the top k.
 
-Within a node whole rows do: one number for each token of the target's vocabulary. Between nodes
-that is megabytes for each request and step, so drafts are drawn from a few likeliest tokens there,
-and those travel with their probabilities.
+Within a node, ranks exchange whole rows, one number for each token of the target's vocabulary.
+Between nodes this would be megabytes per request and step. Drafts are then sampled from the
+likeliest tokens only, and ranks exchange those with their probabilities.
 """
 
 from typing import TYPE_CHECKING
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 def likeliest_between(group: "GroupCoordinator") -> int | None:
-    """From how many of the likeliest drafter tokens drafts are drawn; None for all.
-
-    All ranks have to call it.
-
-    Args:
-        group: The target's tensor parallel group.
-    """
+    """Return the number of likeliest drafter tokens to sample from; None for all. Collective."""
     if group.world_size == 1 or all(in_the_same_node_as(group.cpu_group)):
         return None
     return SPARSE_TOP_K

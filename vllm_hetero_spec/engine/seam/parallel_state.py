@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter beside a target that works with others, and by kernels of its own.
+"""Isolation of the drafter from vLLM's process-wide groups, KV connector and kernel priorities.
 
-vLLM's layers find other ranks, stages and instances in globals of the process, and the drafter's
-layers bear the names of the target's. While the drafter is built or run, no KV connector is there,
-which would store its KV as the target's; the pipeline has this stage alone; and where it runs whole
-on one rank, the tensor parallel group, from which layers read their shard, is a copy of world
-size 1. Its experts are spread over that group, if at all: beside a target without experts there is
-none of theirs. The scheduler hands the drafts to all ranks; what sampled ones were drawn from is
-broadcast (`verifier.draft_probs`).
+vLLM's layers read these from globals, and the drafter's layers have the same names as the target's.
+While the drafter is built or run, the globals are exchanged:
 
-Which kernels run an operation is another such global, and the drafter's may be others: it is seldom
-compiled.
+* No KV connector, because it would store the drafter's KV as the target's.
+* A pipeline group of this rank only.
+* A tensor parallel group of world size 1 if the whole drafter runs on one rank. Experts use the
+  same group, because a target without experts has no expert parallel group.
+* The drafter's kernel priorities, which differ if only the target is compiled.
+
+All ranks get the drafts from the scheduler, and the `draft_probs` by a broadcast
+(`verifier.draft_probs`).
 """
 
 import copy
@@ -24,11 +25,11 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 
 
 class Groups(NamedTuple):
-    """What the drafter's layers ask for their place among ranks.
+    """Groups that the drafter's layers read.
 
     Attributes:
-        tensor: From which they read their shard, of experts too.
-        pipeline: From which they read their stage, which is all of the drafter.
+        tensor: Group that shards layers and experts.
+        pipeline: Group of pipeline stages; one stage holds the whole drafter.
     """
 
     tensor: parallel_state.GroupCoordinator
@@ -36,17 +37,12 @@ class Groups(NamedTuple):
 
     @classmethod
     def of_drafter(cls, *, solo: bool) -> "Groups":
-        """The groups of a drafter on this rank.
-
-        Args:
-            solo: It runs whole on this rank, whatever the target's tensor parallelism.
-        """
+        """Return the groups of a drafter; with `solo`, this rank runs the whole drafter."""
         tensor = parallel_state.get_tp_group()
         return cls(_solo(tensor) if solo else tensor, _solo(parallel_state.get_pp_group()))
 
 
 def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordinator:
-    """A copy in which this rank is alone."""
     group = copy.copy(group)
     group.world_size = 1
     group.rank_in_group = 0
@@ -61,15 +57,7 @@ def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
 
 
 class IsolatedParallelState:
-    """While it is entered, hides the KV connector, and exchanges groups and kernels.
-
-    Not to be nested.
-
-    Args:
-        groups: Of the drafter.
-        target: The worker's configuration.
-        drafter: The drafter's.
-    """
+    """Context manager that exchanges the globals while the drafter runs; do not nest."""
 
     def __init__(self, groups: Groups, target: VllmConfig, drafter: VllmConfig) -> None:
         self._groups = groups

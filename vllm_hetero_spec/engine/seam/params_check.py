@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a request's parameters in the front end. What is refused there is HTTP 400.
+"""Checks of request parameters in the front end. A refused request gets HTTP 400.
 
-* Our own parameters (`request_params`) have to exist and to have a value that is supported.
-* vLLM refuses `min_p` and `logit_bias` with every speculation. Its V2 sampler applies them to rows
-  of drafts too, and our verification takes its result; Model Runner V1 would leave them out, and
-  vLLM's refusal stands.
-* A `thinking_token_budget` is served on V2. On V1 vLLM takes it, and in steps without drafts ends
-  the thinking of whichever request is the first of the batch; it is refused there.
+* The names and values of our own parameters (`request_params`) are checked.
+* vLLM refuses `min_p` and `logit_bias` with every speculation. They are allowed on Model Runner V2,
+  because its sampler applies them to draft rows and our verification uses the result. Model Runner
+  V1 ignores them for draft rows, so the refusal stays.
+* `thinking_token_budget` is allowed on V2 and refused on V1. In steps without drafts, V1 would
+  apply it to the first request of the batch, which may be another one.
 """
 
 from functools import cache
@@ -34,10 +34,10 @@ def install() -> None:
 
 @cache
 def install_http() -> None:
-    """Check `vllm_xargs` of HTTP requests when they are parsed. Idempotent; for servers with us.
+    """Check `vllm_xargs` of HTTP requests when they are parsed. Idempotent; only for our drafters.
 
-    A check in `SamplingParams` is too late there: a stream has its HTTP status already, and vLLM
-    has read `true` as 1.
+    A check in `SamplingParams` is too late, because a stream already has its HTTP status. vLLM has
+    then also converted `true` to 1.
     """
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a target in pipeline stages that this package cannot serve.
+"""Refusal of a pipeline parallel target that this package cannot serve.
 
-Model Runner V1 schedules drafts before the token in front of them is sampled, so that its output
-would be wrong. Model Runner V2 sends sampled tokens and drafts from stage to stage, but only with
+Model Runner V1 schedules drafts before it has sampled the token in front of them, so its output
+would be wrong. Model Runner V2 sends sampled tokens and drafts between stages, but only with
 asynchronous scheduling. The drafter runs on the last stage.
 """
 
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(config: "VllmConfig") -> None:
-    """Refuse pipeline stages on Model Runner V1, and on V2 without asynchronous scheduling.
-
-    Raises:
-        ConfigError: The stages are not supported.
-    """
+    """Raise ConfigError for pipeline stages that are not supported."""
     stages = config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return

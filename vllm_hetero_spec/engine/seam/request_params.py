@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's sampling parameters say about drafts: how drawn, how long, where to stop.
+"""Sampling parameters of a request that matter to drafts.
 
-A token that the target is bound to reject is not worth verifying. Cutting a draft by its length is
-lossless; cutting it by what its tokens are is so for greedy drafts, of which nothing was drawn.
+A draft token that the target must reject is not worth verification. It is lossless to cut a draft
+because of its length. It is lossless to cut it because of its tokens only if it is greedy, because
+no token of it is sampled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +20,29 @@ from vllm_hetero_spec.errors import nearest, number
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-# A request's own lookahead in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0 is off.
+# Draft length of a request in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0: no drafts.
 LOOKAHEAD_ARG = "hetero_spec_lookahead"
 _OURS = "hetero_spec_"
-# vLLM takes lower temperatures for 0.
-_COLDEST = 1e-5
-_MANY = 1 << 30  # tokens: more than any draft has
+_COLDEST = 1e-5  # vLLM treats lower temperatures as 0
+_MANY = 1 << 30  # tokens; more than any draft has
 
 
 @dataclass(frozen=True)
 class RequestParams:
-    """One request's parameters, read once when it is first seen.
+    """Parameters of one request, read when it is first seen.
 
     Attributes:
-        noise_seed: From which its random choices follow; its own seed if it has one.
-        temperature, top_k, top_p: As in vLLM; top_k is 0 for all.
-        penalty: Its penalties; None where there are none.
-        structured: A grammar constrains it.
-        max_tokens: Its longest output in target tokens; None for no limit.
-        min_tokens: Target tokens before which no stop token may come.
-        stop_ids: Those stop tokens.
-        end_ids: Target ids that end it.
-        allowed_ids: The only target ids it may generate; None for all.
-        bad_words: Target ids that must not stand in a row.
-        thinks_within: It has a budget of tokens for thinking.
-        lookahead: Target tokens that it asks to be drafted; None leaves it to the controller.
+        noise_seed: Seed of its random choices; the request's own seed if it has one.
+        temperature, top_k, top_p: As in vLLM; top_k is 0 for all tokens.
+        penalty: Penalties; None without any.
+        structured: True if a grammar constrains the output.
+        max_tokens: Maximum output length in target tokens; None for no limit.
+        min_tokens: Number of target tokens before the first allowed one of `stop_ids`.
+        end_ids: Target ids that end the request.
+        allowed_ids: The only allowed target ids; None for all.
+        bad_words: Forbidden sequences of target ids.
+        thinks_within: True if the request has a budget of thinking tokens.
+        lookahead: Requested draft length in target tokens; None leaves it to the controller.
     """
 
     noise_seed: int
@@ -63,15 +62,15 @@ class RequestParams:
 
     @cached_property
     def restricted(self) -> bool:
-        """Whether it forbids any target token at any place."""
+        """True if some target token is forbidden at some position."""
         return bool(self.bad_words) or self.allowed_ids is not None or self.min_tokens > 0
 
     @cached_property
     def keeps_chain(self) -> str:
-        """Why its drafts are chains, one of the metrics' CHAINS; empty where they may be trees.
+        """Reason why drafts must be chains, one of the metrics' CHAINS; empty if trees are allowed.
 
-        What was generated before a row is then read from the rows in front, as of a chain: on a
-        side path of a tree the target's row would not be its own.
+        For these parameters, the tokens before a row are taken from the preceding rows. On a branch
+        of a tree these are other tokens, so the target's distribution would be wrong.
         """
         causes = {
             "penalties": self.penalty is not None,
@@ -83,26 +82,22 @@ class RequestParams:
 
     @cached_property
     def random(self) -> bool:
-        """Whether the target draws its tokens instead of taking the likeliest."""
+        """True if the target samples tokens; False if it is greedy."""
         return self.temperature >= _COLDEST
 
     def before_stops(self, count: int) -> int:
-        """Draft tokens behind which another token is still in front of `min_tokens`.
+        """Return the maximum draft length whose bonus token is still within `min_tokens`.
 
-        Args:
-            count: Tokens generated so far; from `min_tokens` on there is no limit.
+        `count` is the number of generated tokens. There is no limit from `min_tokens` on.
         """
         early = self.min_tokens - count
         return early - 1 if early > 0 else _MANY
 
     def acceptable(self, proposal: Sequence[int], output: Sequence[int] | np.ndarray) -> int:
-        """Leading tokens of a proposal that the request does not forbid.
+        """Return the number of leading tokens of a proposal that the request does not forbid.
 
         Bad words, stop tokens before `min_tokens`, and tokens outside `allowed_ids` are forbidden.
-
-        Args:
-            proposal: Target ids.
-            output: Target ids generated so far; only the end is read.
+        Only the last tokens of `output` are read.
         """
         early = self.min_tokens - len(output)
         if not self.bad_words and self.allowed_ids is None and early <= 0:
@@ -121,17 +116,15 @@ class RequestParams:
 
 
 def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams:
-    """Read vLLM's parameters of a request; None (a pooling request) has the defaults.
+    """Convert vLLM's sampling parameters; a pooling request (None) has the defaults.
 
-    Args:
-        params: vLLM's.
-        noise_seed: See `RequestParams`; the same on all ranks that verify together.
+    `noise_seed` must be the same on all ranks that verify together.
     """
     if params is None:
         return RequestParams(noise_seed)
     try:
         lookahead = requested_lookahead(params.extra_args)
-    except VLLMValidationError:  # from a front end without `params_check`, such as vLLM's in Rust
+    except VLLMValidationError:  # a front end without `params_check`, such as vLLM's in Rust
         lookahead = None
     penalty = Penalty(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     allowed = params.allowed_token_ids
@@ -154,13 +147,10 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
 
 
 def requested_lookahead(extra_args: Mapping[str, Any] | None) -> int | None:
-    """The draft length in target tokens that a request sets; None leaves it to the controller.
-
-    Args:
-        extra_args: Of SamplingParams.
+    """Return the draft length in target tokens that a request sets; None for the controller's.
 
     Raises:
-        VLLMValidationError: A name or value of ours is not supported.
+        VLLMValidationError: The name or value of one of our parameters is not supported.
     """
     for name in extra_args or ():
         if str(name).startswith(_OURS) and name != LOOKAHEAD_ARG:

@@ -1,99 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runner of one worker, as the rest of the engine may see it.
+"""Interface of a worker's model runner to the rest of the engine.
 
-`runner_v1` and `runner_v2` stand behind it. How a runner makes a `StepView` and takes drafts is
-between its own file and its hooks.
+`runner_v1` and `runner_v2` implement it. Each also has functions for its own hooks, which build a
+`StepView` and take drafts.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.staging import Mark
-from vllm_hetero_spec.trees.layout import TreeRows
 
 
 class Runner(Protocol):
-    """A model runner that drafts are made for."""
+    """Model runner for which drafts are made."""
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """Device of the target."""
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens that the target computes in a step."""
+        """Maximum number of tokens that the target computes in a step."""
 
     def on_drafts_taken(self) -> None:
-        """The step's drafts are out, and the target's next step begins."""
+        """Note that vLLM has the step's drafts and that the target's next step begins."""
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """These drafts of the step, by request, are trees; all others of it are chains."""
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        """Note the draft trees among a step's drafts. Every rank has to call this."""
 
     def check_trees(self) -> None:
-        """Make all drafts chains if a rank does not support trees. Every rank has to call it."""
+        """Disable draft trees if a rank does not support them. Every rank has to call this."""
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """Put on a step's output what a scheduler that is ahead has to know.
-
-        Args:
-            output: vLLM's ModelRunnerOutput.
-            lookahead: Draft tokens that coming steps are to verify for each request.
-        """
+        """Attach `lookahead`, the draft length of the next scheduled steps, to a step's output."""
 
     def target_forward(self, rows: int) -> None:
-        """One forward of the target over made-up tokens, with the logits of all of them."""
+        """Run the target and its head once over `rows` dummy tokens."""
 
 
 class StepTimes(NamedTuple):
-    """Wall seconds up to a step's view: since drafts were handed out, and since the last view."""
+    """Durations of a step in seconds, on the host's or the device's clock; None if unknown.
+
+    Attributes:
+        target: From the hand-out of the drafts to the end of sampling.
+        step: From the end of the previous step's sampling to the end of sampling.
+    """
 
     target: float | None
     step: float | None
 
 
 class StepClock:
-    """Wall time between the views of steps, and between drafts and the next view."""
+    """Host clock: wall time between views, and from the hand-out of drafts to the next view."""
 
     def __init__(self) -> None:
         self._viewed: float | None = None
         self._drafts_taken: float | None = None
 
     def viewed(self, now: float) -> StepTimes:
-        """A view is made of a step that had sampled at `now`, by `time.perf_counter`."""
+        """Return the times of a step that ended at `now` (`time.perf_counter`)."""
         target = None if self._drafts_taken is None else now - self._drafts_taken
         step = None if self._viewed is None else now - self._viewed
         self._viewed = now
         return StepTimes(target, step)
 
     def on_drafts_taken(self) -> None:
-        """The last view's drafts are out."""
+        """Start to measure the next step, because vLLM has the drafts."""
         self._drafts_taken = time.perf_counter()
 
 
 class DeviceClock:
-    """Device time of steps, without a wait of the host.
+    """Device clock of steps, without a wait on the host.
 
-    A step lasts from the hand-out of its drafts, or from the start of its forward if it has none,
-    to the end of its sampling.
-
-    Args:
-        device: Where the target runs.
+    A step begins with the hand-out of its drafts, or with its forward if it has none. It ends with
+    its sampling.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began: Mark | None = None
-        self._ended: Mark | None = None  # the step before
+        self._ended: Mark | None = None  # end of the previous step
 
     def begins(self) -> None:
-        """Mark the start of the step that is being queued, if it is not marked yet."""
+        """Mark the start of the step that is being queued, unless it is marked already."""
         self._began = self._began or Mark(self._device)
 
     def ends(self) -> Callable[[], StepTimes]:
-        """Mark the end of the step's sampling. The result returns its times once it has ended."""
+        """Mark the end of sampling. The result returns the step's times once it has ended."""
         began, before, ended = self._began, self._ended, Mark(self._device)
         self._began, self._ended = None, ended
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners serves a drafter of ours: V2 wherever vLLM would choose it without.
+"""Choice of the model runner: V2 whenever vLLM would choose it without a drafter.
 
-vLLM knows a `custom_class` as something for V1 alone. In every process that reads the configuration
-ours is taken from that list, and V2 is given our speculator where it makes its own.
+vLLM supports `custom_class` only on V1. In every process that reads the configuration, this module
+removes ours from vLLM's list of unsupported features, and gives V2 our speculator.
 """
 
 import sys
@@ -28,12 +28,12 @@ def install() -> None:
         VllmConfig, "_get_v2_model_runner_unsupported_features", "runner", _wrap_unsupported
     )
     patching.replace(v2, "init_speculator", "speculator", _wrap_init)
-    if _RUNNER_V2 in sys.modules:  # it has the function by name, of before
+    if _RUNNER_V2 in sys.modules:  # it has imported the original function by name
         patching.replace(sys.modules[_RUNNER_V2], "init_speculator", "speculator", _wrap_init)
 
 
 def describe(config: "VllmConfig") -> str:
-    """Which runner serves a configuration of ours, and why."""
+    """Return the model runner of a configuration with our drafter, and the reason."""
     runner, why = choice(config._get_v2_model_runner_unsupported_features())
     return f"Model Runner {runner} ({why})"
 
@@ -49,7 +49,7 @@ def _wrap_unsupported(original: patching.Function) -> patching.Function:
 
 
 def _unsupported(config: "VllmConfig") -> list[str]:
-    """What V2 can do, but not with us."""
+    """Return the features that V2 supports, but not with this package."""
     from vllm.utils.platform_utils import is_uva_available
 
     found = []

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V1: what is read of it and its batch, and what of it is changed."""
+"""Access to Model Runner V1: views of its batch, and changes to its samplers."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
-from vllm_hetero_spec.engine.trees import support
-from vllm_hetero_spec.engine.trees.scratch import nodes_of
-from vllm_hetero_spec.trees.layout import TreeRows
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -26,81 +25,57 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.trees.attention_v1 import BranchSequencesV1
-
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class RunnerV1:
-    """vLLM's model runner of one worker, as the rest of the engine may see it.
+    """`Runner` with Model Runner V1. `trees` is None if drafts are chains."""
 
-    Args:
-        runner: vLLM's.
-
-    Attributes:
-        branches: The draft trees; None where drafts are chains.
-    """
-
-    def __init__(self, runner: "GPUModelRunner") -> None:
+    def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
         self._clock = StepClock()
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
         hetero = runner.speculative_config.hetero
         self._longest = int(hetero.num_speculative_tokens)
-        self.branches: BranchSequencesV1 | None = None  # where drafts may be trees
-        if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.trees import attention_v1
-
-            self.branches = attention_v1.BranchSequencesV1(runner)
-            # Full CUDA graphs are for chains: of so many rows each, not of as many as trees have.
-            for planner in (runner, runner.cudagraph_dispatcher):
-                planner.uniform_decode_query_len = 1 + self._longest
-        self._lengths: dict[str, int] = {}  # of the texts of the last view
-        # vLLM turns drafting off for the whole batch when one request nears the drafter's length;
-        # we bound every request on its own.
+        self.trees = trees
+        self._lengths: dict[str, int] = {}  # tokens by request, in the last view
+        # vLLM disables drafts of the whole batch if one request nears this length. Our drafter has
+        # a limit for each request instead.
         rows = runner.speculative_config.num_speculative_tokens
         runner.effective_drafter_max_model_len = runner.max_model_len + rows + 1
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
         device: torch.device = self._runner.device
         return device
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)
 
-    def commit_accepted_branch_kv(self, sampled: Sequence[Sequence[int]]) -> None:
-        """Copy the KV of what was sampled to where the requests have theirs: first of all.
-
-        Args:
-            sampled: See `view`.
-        """
-        if self.branches is not None and self.branches.uneven:
+    def after_sampling(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Let draft trees commit their KV. Must run before another forward."""
+        if self.trees is not None and self.trees.uneven:
             req_ids = self._runner.input_batch.req_ids
-            self.branches.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
+            self.trees.after_sampling(dict(zip(req_ids, sampled, strict=True)))
 
     def view(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
     ) -> StepView:
-        """The step that has just sampled.
+        """Build the view of the step that has just sampled.
 
-        Args:
-            scheduler_output: What the step was made of.
-            sampled: Target ids that each request of the batch sampled, empty in prefill.
+        `sampled` has the target ids of each request of the batch, none in prefill.
         """
         times = self._clock.viewed(time.perf_counter())
         runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens
         batch, states = runner.input_batch, runner.requests
         requests = []
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
-        if self.branches is not None:
+        if self.trees is not None:
             self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
-        nodes = {} if self.branches is None else self.branches.nodes
+        nodes = {} if self.trees is None else self.trees.nodes
         token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
             state, places = states[req_id], drafted.get(req_id, ())
@@ -133,52 +108,45 @@ class RunnerV1:
             target_seconds=times.target,
             step_seconds=times.step,
             trees=None
-            if self.branches is None
-            else self.branches.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
+            if self.trees is None
+            else self.trees.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
             preempted=scheduler_output.preempted_req_ids or (),
             early_bonus=True,
         )
 
     def begins(self, scheduler_output: "SchedulerOutput") -> bool:
-        """A step begins, made of this; whether requests do with it."""
+        """Return True if new requests begin in the step."""
         return bool(scheduler_output.scheduled_new_reqs)
 
     def untimed(self) -> None:
-        """What the present step takes is not known: it has no view."""
+        """Discard the start times, because the present step has no view."""
         self._clock = StepClock()
 
     def on_drafts_taken(self) -> None:
-        """The step's drafts are out, and the target's next step begins."""
-        # Ours wait for the verifier by request; the runner is to hand on none of its own.
+        # `PendingDraftProbs` holds our draft_probs, so the runner must not pass on its own.
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._clock.on_drafts_taken()
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """See Runner."""
-        if self.branches is not None:
-            takes = {req_id for req_id in trees if self._takes_trees(req_id)}
-            drafts = {
-                req_id: trees[req_id].tokens if req_id in takes else () for req_id in self._lengths
-            }
-            self.branches.on_drafts_taken(drafts, trees, self._lengths)
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        if self.trees is not None:
+            self.trees.expect(drafts, self._keeps_chain)
+            self.trees.on_drafts_taken(None, self._lengths)
 
-    def _takes_trees(self, req_id: str) -> bool:
+    def _keeps_chain(self, req_id: str) -> bool:
         params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
-        return not params.keeps_chain
+        return bool(params.keeps_chain)
 
     def check_trees(self) -> None:
-        """See Runner."""
-        if self.branches is not None:
-            supported = support.agree(self._runner, self.branches, support.GRAPHS_V1)
-            self.branches = self.branches if supported else None
+        if self.trees is not None and not self.trees.agree():
+            self.trees = None
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """See Runner: V1 is never scheduled ahead."""
-        if self.branches is not None:
-            leave_out(output, self.branches.again)
+        """Attach the rows that trees compute twice. V1 has no asynchronous scheduling."""
+        if self.trees is not None:
+            leave_out(output, self.trees.again)
 
     def batch(self) -> BatchView:
-        """The batch that tokens are being chosen for."""
+        """Return the batch for which tokens are being sampled."""
         states, req_ids = self._runner.requests, list(self._runner.input_batch.req_ids)
         seen = [states[req_id] for req_id in req_ids]
         return BatchView(
@@ -188,34 +156,33 @@ class RunnerV1:
                 for req_id, state in zip(req_ids, seen, strict=True)
             ],
             num_output_tokens=[len(state.output_token_ids) for state in seen],
-            trees=None if self.branches is None else self.branches.view(),
+            trees=None if self.trees is None else self.trees.view(),
         )
 
     def replace_rejection_sampler(
         self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
     ) -> None:
-        """Verify drafts by another sampler from now on."""
+        """Replace the rejection sampler of the runner."""
         runner = self._runner
         runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
 
     def replace_randomness(self, make: Callable[[str], _Module]) -> _Module:
-        """Draw tokens by another module from now on, made for the sampler's `logprobs_mode`."""
+        """Replace the top-k/top-p sampler by `make(logprobs_mode)`, and return it."""
         sampler = self._runner.sampler
         sampler.topk_topp_sampler = made = make(sampler.logprobs_mode)
         return made
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:
-        """One forward of the target over made-up tokens, with the logits of all of them."""
         hidden, _ = self._runner._dummy_run(rows)
         self._runner.model.compute_logits(hidden[:rows])
 
     def _params_of(self, req_id: str, params: "SamplingParams | None") -> RequestParams:
         known = self._params.get(req_id)
-        if known is None or known[0] is not params:  # new, or another request of the same id
+        if known is None or known[0] is not params:  # new, or another request with the same id
             seed = None if params is None else params.seed
-            if seed is None:  # ranks that verify together see the same requests in the same order
+            if seed is None:  # the same on all ranks, which see requests in the same order
                 seed = int(self._made_seeds.integers(1 << 63))
-            read = params_of(params, (seed + (1 << 63)) % (1 << 64) - (1 << 63))  # as int64 has it
+            read = params_of(params, (seed + (1 << 63)) % (1 << 64) - (1 << 63))  # as int64
             known = self._params[req_id] = params, read
         return known[1]

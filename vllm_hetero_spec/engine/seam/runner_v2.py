@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2: what is read of it, its requests and its batch, and what of them is changed.
+"""Access to Model Runner V2: views of its requests and batch, and changes to them.
 
-What a step sampled is on the device. vLLM's kernels have also written it to the requests' texts,
-which lie in host memory: one small copy of counts and one wait bring all that a view needs.
+Sampled tokens are on the device. vLLM's kernels also write them to the requests' token ids in host
+memory. One small copy of counts and one wait are therefore enough for a view.
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
@@ -21,10 +22,8 @@ from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, StepClock
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
 from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
-from vllm_hetero_spec.engine.trees import support
-from vllm_hetero_spec.engine.trees.scratch import nodes_of
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Receiver
-from vllm_hetero_spec.trees.layout import TreeRows
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -36,44 +35,35 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_hetero_spec.engine.trees.attention_v2 import BranchSequencesV2
-
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
 
 class RunnerV2:
-    """vLLM's model runner of one worker, as the rest of the engine may see it.
-
-    Args:
-        runner: vLLM's, with its model loaded.
+    """`Runner` with Model Runner V2.
 
     Attributes:
-        buckets: See `StepView`.
-        staged: Whether other pipeline stages are told of the drafts, as soon as vLLM has them.
-        ended: See `StepView`.
-        inputs: Of the target, where drafts go.
+        buckets: `StepView.buckets`.
+        staged: True if vLLM sends the drafts to other pipeline stages right after `propose`.
+        ended: `StepView.ended`.
+        inputs: The target's inputs, to which drafts are written.
+        trees: Draft trees; None if drafts are chains.
     """
 
-    def __init__(self, runner: "GPUModelRunner") -> None:
+    def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         self._runner = runner
-        self._new: dict[str, NewRequestData] = {}  # of all requests, as they came last
+        self._new: dict[str, NewRequestData] = {}  # newest data of all live requests
         self._params: dict[str, RequestParams] = {}
         self._preempted: set[str] = set()
-        self._started: dict[str, str | None] = {}  # since the last view
-        self._output: SchedulerOutput | None = None  # what the present step is made of
-        self._drafted: dict[str, list[int]] = {}  # each request's newest draft
-        self._verified: dict[str, int] = {}  # tokens of drafts that the present step verifies
+        self._started: dict[str, str | None] = {}  # cache salts of requests since the last view
+        self._output: SchedulerOutput | None = None  # of the present step
+        self._drafted: dict[str, list[int]] = {}  # newest draft of each request
+        self._verified: dict[str, int] = {}  # draft tokens verified in the present step
         self.buckets = buckets_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self._branches: BranchSequencesV2 | None = None  # where drafts may be trees
-        if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.trees import state_v2
-
-            self._branches = state_v2.branches_of(runner)
-        self._trees: Mapping[str, TreeRows] = {}  # of the drafts that will be handed out
-        self._lengths: dict[str, int] = {}  # of the texts of the last view
+        self.trees = trees
+        self._lengths: dict[str, int] = {}  # tokens by request, in the last view
         self._clock = StepClock()
         self._device_clock = DeviceClock(runner.device)  # with asynchronous scheduling
         size = 2 * 4 * runner.max_num_reqs
@@ -82,16 +72,14 @@ class RunnerV2:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
         return torch.device(self._runner.device)
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens that the target computes in a step."""
         return int(self._runner.max_num_tokens)
 
     def begins(self, scheduler_output: "SchedulerOutput") -> bool:
-        """A step begins, made of this; whether requests do with it."""
+        """Begin a step. Return True if new requests begin in it."""
         self._output, new = scheduler_output, scheduler_output.scheduled_new_reqs
         for req_id in scheduler_output.preempted_req_ids or ():
             self._preempted.add(req_id)
@@ -101,19 +89,20 @@ class RunnerV2:
                 known.pop(req_id, None)
             self._preempted.discard(req_id)
         for each in new:
-            if each.req_id not in self._preempted:  # those come back as if they were new
+            if each.req_id not in self._preempted:  # a preempted request comes back as a new one
                 self._started[each.req_id] = salt_of(each)
             self._preempted.discard(each.req_id)
             self._new[each.req_id] = each
-            for of in (self._params, self._drafted):  # it may come with places, which hold none
+            # vLLM may schedule draft positions for a new request, which are padding.
+            for of in (self._params, self._drafted):
                 of.pop(each.req_id, None)
         self._count_drafts()
-        if self._branches is not None:
-            self._branches.update_from(scheduler_output)
+        if self.trees is not None:
+            self.trees.on_step_start(scheduler_output)
         return bool(new)
 
     def _count_drafts(self) -> None:
-        """Of what the present step verifies: padding is none."""
+        """Count the draft tokens that the present step verifies, without padding."""
         assert self._output is not None, "no step has begun"
         self._verified = {
             req_id: min(len(places), len(self._drafted.get(req_id, ())))
@@ -121,27 +110,23 @@ class RunnerV2:
         }
 
     def plan_trees(self, batch: "BatchReqState") -> bool:
-        """Plan what attention sees of the present step; whether that is more than its requests.
-
-        Args:
-            batch: The step's, as it is known on the host.
-        """
+        """Plan the step's trees. Return True if attention gets more sequences than requests."""
         lengths = batch.num_draft_tokens_np
-        if self._branches is None or lengths is None:
+        if self.trees is None or lengths is None:
             return False
-        self._branches.plan(batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist())
-        self._verified |= self._branches.nodes
-        return self._branches.uneven
+        self.trees.before_forward(
+            batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist()
+        )
+        self._verified |= self.trees.nodes
+        return self.trees.uneven
 
     def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
-        """Describe the step that has just been queued, and start to copy its counts.
+        """Describe the step that has just been queued, and start to copy its counts to the host.
 
-        Args:
-            batch: The step's.
-            num_sampled: int32 [B] on the device, target tokens that each request sampled.
+        `num_sampled` int32 [B] on the device is the number of tokens that each request sampled.
         """
         assert self._output is not None, "no step has begun"
-        # Before the copy, so that the times are known when the counts have arrived.
+        # Mark the time before the copy, so that it is known when the counts have arrived.
         times = self._device_clock.ends() if self.buckets else None
         lengths = self._runner.req_states.total_len.gpu[batch.idx_mapping]
         self._counts.append(self._counts.pop(0))
@@ -155,16 +140,16 @@ class RunnerV2:
             times=times,
         )
 
-    def commit_accepted_branch_kv(self, step: SampledStep) -> None:
-        """Copy the KV of what a step sampled to where the requests have theirs: first of all."""
-        if self._branches is None or not self._branches.uneven:
+    def after_sampling(self, step: SampledStep) -> None:
+        """Let draft trees commit their KV, before the next forward. Waits for the device."""
+        if self.trees is None or not self.trees.uneven:
             return
         sampled, texts = self._texts(step)
         emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
-        self._branches.commit_accepted_branch_kv(dict(zip(step.req_ids, emitted, strict=True)))
+        self.trees.after_sampling(dict(zip(step.req_ids, emitted, strict=True)))
 
     def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
-        """How many tokens each request has sampled, and its text; waits for the device."""
+        """Return each request's number of sampled tokens and token ids. Waits for the device."""
         sampled, lengths = step.counts.wait().tolist()
         texts = self._runner.req_states.all_token_ids._uva_buf.np
         places = zip(step.slots.tolist(), lengths, strict=True)
@@ -173,10 +158,8 @@ class RunnerV2:
     def view(self, step: SampledStep, *, late: bool = False) -> StepView:
         """Build the view of a step. Waits until it has sampled.
 
-        Args:
-            step: The step.
-            late: Later steps are queued. The view lacks requests that have ended or were preempted,
-                because others may have their places, and its `started` is empty.
+        With `late`, later steps are queued. The view then lacks requests that have ended or were
+        preempted, because other requests may have their slots. `started` is empty.
         """
         output = step.output
         sampled, texts = self._texts(step)
@@ -203,32 +186,31 @@ class RunnerV2:
             step_seconds=times.step,
             buckets=self.buckets,
             longest=self._longest if self.buckets else 0,
-            trees=None if self._branches is None else self._branches.room(len(requests), rows),
+            trees=None if self.trees is None else self.trees.room(len(requests), rows),
             preempted=output.preempted_req_ids or (),
             ended=self.ended,
         )
 
     @property
     def without_drafts(self) -> bool | None:
-        """Whether this step verified none and may have none made; None if not scheduled ahead."""
+        """True if the step verifies and makes no drafts; None without asynchronous scheduling."""
         assert self._output is not None, "no step has begun"
         drafts = self._verified or self._output.num_spec_tokens_to_schedule
         return not drafts if self.buckets else None
 
     def untimed(self) -> None:
-        """What the present step takes is not known: it has no view, or comes behind a pause."""
+        """Discard the start times, because the present step has no view or follows a pause."""
         self._clock = StepClock()
         self._device_clock.idle()
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """See Runner."""
-        chains = {req_id for req_id in trees if self._params_of(req_id).keeps_chain}
-        self._trees = {req_id: trees[req_id] for req_id in trees.keys() - chains}
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        if self.trees is not None:
+            self.trees.expect(drafts, lambda req_id: bool(self._params_of(req_id).keeps_chain))
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """See Runner."""
-        if self._branches is not None:
-            leave_out(output, self._branches.again)
+        """Attach padding, the next draft length, and the rows that trees compute twice."""
+        if self.trees is not None:
+            leave_out(output, self.trees.again)
         if not self.buckets or self._output is None:
             return
         padding = {
@@ -239,22 +221,19 @@ class RunnerV2:
         AsyncStepInfo(lookahead, padding).put_on(output)
 
     def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
-        """Whether a step that begins can wait for its drafts until all else of it is prepared."""
+        """Return True if vLLM can prepare the step's other inputs before its drafts are ready."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        alone = bool(self.buckets) and not self.staged and self._branches is None
+        alone = bool(self.buckets) and not self.staged and self.trees is None
         return computes and alone and self.inputs.may_follow
 
     def take_drafts(
         self, batch: "InputBatch", drafts: Sequence[list[int]], *, late: bool = False
     ) -> "DraftTokenIds":
-        """Note a step's drafts; what the scheduler is to know.
+        """Store a step's drafts, target ids for each request, and return them for the scheduler.
 
-        With pipeline stages that is all drafts there are: it asks when other requests have sampled.
-
-        Args:
-            batch: The step's.
-            drafts: Target ids for each of its requests, at most as many as the longest draft.
-            late: The next step has begun: who came or went with it has no draft.
+        With pipeline stages, the result has the drafts of all requests, because the scheduler calls
+        this when other requests have sampled. With `late`, the next step has begun. Requests that
+        began, ended or were preempted in it get no draft.
         """
         from vllm.v1.outputs import DraftTokenIds
 
@@ -265,44 +244,40 @@ class RunnerV2:
             others |= {each.req_id for each in self._output.scheduled_new_reqs}
         pairs = zip(batch.req_ids, map(list, drafts), strict=True)
         self._drafted |= {req_id: draft for req_id, draft in pairs if req_id not in others}
-        if self._branches is not None:
+        if self.trees is not None:
             handed_out = dict(zip(batch.req_ids, drafts, strict=True))
-            self._branches.on_drafts_taken(handed_out, self._trees, self._lengths)
-            self._trees = {}
+            self.trees.on_drafts_taken(handed_out, self._lengths)
         req_ids = list(self._drafted) if self.staged else batch.req_ids
         return DraftTokenIds(req_ids, [list(self._drafted.get(req_id, ())) for req_id in req_ids])
 
     def drafts_of_running_step(self) -> Mapping[str, Sequence[int]]:
-        """By request, what was handed out behind the beginning of the step that verifies it."""
+        """Return the drafts by request, and count those that the running step verifies."""
         self._count_drafts()
         return self._drafted
 
     def on_drafts_taken(self) -> None:
-        """The step's drafts are out, and the target's next step begins."""
         self._clock.on_drafts_taken()
         self.forward_begins()
 
     def forward_begins(self) -> None:
-        """All of a step is prepared: its forward is queued next."""
+        """Mark the start of a step, because its forward is queued next."""
         self._device_clock.begins()
 
     def batch(self, batch: "InputBatch") -> BatchView:
-        """The batch that tokens are being chosen for; its seeds and places are on the device."""
+        """Return the batch for which tokens are being sampled; its seeds are on the device."""
         if all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
-            trees = None if self._branches is None else self._branches.view()
+            trees = None if self.trees is None else self.trees.view()
             asked = self._runner.sampler.logprob_token_ids_state
             named = asked.max_num_token_ids(batch.idx_mapping_np)
             return BatchView(batch.req_ids, lengths=lengths, trees=trees, named=named)
-        rows = np.diff(batch.cu_num_logits_np) - 1  # but for the bonus token's
+        rows = np.diff(batch.cu_num_logits_np) - 1  # without the bonus token's
         return BatchView(batch.req_ids, lengths=rows.tolist())
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [n], where the token behind each position stands in its request's output.
+        """Return int64 [n], the index in its request's output of the token after each position.
 
-        Args:
-            slots: int64 [n], of the requests in the runner.
-            positions: int64 [n], in their texts.
+        `slots` int64 [n] are requests, and `positions` int64 [n] include the prompt.
         """
         prompts: torch.Tensor = self._runner.req_states.prompt_len.gpu[slots]
         return positions + 1 - prompts
@@ -310,18 +285,18 @@ class RunnerV2:
     def replace_rejection_sampler(
         self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
     ) -> None:
-        """Verify drafts by another sampler from now on."""
+        """Replace the rejection sampler of the runner."""
         runner = self._runner
         runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
 
     def replace_randomness(self, make: "Callable[[SamplingStates], _Draw]") -> _Draw:
-        """Draw tokens by another function from now on, made for the parameters of all requests."""
+        """Replace the sampler's random draw by `make(sampling_states)`, and return it."""
         sampler = self._runner.sampler
         sampler._sample_random = made = make(sampler.sampling_states)
         return made
 
     def replace_drafts_handler(self, handler: Any) -> None:
-        """Have the scheduler's questions for drafts answered by another from now on."""
+        """Replace the object from which vLLM gets the drafts of a step."""
         self._runner.draft_tokens_handler = handler
 
     def map_adapters_by_row(self) -> None:
@@ -329,21 +304,18 @@ class RunnerV2:
         map_adapters_by_row(self._runner.lora_state, lambda: self._output)
 
     def check_trees(self) -> None:
-        """See Runner."""
-        if self._branches is not None:
-            supported = support.agree(self._runner, self._branches, support.GRAPHS_V2)
-            self._branches = self._branches if supported else None
+        if self.trees is not None and not self.trees.agree():
+            self.trees = None
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:
-        """One forward of the target over made-up tokens, with the logits of all of them."""
         hidden, _ = self._runner._dummy_run(rows)
         self._runner.model.compute_logits(hidden[:rows])
 
     def _params_of(self, req_id: str) -> RequestParams:
         params = self._params.get(req_id)
         if params is None:
-            # vLLM holds a seed for every request: its own, or one that it has made.
+            # vLLM has a seed for every request: the request's own or a random one.
             runner, seeds = self._runner, self._runner.sampler.sampling_states.seeds.np
             seed = int(seeds[runner.req_states.req_id_to_index[req_id]])
             params = self._params[req_id] = params_of(self._new[req_id].sampling_params, seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of Model Runner V2 that is queued, and that the host has not read yet."""
+"""Queued steps of Model Runner V2 that the host has not read yet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,23 @@ from vllm_hetero_spec.staging import Fetched
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-# steps without drafts that may still be running: two are queued at a time, more in pipeline stages
+# Steps without drafts that may still be running. vLLM queues two, or more with pipeline stages.
 MOST_UNREAD = 6
-# Buffers for counts: the newest step and the one before it are not among the unread ones.
+# Buffers for counts. The newest step and the one before it are in addition to the unread ones.
 ON_THEIR_WAY = MOST_UNREAD + 2
 
 
 @dataclass(frozen=True, eq=False)
 class SampledStep:
-    """A step that is queued up to its sampling.
+    """Step that is queued up to its sampling.
 
     Attributes:
-        req_ids: Requests, in the batch's order.
-        slots: int64 [B], places of the requests in the runner.
-        came: The newest NewRequestData of each request.
-        counts: int32 [2, B], sampled tokens and length of the text of each request.
+        slots: int64 [B], slots of the requests in the runner.
+        came: Newest NewRequestData of each request.
+        counts: int32 [2, B], number of sampled tokens and of all tokens of each request.
         output: vLLM's SchedulerOutput of the step.
         verified: Number of draft tokens that the step verifies, by request.
-        times: Returns the step's device times once `counts` has arrived; None if the step is timed
-            on the host.
+        times: Returns device times once `counts` has arrived; None if the host times the step.
     """
 
     req_ids: Sequence[str]
@@ -46,7 +44,7 @@ class SampledStep:
     times: Callable[[], StepTimes] | None
 
     def came_as(self, index: int, present: "Mapping[str, NewRequestData]") -> bool:
-        """Return True if a request is still the one of its name, and so has the same place."""
+        """Return True if the request has not ended or been added again, so its slot is the same."""
         came = self.came[index]
         return came is not None and present.get(self.req_ids[index]) is came
 
@@ -59,16 +57,7 @@ class SampledStep:
         new: "NewRequestData",
         params: RequestParams,
     ) -> RequestView:
-        """Build the view of a request.
-
-        Args:
-            index: Place in the batch.
-            text: int32 [n], target ids.
-            sampled: Number of ids at the end of the text that the step has sampled.
-            num_prompt: Number of ids of the prompt.
-            new: The request's newest NewRequestData.
-            params: The request's parameters.
-        """
+        """Build the view of a request; its last `sampled` tokens are those of the step."""
         req_id = self.req_ids[index]
         verified = self.verified.get(req_id, 0)
         scheduled = self.output.scheduled_spec_decode_tokens.get(req_id, ())

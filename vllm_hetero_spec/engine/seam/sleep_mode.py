@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sleep mode: the drafter comes back from it as it was.
+"""Memory of the drafter in vLLM's sleep mode.
 
-Level 2 discards the target's weights, which the user then loads anew. Nobody would load the
-drafter's, nor the tables and buffers beside them, so they lie where vLLM keeps what outlives every
-level: in host memory while it sleeps. Addresses stay, so CUDA graphs do too. The drafter's KV is
-discarded with the target's at every level, and texts are read afresh.
+Level 2 discards the target's weights, and the user loads them again. Nothing would load the
+drafter's weights again. They are therefore allocated with a tag that vLLM backs up to host memory
+at every level. Addresses do not change, so CUDA graphs stay valid. The drafter's KV is discarded
+with the target's, and requests are prefilled again.
 
-A drafter in a process of its own is none of vLLM's memory. At level 1 it stays as it is, and has
-nothing to do; at level 2 its process ends, and is started again when the worker wakes.
+A drafter in a process of its own is not in vLLM's memory. At level 1 it stays, idle. At level 2 its
+process ends, and starts again when the worker wakes.
 """
 
 import contextlib
@@ -18,20 +18,12 @@ from vllm.platforms import current_platform
 
 
 def kept_in_sleep(target: VllmConfig) -> contextlib.AbstractContextManager[object]:
-    """Where to allocate what is to outlive the sleep of a worker.
-
-    Args:
-        target: The worker's own configuration.
-    """
+    """Return a context in which allocated memory survives sleep of every level."""
     return _pool(target, "runtime")
 
 
 def dropped_in_sleep(drafter: VllmConfig) -> contextlib.AbstractContextManager[object]:
-    """Where to allocate what is of no use after the sleep of a worker.
-
-    Args:
-        drafter: Its configuration, which says whether it lies in memory that sleeps.
-    """
+    """Return a context in which allocated memory is discarded in sleep of every level."""
     return _pool(drafter, "kv_cache")
 
 

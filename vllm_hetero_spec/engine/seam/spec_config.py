@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's SpeculativeConfig with our options beside it.
+"""vLLM's SpeculativeConfig with the options of this package.
 
-To vLLM it is an ordinary `custom_class` configuration, which fixes what drafting may assume: no
-look-ahead slots in the target's KV cache. `runner_choice` says which model runner it gets,
-`async_scheduling` whether steps are scheduled ahead. Our options and the drafter's ModelConfig
-travel with it through pickling, spawned workers and Ray. Never `dataclasses.replace` it: vLLM's own
-checks refuse the `prompt_lookup_max=0` that `custom_class` sets.
+vLLM treats it as a `custom_class` configuration, without lookahead slots in the target's KV cache.
+Our options and the drafter's ModelConfig are pickled with it for spawned workers and Ray. Never use
+`dataclasses.replace` on it: vLLM's checks refuse the `prompt_lookup_max=0` that `custom_class`
+sets.
 """
 
 import hashlib
@@ -25,15 +24,15 @@ PROPOSER = "vllm_hetero_spec.engine.proposer.build"
 
 @config
 class HeteroSpeculativeConfig(SpeculativeConfig):
-    """A `custom_class` configuration that knows the drafter.
+    """A `custom_class` configuration with the drafter's configuration.
 
     Attributes:
-        hetero: The user's validated options.
-        drafter_model_config: The drafter as vLLM sees a model. `draft_model_config` stays the
-            target's, as `custom_class` demands.
-        takes_all_params: Whether drafts are verified under every sampling parameter; set where
-            requests are checked (`params_check`).
-        plugin_version: Of this package, where the configuration was made.
+        hetero: Validated options of the user.
+        drafter_model_config: The drafter's; `draft_model_config` is the target's, as `custom_class`
+            requires.
+        takes_all_params: True if drafts are verified under every sampling parameter; set by
+            `params_check`.
+        plugin_version: Version of this package in the front end.
     """
 
     hetero: SkipValidation[HeteroOptions] = None  # type: ignore[assignment]
@@ -49,9 +48,9 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
             speculative.logger.removeFilter(_concerns_users)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Unpickled in another process (engine core, worker): install there what it needs.
+        """Restore the state in another process, such as a worker, and install the hooks there.
 
-        A replica of Ray Serve gets its configuration ready-made, and vLLM loads no plugin there.
+        vLLM loads no plugins in a replica of Ray Serve, which receives a finished configuration.
 
         Raises:
             ConfigError: This process has another version of this package.
@@ -67,9 +66,9 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         install_hooks()
 
     def compute_hash(self) -> str:
-        """Of the drafter and all options too.
+        """Return a hash that includes the drafter and all options.
 
-        By it vLLM knows how much memory the KV cache had at an earlier start (its startup plan).
+        vLLM's startup plan uses it to reuse the measured KV cache memory of an earlier start.
         """
         parts = super().compute_hash(), self.drafter_model_config.compute_hash(), self.hetero
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -82,12 +81,12 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
-    """False for vLLM's warning to authors of proposers: supported releases are checked at start."""
+    """Return False for vLLM's warning to authors of proposers; we check the release at startup."""
     return "custom class-based proposer" not in record.getMessage()
 
 
 def install_hooks() -> None:
-    """Install in this process all that an engine with a drafter of ours needs. Idempotent."""
+    """Install all hooks of an engine with our drafter in this process. Idempotent."""
     from vllm_hetero_spec.engine.seam import (
         async_scheduling,
         cache_salt,
@@ -96,5 +95,6 @@ def install_hooks() -> None:
     )
     from vllm_hetero_spec.engine.trees import scratch
 
-    for part in (cache_salt, params_check, runner_choice, async_scheduling, scratch):
+    for part in (cache_salt, params_check, runner_choice, scratch):
         part.install()
+    async_scheduling.install(scratch.reserve_rows)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Model Runner V2 holds as its speculator, and asks for drafts.
+"""Speculator of Model Runner V2, which calls the proposer.
 
-vLLM wants a tensor of drafts as soon as it has sampled, and lists when it schedules. Ours are begun
-at the first question and finished at the second, of their true lengths. Where steps are scheduled
-ahead there is no second question: they are begun where the next step begins, as a look at what was
-sampled waits for it, and an engine core that waits does not hand out the tokens before; and they
-are finished when all else of that step is prepared.
+vLLM calls `propose` right after sampling, and `get_draft_tokens` when it schedules. The first call
+begins the drafts, and the second call finishes them with their true lengths. With asynchronous
+scheduling there is no second call. Drafts then begin at the start of the next step, because reading
+the sampled tokens waits for the device and would delay their output. They are finished when the
+other inputs of that step are prepared.
 """
 
 from functools import partial
@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.sampled_step import MOST_UNREAD, SampledStep
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -30,49 +31,45 @@ if TYPE_CHECKING:
 
 
 class HeteroSpeculator(BaseSpeculator):
-    """Hands V2's questions on to a proposer.
-
-    Args:
-        proposer: Who drafts.
-    """
+    """Implements vLLM's speculator and draft tokens handler with a proposer."""
 
     supports_mm_inputs = False
-    draft_logits = None  # what drafts were drawn from waits for the verifier, by request
+    draft_logits = None  # `PendingDraftProbs` holds our draft_probs
 
     def __init__(self, proposer: "Proposer") -> None:
         self.proposer = proposer
-        self._seam: RunnerV2 | None = None  # from `load` on
-        # The last step and its batch, until it is looked at.
+        self._seam: RunnerV2 | None = None  # set by `load`
+        # The last step and its batch, until `_begin` reads or skips it.
         self._sampled: tuple[InputBatch, SampledStep] | None = None
-        self._unread: list[SampledStep] = []  # steps without drafts, in order
-        self._batch: InputBatch | None = None  # whose drafts have not been asked for yet
+        self._unread: list[SampledStep] = []  # skipped steps without drafts, in order
+        self._batch: InputBatch | None = None  # batch of the drafts in progress
         self._drafts: list[list[int]] = []
         self._handed: list[list[int]] = []  # the same on every rank
         self._drafts_taken: DraftTokenIds | None = None
-        self._begun = False  # whether requests have, in the present step
+        self._begun = False  # True if new requests began in the present step
 
-    def load(self, runner: "GPUModelRunner") -> None:
-        """Load the drafter beside a runner's model, and take our places in the runner."""
-        self._seam = RunnerV2(runner)
+    def load(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
+        """Load the drafter next to the runner's model, and install our parts in the runner."""
+        self._seam = RunnerV2(runner, trees)
         self.proposer.bind(self._seam)
         self._seam.replace_drafts_handler(self)
         self._seam.map_adapters_by_row()
         self._seam.inputs.before_forwards(self.fill)
         with DeviceMemoryProfiler() as taken:
             self.proposer.load_model(runner.get_model())
-        runner.model_memory_usage += taken.consumed_memory  # which vLLM leaves room for
+        runner.model_memory_usage += taken.consumed_memory  # vLLM reserves it
 
     @property
     def seam(self) -> RunnerV2:
-        """The runner that drafts are made for."""
+        """Model runner for which drafts are made."""
         assert self._seam is not None, "not loaded yet"
         return self._seam
 
     def init_cudagraph_manager(self, cudagraph_mode: "CUDAGraphMode") -> None:
-        """See BaseSpeculator; the drafter's graphs are its own."""
+        """Do nothing, because the drafter manages its own graphs."""
 
     def capture(self) -> None:
-        """See BaseSpeculator; the drafter's are recorded behind all of the target's."""
+        """Do nothing, because the drafter's graphs are captured after all of the target's."""
 
     def propose(
         self,
@@ -86,12 +83,9 @@ class HeteroSpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See BaseSpeculator: gives no drafts yet.
+        """Begin the drafts of a step, and return int64 [B, K] zeros.
 
-        Where vLLM sends them on to other pipeline stages, it is given all of them.
-
-        Returns:
-            int64 [B, K], of which else nothing is scheduled.
+        With pipeline stages, finish and return them, because vLLM sends the result to other stages.
         """
         self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:
@@ -106,11 +100,11 @@ class HeteroSpeculator(BaseSpeculator):
         return self.seam.inputs.nothing(input_batch)
 
     def _begin(self) -> None:
-        """Look at the last step, once it has sampled, and begin its drafts."""
+        """Read or skip the last step. Reading waits for the device, and begins the drafts."""
         if self._sampled is None:
             return
         (batch, step), self._sampled = self._sampled, None
-        self.seam.commit_accepted_branch_kv(step)
+        self.seam.after_sampling(step)
         if self.proposer.skip_step(batch.num_reqs, self.seam.without_drafts, self._begun):
             if self.seam.buckets:
                 self._unread = [*self._unread, step][-MOST_UNREAD:]
@@ -132,13 +126,13 @@ class HeteroSpeculator(BaseSpeculator):
             self.proposer.look_back(view, len(step.req_ids), hurried=not self._unread)
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
-        """See DraftTokensHandler; there are none yet."""
+        """Do nothing, because there are no drafts yet."""
 
     def begins(self, scheduler_output: "SchedulerOutput") -> None:
-        """A step begins, of which the last step's drafts are a part."""
+        """Begin a step. Finish the last step's drafts, unless `fill` can do so later."""
         if self._sampled is not None:
             goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[1].req_ids
-            if not goes_on:  # and the engine may have had nothing to do for long
+            if not goes_on:  # the engine may have been idle
                 self.seam.untimed()
         self.seam.ended = scheduler_output.finished_req_ids
         self._begin()
@@ -147,7 +141,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._begun = self.seam.begins(scheduler_output)
 
     def fill(self, batch: "InputBatch") -> None:
-        """All of a step is prepared but for its drafts, if they are still being made."""
+        """Fill in drafts that are still in progress. vLLM has prepared the step's other inputs."""
         if self._batch is not None:
             fill = self.seam.inputs.filling(batch)
             self._take_drafts(late=True)
@@ -155,15 +149,15 @@ class HeteroSpeculator(BaseSpeculator):
         self.seam.forward_begins()
 
     def finish(self) -> None:
-        """Finish the drafts of the last step, if nobody has: the next one begins, or wants them."""
+        """Finish the last step's drafts and write them to the request states. Idempotent."""
         self._begin()
         batch = self._take_drafts()
-        # Padding is computed, and has to be tokens that exist.
+        # The target computes padding, too, so padding must be valid token ids.
         if batch is not None and (any(self._handed) or self.seam.buckets):
             self.seam.inputs.put(batch, self._handed)
 
     def _take_drafts(self, *, late: bool = False) -> "InputBatch | None":
-        """Finish the drafts that were begun, if any; of which batch they are."""
+        """Finish drafts in progress, and return their batch; None without any."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self.proposer.finish()
@@ -172,7 +166,7 @@ class HeteroSpeculator(BaseSpeculator):
         return batch
 
     def _agreed(self) -> list[list[int]]:
-        """The drafts of the first rank, on all ranks: each puts them into its own runner."""
+        """Return the first rank's drafts on all ranks, because each rank writes them itself."""
         group = get_tp_group()
         if group.world_size == 1:
             return self._drafts
@@ -180,7 +174,6 @@ class HeteroSpeculator(BaseSpeculator):
         return agreed
 
     def get_draft_tokens(self) -> "DraftTokenIds | None":
-        """See DraftTokensHandler."""
         self.finish()
         handed_out = self._drafts_taken
         if not self.seam.staged:

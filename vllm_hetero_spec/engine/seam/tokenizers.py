@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's model configurations to the tokenizer bridge."""
+"""Tokenizers of target and drafter, and their bridge, from vLLM's model configurations."""
 
 import copy
 import logging
@@ -22,13 +22,13 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 logger = logging.getLogger("vllm.hetero_spec")
 
 
-# Share of a target's tokens that end inside one of the drafter's from which on drafts look back: up
-# to it hardly a draft begins there, and a text's last token would be read twice for nothing.
+# Minimum share of target tokens that end inside a drafter token, for token healing. Below it, few
+# drafts begin inside a drafter token, and the drafter would compute the last token twice in vain.
 _OFTEN_INSIDE = 0.05
 
 
 class TokenizerPair(NamedTuple):
-    """The two tokenizers as the bridge sees them, and the bridge."""
+    """Tokenizers of target and drafter, and the bridge between them."""
 
     target: TextTokenizer
     drafter: TextTokenizer
@@ -36,7 +36,7 @@ class TokenizerPair(NamedTuple):
 
     @property
     def token_healing(self) -> bool:
-        """Whether the target often ends a token inside what the drafter writes as one."""
+        """True if target tokens often end inside a drafter token."""
         if self.bridge.identity:
             return False
         target, drafter = (
@@ -47,10 +47,10 @@ class TokenizerPair(NamedTuple):
 
 
 def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> TokenizerPair:
-    """Load two models' tokenizers and bridge them.
+    """Load the tokenizers of two models and bridge them.
 
     Raises:
-        ConfigError: A tokenizer is missing or cannot be bridged; the sentence says which.
+        ConfigError: A tokenizer is missing or cannot be bridged.
     """
     target_tokenizer, target_chat = _load("target", target)
     drafter_tokenizer, drafter_chat = _load("drafter", drafter)
@@ -69,11 +69,7 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
 
 
 def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions) -> None:
-    """Refuse a pair that cannot be bridged, and fit the drafter's length to the target's.
-
-    Raises:
-        ConfigError: As `load_pair`.
-    """
+    """Refuse a pair that cannot be bridged (ConfigError), and bound the drafter's context."""
     pair = load_pair(target, drafter, options)
     logger.info("Chat templates of target and drafter: %s.", pair.bridge.chat)
     ratio = len(pair.drafter.encode(CALIBRATION_TEXT)) / len(pair.target.encode(CALIBRATION_TEXT))
@@ -81,7 +77,7 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
 
 
 def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
-    # An engine that neither reads nor writes text (skip_tokenizer_init) has to be drafted for too.
+    # Drafting needs the tokenizer even if the engine does not (skip_tokenizer_init).
     own = copy.copy(config)
     own.skip_tokenizer_init = False
     try:
@@ -107,7 +103,6 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
 
 
 def _eos(config: ModelConfig) -> list[int] | None:
-    """EOS ids of the generation configuration, the first being the primary one."""
     found: int | list[int] | None = config.try_get_generation_config().get("eos_token_id")
     if found is None:
         return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's worker and its model runners, installed where vLLM builds the proposer.
+"""Hooks in vLLM's worker and model runners, installed when vLLM builds the proposer.
 
-To Model Runner V1 we are a `custom_class`, whose `propose` is called without request ids. The hook
-on `propose_draft_token_ids` hands our proposer the scheduler's output instead; the one on
-`take_draft_token_ids` lets it finish. V2 asks its speculator, `speculator_v2`, which the hooks load
-and tell of every step.
+Model Runner V1 calls a `custom_class` proposer without request ids. The hook on
+`propose_draft_token_ids` passes the scheduler's output to our proposer instead. The hook on
+`take_draft_token_ids` finishes the drafts. Model Runner V2 calls its speculator (`speculator_v2`),
+which the hooks load and notify of every step.
 """
 
 from abc import abstractmethod
@@ -18,6 +18,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,72 +27,72 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _Class = TypeVar("_Class")
-_Original = Callable[..., object]  # a method of vLLM's
+_Original = Callable[..., object]  # a method of vLLM
 
 
 class Proposer(transport.Reporter):
-    """What the hooks ask of a proposer."""
+    """Interface of a proposer to the hooks."""
 
-    warm: bool  # from `calibrate` on
+    warm: bool  # True from `calibrate` on
 
     @property
     @abstractmethod
     def seam(self) -> Runner:
-        """The model runner that it is bound to."""
+        """Model runner to which the proposer is bound."""
 
     @abstractmethod
     def bind(self, seam: Runner) -> None:
-        """Called before `load_model`."""
+        """Bind the proposer to a model runner. Called before `load_model`."""
 
     @abstractmethod
     def load_model(self, target_model: Any) -> None:
-        """Called beside the loaded target."""
+        """Load the drafter. Called after the target has been loaded."""
 
     @abstractmethod
     def after_step(self, view: Callable[[], StepView], num_requests: int) -> list[list[int]]:
-        """Begin to draft for every request of the batch; the lists that `finish` fills."""
+        """Begin drafts for all requests of the batch. Return one list each, filled by `finish`."""
 
     @abstractmethod
     def skip_step(self, num_requests: int, without_drafts: bool | None, begun: bool) -> bool:
-        """Whether a step of so many requests is not looked at: it goes by, and is counted.
+        """Return True to skip building a `StepView` for this step. Skipped steps are still counted.
 
         Args:
-            num_requests: Of it.
-            without_drafts: Where steps are scheduled ahead, whether this one verified no drafts and
-                may have none made: all ranks know, and the look would wait. Else None.
-            begun: Requests begin in it.
+            num_requests: Requests in the step.
+            without_drafts: With asynchronous scheduling, True if no drafts were verified in the
+                step or can follow it. All ranks have the same value. None with synchronous
+                scheduling.
+            begun: True if requests begin in the step.
         """
 
     @abstractmethod
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
-        """Read a skipped step that has ended. Nothing is drafted after it.
+        """Read a skipped step that has ended. No drafts follow it.
 
-        Args:
-            view: Builds the step's view without a wait.
-            num_requests: Requests of the step.
-            hurried: The device may be idle meanwhile.
+        `view` does not wait for the device. With `hurried`, the device may be idle meanwhile.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """The scheduler asks for the drafts."""
+        """Finish the drafts. Called when the scheduler takes them."""
 
     @abstractmethod
     def snapshot(self) -> DraftStats:
-        """The counters as they stand."""
+        """Return the present counters."""
 
     @abstractmethod
     def record(self) -> int:
-        """Called on every rank after the target's CUDA graphs, and again when the engine is warm;
-        bytes that the drafter's take."""
+        """Capture the drafter's CUDA graphs, and return their size in bytes.
+
+        Called on every rank after the target's graphs, and again when the engine is warm.
+        """
 
     @abstractmethod
     def calibrate(self) -> None:
-        """Called on every rank when the engine is warm, before the first request."""
+        """Time the models. Called on every rank when the engine is warm, before any request."""
 
     @abstractmethod
     def sleep(self, level: int) -> None:
-        """Called before the worker falls asleep; there are no requests any more."""
+        """Prepare for sleep. Called before the worker falls asleep, when there are no requests."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -99,19 +100,15 @@ class Proposer(transport.Reporter):
 
     @abstractmethod
     def wake(self) -> None:
-        """Called when the worker's KV is there again."""
+        """Wake the drafter. Called when the worker's KV cache is allocated again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Called when the worker ends, be it that its process does not."""
+        """Free the drafter. Called when the worker ends, even if its process continues."""
 
 
 def install_worker_hooks(*, v2: bool) -> None:
-    """Hook the workers and model runners of this process. Idempotent; inert for other drafters.
-
-    Args:
-        v2: Whether this process runs Model Runner V2.
-    """
+    """Hook the workers and runners of this process. Idempotent; inert for other drafters."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     runner = _hook_v2() if v2 else _hook_v1()
@@ -137,11 +134,11 @@ def _hook_v1() -> type:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
-    def branches_of(runner: object) -> attention_v1.BranchSequencesV1 | None:
+    def trees_of(runner: object) -> TreeAdapter | None:
         drafter = _ours(runner)
-        return None if drafter is None else getattr(drafter.seam, "branches", None)
+        return None if drafter is None else getattr(drafter.seam, "trees", None)
 
-    attention_v1.install(branches_of)
+    attention_v1.install(trees_of)
     return GPUModelRunner
 
 
@@ -167,29 +164,26 @@ def _family(base: type[_Class]) -> Iterator[type[_Class]]:
 
 
 def _ours(runner: object, name: str = "drafter") -> Proposer | None:
-    """A model runner's drafter, where it is one of ours."""
     drafter = getattr(runner, name, None)
     return drafter if isinstance(drafter, Proposer) else None
 
 
 def _load(original: _Original) -> _Original:
-    """`load_model` that first binds a drafter of ours to its runner."""
-
     def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         if drafter := _ours(runner):
-            drafter.bind(RunnerV1(runner))
+            from vllm_hetero_spec.engine.trees import attention_v1
+
+            drafter.bind(RunnerV1(runner, attention_v1.trees_of(runner)))
         return original(runner, *args, **kwargs)
 
     return load_model
 
 
 def _warm(original: _Original) -> _Original:
-    """`compile_or_warm_up_model` that then lets a drafter of ours calibrate."""
-
     def compile_or_warm_up_model(worker: "WorkerBase", *args: object, **kwargs: object) -> object:
         answer = original(worker, *args, **kwargs)
         if drafter := _ours(worker.model_runner):
-            drafter.record()  # where the target has no graphs
+            drafter.record()  # if the target has no graphs
             drafter.calibrate()
         return answer
 
@@ -197,8 +191,6 @@ def _warm(original: _Original) -> _Original:
 
 
 def _sleep(original: _Original) -> _Original:
-    """`sleep` that first lets a drafter of ours rest."""
-
     def sleep(worker: "WorkerBase", level: int = 1) -> object:
         if drafter := _ours(worker.model_runner):
             drafter.sleep(level)
@@ -208,13 +200,11 @@ def _sleep(original: _Original) -> _Original:
 
 
 def _wake(original: _Original) -> _Original:
-    """`wake_up` that then has a drafter of ours come back."""
-
     def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
         answer = original(worker, tags)
         drafter = _ours(worker.model_runner)
         if drafter and (tags is None or "kv_cache" in tags):
-            drafter.reset()  # the KV may have been discarded without a sleep
+            drafter.reset()  # KV may have been discarded without `sleep`
             drafter.wake()
         return answer
 
@@ -222,7 +212,7 @@ def _wake(original: _Original) -> _Original:
 
 
 def propose_hook(original: _Original) -> _Original:
-    """`propose_draft_token_ids` that hands over to a drafter of ours."""
+    """Wrap `propose_draft_token_ids` of Model Runner V1, to call our drafter."""
 
     def propose_draft_token_ids(
         runner: "GPUModelRunner",
@@ -235,7 +225,7 @@ def propose_hook(original: _Original) -> _Original:
         if drafter is None:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
         assert isinstance(drafter.seam, RunnerV1)
-        drafter.seam.commit_accepted_branch_kv(sampled_token_ids)
+        drafter.seam.after_sampling(sampled_token_ids)
         batch = len(sampled_token_ids)
         if drafter.skip_step(batch, None, drafter.seam.begins(scheduler_output)):
             drafter.seam.untimed()
@@ -247,11 +237,9 @@ def propose_hook(original: _Original) -> _Original:
 
 
 def _capture(original: _Original) -> _Original:
-    """`capture_model` that then records the graphs of a drafter of ours."""
-
     def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         taken, drafter = original(runner, *args, **kwargs), _ours(runner)
-        rehearsal = kwargs.get("profile_only", False)  # V2 measures what graphs will take
+        rehearsal = kwargs.get("profile_only", False)  # V2 only measures the memory of graphs
         if drafter and isinstance(taken, int) and not rehearsal:
             taken += drafter.record()
         return taken
@@ -260,8 +248,6 @@ def _capture(original: _Original) -> _Original:
 
 
 def _shutdown(original: _Original) -> _Original:
-    """`shutdown` that first lets a drafter of ours go."""
-
     def shutdown(runner: "GPUModelRunner") -> object:
         if drafter := _ours(runner):
             drafter.close()
@@ -271,8 +257,6 @@ def _shutdown(original: _Original) -> _Original:
 
 
 def _take(original: _Original) -> _Original:
-    """`take_draft_token_ids` that first lets a drafter of ours finish."""
-
     def take_draft_token_ids(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         if drafter := _ours(runner):
             drafter.finish()
@@ -282,21 +266,19 @@ def _take(original: _Original) -> _Original:
 
 
 def _load_v2(original: _Original) -> _Original:
-    """`load_model` of V2 that then loads a drafter of ours."""
-
     def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
         answer = original(runner, *args, **kwargs)
         if drafter := _ours(runner.speculator, "proposer"):
-            runner.drafter = drafter  # where V1 has it
-            runner.speculator.load(runner)
+            runner.drafter = drafter  # the same attribute as on V1
+            from vllm_hetero_spec.engine.trees import state_v2
+
+            runner.speculator.load(runner, state_v2.trees_of(runner))
         return answer
 
     return load_model
 
 
 def _execute_v2(original: _Original) -> _Original:
-    """`execute_model` of V2 that first tells the seam of a drafter of ours what a step is of."""
-
     def execute_model(
         runner: "GPUModelRunnerV2",
         scheduler_output: "SchedulerOutput",
@@ -311,10 +293,7 @@ def _execute_v2(original: _Original) -> _Original:
 
 
 def _gather_v2(original: patching.Function) -> patching.Function:
-    """`gather_batch_req_state` of V2 that then has the step's trees planned.
-
-    With side sequences a batch is none of so many requests with equally many tokens.
-    """
+    """Wrap `gather_batch_req_state` of V2, to plan trees; a batch with branches is not uniform."""
 
     def gather_batch_req_state(
         runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool

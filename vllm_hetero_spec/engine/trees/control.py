@@ -18,7 +18,7 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
-from vllm_hetero_spec.trees.growth import Children, ScoredTree
+from vllm_hetero_spec.trees.growth import Children, ScoredTree, TreeCandidates
 from vllm_hetero_spec.trees.layout import TreeRows, lay_out
 from vllm_hetero_spec.trees.pricing import PricedTree, trim
 from vllm_hetero_spec.trees.values import (
@@ -84,7 +84,7 @@ class TreeControl:
             if found is None or not request.new_tokens:
                 continue
             del self._verifying[request.req_id]
-            if request.num_drafted == found.nodes:  # else it was cut, or void
+            if request.num_drafted == found.nodes:  # otherwise it was shortened or dropped
                 again += found.branches * (request.num_tokens - len(request.new_tokens))
                 kept = request.new_tokens[: request.num_accepted]
                 along = takewhile(lambda pair: pair[0] == pair[1], zip(kept, found.chain))  # noqa: B905
@@ -178,7 +178,8 @@ class TreeControl:
         if draft.req_id in self._valued:
             return self._valued[draft.req_id]
         assert draft.explored is not None
-        tree, leads, shares = draft.explored
+        explored: TreeCandidates = draft.explored
+        tree, leads, shares = explored
         children, raced = tree.children(), leads is not None
         evidence = greedy_evidence(children.shares)
         if leads is not None:

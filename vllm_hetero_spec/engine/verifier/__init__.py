@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification inside vLLM, and what drafts were drawn from."""
+"""Verification inside vLLM, and the `draft_probs` that it needs."""

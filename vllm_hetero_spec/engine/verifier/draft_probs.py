@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts were drawn from, on its way from the drafter to the verifier.
+"""Storage and broadcast of `draft_probs` between drafting and verification.
 
-A draft is proposed in one step and verified in a later one, usually the next: the scheduler may
-shorten it, or leave its request out for some steps. What it was drawn from waits here by request.
-Where several ranks verify together, all use those of the first: they have to agree on every token.
+A draft is proposed in one step and verified in a later one, usually the next. Before that, the
+scheduler may shorten it or skip its request for some steps. The `draft_probs` are therefore stored
+by request. All ranks that verify together use those of the first rank, because they must agree on
+every token.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,22 +23,18 @@ if TYPE_CHECKING:
 
 
 class PendingDraftProbs:
-    """`DraftProbs` of outstanding drafts; a request that has none has a certain draft.
-
-    Args:
-        send: Brings arrays to the device, once for each batch (`staging.Sender`).
-    """
+    """`DraftProbs` of drafts that are not verified yet. Requests without any have certain ones."""
 
     def __init__(self, send: Send = on_host) -> None:
         self._send = send
         self._pending: dict[str, DraftProbs] = {}
 
     def put(self, req_id: str, draft_probs: DraftProbs) -> None:
-        """Remember what a request's newest draft was drawn from."""
+        """Store the `DraftProbs` of a request's newest draft."""
         self._pending[req_id] = draft_probs
 
     def keep(self, live: Collection[str], renewed: Collection[str]) -> None:
-        """Forget the requests that are gone, and those of which there are newer drafts."""
+        """Delete the entries of requests that have ended, or that are in `renewed`."""
         for req_id in [of for of in self._pending if of not in live or of in renewed]:
             del self._pending[req_id]
 
@@ -49,19 +46,16 @@ class PendingDraftProbs:
         seeds: Sequence[int] | np.ndarray | None,
         places: Sequence[int] | torch.Tensor | None,
     ) -> DraftBatch:
-        """The drafts of a step with their draft_probs, which are handed out once.
+        """Return the drafts of a step with their draft_probs, and delete these here.
 
         Args:
-            req_ids: The B requests; empty where vLLM profiles with made-up ones, whose drafts are
-                certain.
-            lengths: Tokens of each request's draft; cut at the end, never elsewhere, or filled up
-                there with -1.
-            tokens: int64 [N], the draft tokens.
-            seeds: See `DraftBatch`, as `places`.
-            places: [B].
+            req_ids: [B]; empty while vLLM profiles with dummy requests, whose drafts are certain.
+            lengths: [B], draft tokens. A draft may be cut at its end, or padded there with -1.
+            tokens: int64 [N], draft tokens.
+            seeds, places: [B], as in `DraftBatch`.
         """
-        # A round of drafting is known by its table, which all its requests share: rows by round,
-        # and where they will start.
+        # All requests of a round share one table, whose `id()` is the key. The values are the table
+        # and its first row in the batch.
         rounds: dict[int, tuple[torch.Tensor, int]] = {}
         row_of: list[int] = []
         total = 0
@@ -91,22 +85,17 @@ class PendingDraftProbs:
 def shared(
     draft_probs: Mapping[str, DraftProbs], group: "GroupCoordinator", likeliest: int | None = None
 ) -> dict[str, DraftProbs]:
-    """What the first rank's drafts of a round were drawn from, on every rank.
+    """Return the first rank's `DraftProbs` of a round on every rank. Collective.
 
-    All ranks have to call it. What the first cannot send it raises, when the others have heard that
-    there is nothing: they would wait for ever.
-
-    Args:
-        draft_probs: By request; read on the first rank alone.
-        group: vLLM's tensor parallel group.
-        likeliest: How many tokens at most have a probability in a row: no others travel. None for
-            all, whose rows travel whole.
+    If the first rank fails, it first sends an empty result and then raises, because the other ranks
+    would wait forever. `draft_probs` is read on the first rank only. `likeliest` is the maximum
+    number of tokens with a probability in a row; None to send whole rows.
     """
     sent, failure = None, None
     if group.is_first_rank:
         try:
             sent = _message(draft_probs, likeliest)
-        except Exception as error:  # out of memory, as a rule
+        except Exception as error:  # usually out of memory
             sent, failure = _message({}, None), error
     received = group.broadcast_tensor_dict(sent, src=0)
     if failure is not None:
@@ -132,9 +121,8 @@ def _message(draft_probs: Mapping[str, DraftProbs], likeliest: int | None) -> di
 
 
 def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, Any]:
-    """Rows [R, V_T] as they travel."""
     if likeliest is None:
-        # On a CPU the bytes are sent as they lie, and rows may be part of wider ones.
+        # A broadcast on CPU sends contiguous memory. Rows may be a slice of wider ones.
         return {name: rows.contiguous()}
     return {name: pack(rows, likeliest), f"{name} width": rows.shape[1]}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzy verification in vLLM: LOSSY, asked for by name, and accounted for request by request."""
+"""Fuzzy verification, which is LOSSY and only used on request, with a report for each request."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 @dataclass
 class _Account:
-    """One request: tokens emitted, those only the fuzzy rule accepted, total variation spent."""
+    """One request's emitted tokens, tokens accepted by the fuzzy rule only, and total variation."""
 
     tokens: int = 0
     only_fuzzy: int = 0
@@ -25,16 +25,10 @@ class _Account:
 
 
 class FuzzyRule:
-    """`verify.fuzzy` with its accounts.
+    """`verify.fuzzy` with counts for each request, which are read after a step's tokens.
 
-    They are read once a step, when the step's tokens have been: nothing waits for them.
-
-    Args:
-        divergence: "js", "tv" or "kl".
-        threshold: Divergence below which a sampled draft passes.
-        receiver: Makes what brings the accounts of a batch, three float64 for each request; one
-            for each part that a batch is verified in.
-        stats: Where the sums over all requests are counted.
+    A sampled draft token passes if its divergence is below `threshold`. `receiver` makes a receiver
+    for three float64 per request; each part of a batch needs one.
     """
 
     def __init__(
@@ -47,15 +41,15 @@ class FuzzyRule:
         self._divergence, self._threshold = divergence, threshold
         self._make_receiver, self._stats = receiver, stats
         self._receivers: list[Receiver] = []
-        self._coming: list[tuple[Sequence[str], Fetched]] = []  # of the parts of a step
+        self._coming: list[tuple[Sequence[str], Fetched]] = []  # one for each part of a step
         self._accounts: dict[str, _Account] = {}
 
     def __call__(
         self, drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor
     ) -> Verdict:
-        """See `verify.rules.token_rule`."""
+        """Apply the rule; same signature as `verify.rules.token_rule`."""
         found = fuzzy_rule(drafts, target_probs, bonus, self._divergence, self._threshold)
-        if not drafts.req_ids:  # vLLM profiles with requests that do not exist
+        if not drafts.req_ids:  # vLLM profiles with dummy requests
             return found.verdict
         if len(self._coming) == len(self._receivers):
             self._receivers.append(self._make_receiver())
@@ -65,7 +59,7 @@ class FuzzyRule:
         return found.verdict
 
     def keep(self, live: Collection[str]) -> None:
-        """Report the requests that are gone; called when a step's tokens are on the host."""
+        """Report ended requests. Call this when a step's tokens are on the host."""
         self._settle()
         for req_id in self._accounts.keys() - live:
             account = self._accounts.pop(req_id)
@@ -79,7 +73,6 @@ class FuzzyRule:
             )
 
     def _settle(self) -> None:
-        """Enter what the step gave up."""
         coming, self._coming = self._coming, []
         for req_ids, fetched in coming:
             for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):

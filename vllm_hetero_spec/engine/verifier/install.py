@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rule verifies, and everything of the model runner that the rule needs changed."""
+"""Choice of the verification rule, and its installation in the model runner."""
 
 import logging
 from collections.abc import Sequence
@@ -29,31 +29,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hetero_spec")
 
-# V2 verifies a large batch in parts of a GiB of logits; what is sent for so many waits for none.
+# Send buffers. V2 verifies a large batch in parts of 1 GiB of logits; this many do not wait.
 _PARTS = 8
 
 
 class Verifier:
-    """Verification of one engine: takes the place of the runner's, and of its randomness for races.
-
-    Args:
-        options: The user's.
-        seam: The target's model runner, which is changed.
-        stats: Counters to add to.
-    """
+    """Verification of one engine. Replaces the rejection sampler and, for races, the sampling."""
 
     def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
-        # Trees are sent while the buffers of the drafts are in use.
+        # Trees need their own buffers, because those of the drafts are still in use.
         send, send_trees = (Sender(seam.device, _PARTS).send for _ in range(2))
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._device = seam.device
         self._group: GroupCoordinator | None = None
-        self._likeliest: int | None = None  # tokens of a row that travel to other ranks
+        self._likeliest: int | None = None  # tokens of a row that other ranks receive
         asked = options.verification
         rule: Rule = {"block": block_rule, "race": race_rule}.get(str(asked), token_rule)
         if isinstance(asked, FuzzyOptions):
-            # At most one request for each token of a step, three float64 for each.
+            # A step has at most one request per token. Each has three float64.
             receiver = partial(Receiver, seam.device, 24 * seam.max_num_tokens)
             self._fuzzy = FuzzyRule(asked.divergence, asked.threshold, receiver, stats)
             rule = self._fuzzy
@@ -75,7 +69,7 @@ class Verifier:
             )
         else:
             assert isinstance(seam, RunnerV2)
-            # Behind `if`: what it imports of vLLM is of this runner alone.
+            # Imported here because it imports vLLM's modules of V2.
             from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import (
                 HeteroRejectionSamplerV2,
             )
@@ -90,22 +84,18 @@ class Verifier:
             )
 
     def share_among(self, group: "GroupCoordinator", likeliest: int | None) -> None:
-        """The ranks of a group verify together: all of them need what drafts were drawn from.
+        """Broadcast draft_probs in a tensor parallel group that verifies together.
 
-        Args:
-            group: vLLM's.
-            likeliest: How many tokens at most have a probability in a row; None for all.
+        `likeliest` is the maximum number of tokens with a probability in a row; None for all.
         """
         self._group, self._likeliest = group, likeliest
-        group.broadcast(torch.zeros(1, device=self._device))  # what it takes is there from now on
+        group.broadcast(torch.zeros(1, device=self._device))  # allocates buffers of the group now
 
     def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
-        """These drafts, and no others, are what the requests of a step will have verified.
+        """Set the drafts that the requests of a step will have verified. Collective.
 
-        Args:
-            step: The step; who is not in its batch still waits for an earlier draft.
-            drafts: Of this step. Where ranks verify together, all of them call this, and those of
-                the first rank count.
+        Requests that are not in the batch keep an earlier draft. The drafts of the first rank are
+        used.
         """
         self._pending.keep(step.live, {*step.index_of, *step.preempted})
         if self._fuzzy is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponential races in vLLM: one seed, one output, whatever drafts.
+"""Exponential races on Model Runner V1: output depends on the seed, not on the drafts.
 
-Every random token of every request is the winner of a race that hangs on the request's seed and
-the token's place in its output, also in steps without drafts: vLLM's last step of sampling is
-replaced, as well as the rule of verification.
+Every random token is the winner of a race, which depends on the request's seed and the token's
+place in its output. This also holds in steps without drafts. vLLM's last step of sampling is
+therefore replaced, in addition to the verification rule.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
 
-# The sampler may have to return what it drew from; see vLLM's `logprobs_mode`.
+# With these values of vLLM's `logprobs_mode`, the sampler also returns its processed logits.
 _PROCESSED = {
     "processed_logits": lambda logits: logits,
     "processed_logprobs": lambda logits: logits.log_softmax(-1),
@@ -26,13 +26,7 @@ _PROCESSED = {
 
 
 class RaceSamplerV1(torch.nn.Module):
-    """vLLM's top-k and top-p sampler with races as its randomness.
-
-    Args:
-        batch: Gives the batch that tokens are being chosen for.
-        logprobs_mode: vLLM's, of the sampler whose part this is.
-        send: Brings arrays to the device (`staging.Sender`).
-    """
+    """vLLM's top-k and top-p sampler with races as its randomness."""
 
     def __init__(
         self,
@@ -47,10 +41,9 @@ class RaceSamplerV1(torch.nn.Module):
 
     @contextmanager
     def behind(self, drafts: DraftBatch) -> Iterator[None]:
-        """While entered, tokens are drawn behind the requests' drafts.
+        """Within this context, sample the token after each request's draft.
 
-        vLLM's sampler hands on logits and sampling parameters alone, so that where its tokens are
-        to stand has to be said around the call.
+        vLLM's sampler does not pass places on, so they are set around its call.
         """
         before, self._drafts = self._drafts, drafts
         try:
@@ -65,13 +58,13 @@ class RaceSamplerV1(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token for each request of the batch, behind its draft if it has one."""
+        """Sample one token for each request of the batch, after its draft if it has one."""
         logits = apply_top_k_top_p(logits, k, p)
         seeds, places = self._seeds_and_places(len(logits))
         return race(logits.softmax(-1), seeds, places), self._processed(logits)
 
     def _seeds_and_places(self, size: int) -> list[torch.Tensor]:
-        """int64 [B] each. vLLM profiles with requests that do not exist, which all race alike."""
+        """Return seeds and places, int64 [B] each; zeros for the dummy requests of profiling."""
         if self._drafts is not None:
             return [self._drafts.seeds, self._drafts.places + self._drafts.counts]
         view = self._batch()

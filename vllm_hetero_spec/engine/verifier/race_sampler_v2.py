@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponential races on Model Runner V2: one seed, one output, on either runner (`race_sampler`).
+"""Exponential races on Model Runner V2, with the same output for a seed as on V1.
 
-vLLM's sampler draws tokens by noise of its own, in steps without drafts too. Here they are the
-winners of races; seeds and places are on the device already.
+vLLM's sampler uses its own noise, also in steps without drafts. Races replace it. Seeds and places
+are on the device already.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 
 class RaceSamplerV2:
-    """Takes the place of `Sampler._sample_random`.
+    """Replacement for `Sampler._sample_random`.
 
-    Args:
-        states: The sampler's parameters of all requests.
-        places: Gives the index in its request's output, int64 [n], of the token behind each
-            position, of int64 [n] requests and int64 [n] positions.
+    `places` returns the index in the request's output, int64 [n], of the token after each position.
+    Its arguments are int64 [n] requests and int64 [n] positions.
     """
 
     def __init__(
@@ -43,9 +41,9 @@ class RaceSamplerV2:
         positions: torch.Tensor,
         *_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row of logits [n, V], and the logits under top-k and top-p.
+        """Return a token for each row of logits [n, V], and the logits after top-k and top-p.
 
-        What vLLM gives more says how it would apply these, and differs between its releases.
+        vLLM's other arguments select its implementation of these, and differ between releases.
         """
         logits = self._states.apply_top_k_top_p(logits, requests, requests_np)
         return self.winners(logits, requests, positions), logits
@@ -53,12 +51,12 @@ class RaceSamplerV2:
     def winners(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """int64 [n], the token of each row; the likeliest at temperature 0.
+        """Return int64 [n], the token of each row of logits; the likeliest one at temperature 0.
 
         Args:
-            logits: float [n, V], under all sampling parameters.
-            requests: int64 [n], of each row, in the sampler's states.
-            positions: int64 [n], of the token before.
+            logits: float [n, V], after all sampling parameters.
+            requests: int64 [n], index of each row's request in the sampler's states.
+            positions: int64 [n], position of the previous token.
         """
         seeds, places = self._states.seeds.gpu[requests], self._places(requests, positions)
         winners = torch.empty_like(seeds)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification inside Model Runner V1: target_probs from the target's logits, our rules on them.
+"""Verification inside Model Runner V1: computes target_probs and applies our rules.
 
-vLLM's own sampler prepares the logits (penalties, bad words, grammar) and draws the bonus tokens;
-temperature, top-k and top-p of the draft rows are applied here, and `verify` decides. A batch may
-mix greedy and random requests, certain and sampled drafts of any length. Nothing here waits for the
-device: one packet goes to it, and what is sampled stays there until vLLM reads it.
+vLLM's sampler prepares the logits (penalties, bad words, grammar) and samples the bonus tokens.
+Temperature, top-k and top-p of the draft rows are applied here, before a rule of `verify`. A batch
+may mix greedy and sampled requests, and certain and sampled drafts of any length. Nothing here
+waits for the device: one packet goes to it, and sampled tokens stay there until vLLM reads them.
 
-Memory: vLLM's processors want the logits of all draft rows as one float32 table, and target_probs
-take its place. All else is worked on in parts (`verify.noise.slices`).
+Memory: vLLM's processors need the logits of all draft rows in one float32 table, and target_probs
+overwrite it. Everything else is computed in parts (`verify.noise.slices`).
 """
 
 import time
@@ -23,32 +23,29 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreesView, Walk
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
-from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.walk import TreeBatch
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
 
 
 class HeteroRejectionSamplerV1(RejectionSampler):
-    """Verifies drafts by one of our rules.
+    """Verifies drafts with one of our rules.
 
     Args:
-        rule: Decides over the drafts of random requests.
-        pending: Where the proposer leaves what its drafts were drawn from.
-        racing: The sampler's last step where tokens are raced for, the bonus token too; else None.
-        batch: Gives the batch that tokens are being chosen for.
-        send: Brings arrays to the device, twice for a batch at most.
-        stats: Where `verify_seconds` is counted.
-        args: What RejectionSampler takes.
+        rule: Verification rule for sampled requests.
+        pending: Contains the draft_probs of the proposer.
+        racing: Sampler of the bonus tokens if tokens are raced for; else None.
+        send: Copies arrays to the device, at most twice for a batch.
     """
 
     def __init__(
@@ -76,9 +73,9 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """See RejectionSampler.forward; `draft_probs` is not used, ours are in `pending`."""
+        """Verify a batch. `draft_probs` is unused, because `pending` contains ours."""
         if not metadata.max_spec_len:
-            # Prefill: on no rows at all top-k raises on CPU (`max(): Expected reduction dim`).
+            # Prefill: top-k raises on CPU without rows (`max(): Expected reduction dim`).
             rows = logits.index_select(0, metadata.bonus_logits_indices)
             return self.sampler(logits=rows, sampling_metadata=sampling_metadata)
         began = time.perf_counter()
@@ -105,7 +102,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
                 predict_bonus_token=True,
                 logprobs_mode_override="processed_logits" if processed else "raw_logits",
             )
-        # On a CPU faster than by brackets.
+        # Faster than indexing on a CPU.
         raw = logits.index_select(0, metadata.target_logits_indices).to(torch.float32)
         target = self.apply_logits_processors(
             raw.clone() if wanted and not processed else raw, sampling_metadata, metadata
@@ -115,7 +112,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         if not (is_greedy or sampling_metadata.all_random):
             is_greedy = sampling_metadata.temperature == 0
         walk = None
-        if view.trees is not None:  # before the rule puts probabilities over the logits
+        if view.trees is not None:  # before the rule overwrites the logits
             walk = self._walk(view.trees, drafts, metadata, logits, sampling_metadata, is_greedy)
         verdict = verdict_of(
             self._rule,
@@ -131,7 +128,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         rows = target if processed else raw
         last_rows = bonus.logprobs_tensors.logprobs if wanted else None
         if walk is not None:
-            # Rows behind a root are those of a chain in no tree.
+            # In requests with a tree, rows after the root are not a chain.
             behind = torch.arange(tokens.shape[1], device=tokens.device) > 0
             tokens = tokens.masked_fill(walk.trees[:, None] & behind, FILLER)
             tokens = torch.where(walk.walks[:, None], walk.tokens, tokens)
@@ -163,7 +160,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         repeat_indices: torch.Tensor,
         output_token_ids: list[list[int]],
     ) -> torch.Tensor:
-        """Penalise draft rows; on a CPU a row costs as much as its text is long."""
+        """Penalize draft rows. On a CPU, the cost of a row depends on the request's length only."""
         sampling = sampling_metadata
         if sampling.no_penalties or logits.device.type != "cpu":
             return RejectionSampler.apply_penalties(
@@ -177,7 +174,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         return logits
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V], what users are told of some rows."""
+        """Return float32 [n, V], the scores that users get for some rows of logits."""
         if self.is_logits_logprobs_mode:
             return logits
         scores: torch.Tensor = self.sampler.compute_logprobs(logits)
@@ -192,22 +189,16 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         sampling: SamplingMetadata,
         is_greedy: torch.Tensor | bool,
     ) -> Walk:
-        """What the trees of a batch emit; their requests have no parameters but those of a row.
+        """Follow the trees of a batch. `logits` [R, V] has all its rows.
 
-        Args:
-            view: The trees.
-            drafts: All drafts as chains.
-            metadata: vLLM's, of the rows.
-            logits: [R, V], of all rows of the batch.
-            sampling: The requests' parameters.
-            is_greedy: See `verdict_of`.
+        Requests with a tree only have sampling parameters that apply to single rows.
         """
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
-        trees = TreeBatch.of(fed, view.parents, self._send)
+        trees = view.rows(fed, slice(None), self._send)
         best, walks, of = fast_argmax(logits), view.is_tree, trees.request_of
         if self._racing is None:
-            walks = walks & is_greedy  # a walk takes the likeliest tokens
+            walks = walks & is_greedy  # a walk follows the likeliest tokens
         elif is_greedy is not True:
             assert drafts.seeds is not None
             assert drafts.places is not None
@@ -224,19 +215,15 @@ class HeteroRejectionSamplerV1(RejectionSampler):
             )
         starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
         place_of = torch.arange(len(fed), device=fed.device) - starts[of]
-        return walk_of(trees, best, walks, place_of)
+        return trees.walk(best, walks, place_of)
 
 
 def _in_order(
     order: torch.Tensor, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
 ) -> tuple[torch.Tensor, torch.Tensor, SpecDecodeMetadata]:
-    """Rows of logits as log probabilities are taken from: a request's token i from its row i.
+    """Reorder rows by `Walk.order`, so that a request's token i comes from its row i.
 
-    Args:
-        order: See `Walk`.
-        rows: [N, V], of draft tokens.
-        last: [B, V], behind the drafts.
-        metadata: Where these stand among all rows.
+    `rows` [N, V] belong to draft tokens, and `last` [B, V] come after the drafts.
     """
     every = _every(len(order), rows, last, metadata)[order]
     everywhere = torch.arange(len(order), device=order.device)
@@ -247,7 +234,7 @@ def _in_order(
 def _every(
     count: int, rows: torch.Tensor, last: torch.Tensor, metadata: SpecDecodeMetadata
 ) -> torch.Tensor:
-    """[count, V], the rows of draft tokens and those behind the drafts; see `_in_order`."""
+    """Return [count, V], the rows of draft tokens and those after the drafts, in batch order."""
     every = rows.new_empty((count, rows.shape[1]))
     every[metadata.target_logits_indices] = rows
     every[metadata.bonus_logits_indices] = last.to(rows.dtype)
@@ -257,9 +244,10 @@ def _every(
 def _target_probs(
     logits: torch.Tensor, request_of: torch.Tensor, sampling: SamplingMetadata, keep_logits: bool
 ) -> torch.Tensor:
-    """[N, V] probabilities under the requests' temperature, top-k and top-p.
+    """Return [N, V] probabilities after the requests' temperature, top-k and top-p.
 
-    They take the place of the logits; those under the same constraints do where they are kept.
+    They overwrite the logits. With `keep_logits`, the logits after these parameters are kept
+    instead.
     """
     temperature = sampling.temperature[request_of, None]
     temperature = torch.where(temperature == 0, 1.0, temperature)

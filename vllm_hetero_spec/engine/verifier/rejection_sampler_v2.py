@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification inside Model Runner V2: the same rules, on logits that vLLM has made ready.
+"""Verification inside Model Runner V2: applies our rules to logits that vLLM has prepared.
 
-vLLM's sampler applies all sampling parameters to the rows of drafts and bonus tokens alike. Bonus
-tokens are drawn as vLLM draws them where nobody has a draft, so that a seed means the same in any
-batch. Places and parameters are on the device: one packet says how long the drafts are, and brings
-what random numbers follow from.
+vLLM's sampler applies all sampling parameters to the rows of draft and bonus tokens. Bonus tokens
+are sampled as vLLM samples tokens without drafts, so that a seed gives the same result in any
+batch. Places and parameters are on the device. One packet contains the draft lengths and the keys
+of random numbers.
 
-Memory: target_probs take the place of the logits that vLLM has copied, at most 1 GiB of them at a
-time; where it has made no copy, or logprobs want it, they are a table beside.
+Memory: target_probs overwrite the logits that vLLM has copied, at most 1 GiB at a time. They need a
+table of their own if vLLM has made no copy, or if logprobs need the logits.
 """
 
 import time
@@ -27,29 +27,27 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeRows
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.walk import TreeBatch
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 
 
 class HeteroRejectionSamplerV2(RejectionSampler):
-    """Verifies drafts by one of our rules.
+    """Verifies drafts with one of our rules.
 
     Args:
-        rule: Decides over the drafts of random requests.
-        pending: Where the proposer leaves what its drafts were drawn from.
-        races: What draws tokens where they are raced for; else None.
-        batch: Gives the requests of a batch of vLLM's, and the true lengths of their drafts.
-        places: See `RaceSamplerV2`.
-        send: Brings arrays to the device, once for each part of a batch that has trees.
-        stats: Where `verify_seconds` is counted.
-        args: What RejectionSampler takes.
+        rule: Verification rule for sampled requests.
+        pending: Contains the draft_probs of the proposer.
+        races: Sampler of tokens if they are raced for; else None.
+        batch: Returns the requests of vLLM's batch, and the true lengths of their drafts.
+        places: As in `RaceSamplerV2`.
+        send: Copies arrays to the device, once for each part of a batch with trees.
     """
 
     def __init__(
@@ -67,19 +65,19 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self._rule, self._pending, self._races = rule, pending, races
         self._batch, self._places, self._stats = batch, places, stats
         self._send = send
-        # Of trees: the token of each row that is left.
+        # With trees: input token of each row that is not verified yet.
         self._fed = torch.zeros(0, dtype=torch.int64)
         self._view = BatchView([])
-        self._verified = 0  # requests of the batch so far
-        # Of the rows of a part: each one's request in the runner, and its place in the request.
+        self._verified = 0  # number of verified requests of the batch
+        # For each row of a part: its request in the runner, and its index in the request.
         self._rows = (self._fed, self._fed)
-        # The rows of a part in the order of its tokens, where walks have left that of the rows.
+        # Rows of a part in the order of its tokens (`Walk.order`); None without walks.
         self._order: torch.Tensor | None = None
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
-        """See RejectionSampler, which calls `_verify` for a part of the batch at a time."""
+        """Verify a batch. RejectionSampler calls `_verify` for each part of it."""
         began = time.perf_counter()
         self._view, self._verified = self._batch(input_batch), 0
         if self._view.trees is not None:
@@ -102,7 +100,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See RejectionSampler; `draft_logits` are not used, ours are in `pending`."""
+        """Verify a part of a batch. `draft_logits` is unused, because `pending` contains ours."""
         sampler, states = self.sampler, self.sampler.sampling_states
         processed = sampler.apply_sampling_params(
             logits,
@@ -125,8 +123,8 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             seeds = states.seeds.np[idx_mapping_np]
             places = self._places(idx_mapping, pos[starts])
         drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
-        ends = starts + drafts.counts  # there may be rows behind, of drafts that were filled up
-        # Before the rule puts probabilities over the logits.
+        ends = starts + drafts.counts  # a padded draft has more rows after this one
+        # Before the rule overwrites the logits.
         best = None if random else fast_argmax(processed)
         if greedy and best is not None:
             bonus = best[ends]
@@ -142,9 +140,9 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             if self._races is not None:
                 chosen = self._races.winners(processed, expanded_idx_mapping, pos)
             else:
-                walks = walks & is_greedy  # a walk takes the likeliest tokens
+                walks = walks & is_greedy  # a walk follows the likeliest tokens
             if chosen is not None:
-                walk = walk_of(trees, chosen, walks, expanded_local_pos.long())
+                walk = trees.walk(chosen, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -168,7 +166,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         return self.sampler.logprobs_mode.startswith("processed")
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [B, most draft tokens + 1], of what is emitted."""
+        """Return emitted tokens as int64 [B, num_speculative_steps + 1]."""
         sampled = tokens.new_full((len(tokens), self.num_speculative_steps + 1), FILLER)
         sampled[:, : tokens.shape[1]] = tokens
         return sampled
@@ -182,7 +180,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> LogprobsTensors | None:
-        """See RejectionSampler, to which a request's token i comes from its row i."""
+        """Use our order of rows after walks, and add tokens that requests name."""
         wanted = max_num_logprobs != NO_LOGPROBS or self._view.named
         if self._order is not None and wanted and not self._processed_logprobs:
             logits = logits[self._order]
@@ -202,14 +200,13 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )
 
-    def _trees(self, part: slice) -> TreeBatch | None:
-        """The trees of the next requests, all rows of all of them; None without any."""
+    def _trees(self, part: slice) -> TreeRows | None:
+        """Return the next requests' drafts as trees, with all rows; None without trees."""
         if self._view.trees is None:
             return None
-        parents = self._view.trees.parents[part]
-        count = len(parents) + sum(map(len, parents))
+        count = self._view.trees.num_rows(part)
         fed, self._fed = self._fed[:count], self._fed[count:]
-        return TreeBatch.of(fed, parents, self._send)
+        return self._view.trees.rows(fed, part, self._send)
 
     def _drafts(
         self,
@@ -219,17 +216,16 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         starts: torch.Tensor,
         draft_sampled: torch.Tensor,
     ) -> tuple[DraftBatch, torch.Tensor]:
-        """The drafts of the next requests, and which row of logits int64 [N] is for each token.
+        """Return the drafts of the next requests, and the row of logits of each token, int64 [N].
 
-        Those of trees have no draft here: only the row behind their text counts.
+        Requests with a tree have no draft here; only their root's row counts.
 
         Args:
-            part: Of the batch.
-            seeds: int64 [B], on the host; None where nothing is random, as `places`.
-            places: int64 [B].
-            starts: int64 [B], each request's first row.
-            draft_sampled: int, for each row of logits the token before it: each request's last
-                token, its draft, and what may fill that up; -1 for a place that holds none.
+            part: Requests of the batch.
+            seeds, places: int64 [B]; None if all requests are greedy. Seeds are on the host.
+            starts: int64 [B], first row of each request.
+            draft_sampled: The token before each row: each request's last token, its draft and
+                padding; -1 stands for no token.
         """
         lengths = self._view.lengths[part]
         if self._view.trees is not None:
@@ -244,7 +240,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
     def _drawn(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """int64 [n], as the sampler draws tokens behind no draft; see `RaceSamplerV2.winners`."""
+        """Sample int64 [n] tokens as without drafts; arguments as in `RaceSamplerV2.winners`."""
         if self._races is not None:
             return self._races.winners(logits, requests, positions)
         states = self.sampler.sampling_states
@@ -261,9 +257,9 @@ class HeteroRejectionSamplerV2(RejectionSampler):
 
 
 def _target_probs(logits: torch.Tensor, rows: torch.Tensor, *, kept: bool) -> torch.Tensor:
-    """float32 [N, V], of some rows; over the logits, from the first on, where they are not kept.
+    """Return float32 [N, V], probabilities of some rows; they overwrite `logits` unless `kept`.
 
-    No row moves up, so that none is overwritten before it is read.
+    No row moves towards the end, so none is overwritten before it is read.
     """
     count, width = len(rows), logits.shape[1]
     probs = logits.new_empty((count, width), dtype=torch.float32) if kept else logits[:count]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of the tokens that a request names (`logprob_token_ids`), beside its draft.
+"""Log probabilities of tokens that a request names (`logprob_token_ids`), in steps with drafts.
 
-vLLM's own verification knows of the likeliest tokens alone: on Model Runner V2 such a request gets
-none, and on V1 one beside another that asks for the likeliest ends the engine.
+vLLM's verification only supports the likeliest tokens. On Model Runner V2 such a request gets no
+log probabilities. On V1 it ends the engine if another request wants the likeliest tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,24 +22,23 @@ def with_asked(
     num_draft_tokens: Sequence[int],
     send: Send,
 ) -> LogprobsTensors:
-    """The log probabilities of a batch, those that are asked for in the place of the likeliest.
+    """Replace the likeliest tokens by the named ones, for requests that name tokens.
+
+    After each row's own token, unused columns have id 0 at -inf.
 
     Args:
-        found: Of the likeliest tokens, as many rows for each request: its tokens in turn.
-        asked: Index of each request that names tokens -> their ids.
-        scores: int64 [n], rows of the batch's logits -> [n, V], what is told of them.
-        num_draft_tokens: Of each request, whose rows are one more, in turn.
-        send: Brings arrays to the device.
-
-    Returns:
-        The same rows; behind each one's token, ids that are not asked for are 0, at -inf.
+        found: Log probabilities of the likeliest tokens; each request has equally many rows.
+        asked: Token ids by the index of each request that names tokens.
+        scores: Maps int64 [n] rows of the batch's logits to [n, V] scores for users.
+        num_draft_tokens: Draft tokens of each request, which has one row of logits more.
+        send: Copies arrays to the device.
     """
     each = len(found.logprobs) // len(num_draft_tokens)
     likeliest = found.logprobs.shape[1] - 1
     columns = max(likeliest, *map(len, asked.values()))
     requests, tokens = np.array([*asked])[:, None], np.arange(each)
     starts = np.cumsum([0, *np.add(num_draft_tokens, 1)])
-    rows = np.minimum(starts[requests] + tokens, starts[-1] - 1)  # rejected tokens may have none
+    rows = np.minimum(starts[requests] + tokens, starts[-1] - 1)  # rejected tokens may have no row
     ids = np.full((len(asked), each, columns), -1)
     for lines, own in zip(ids, asked.values(), strict=True):
         lines[:, : len(own)] = own
@@ -60,13 +59,13 @@ def flat(
     cu_num_logits: torch.Tensor,
     local: torch.Tensor,
 ) -> torch.Tensor:
-    """int [R], the token that each row of logits has given; 0 where none.
+    """Return int [R], the token that each row of logits emitted; 0 for rows without one.
 
     Args:
-        sampled: int [B, S+1], what each request emits.
-        num_sampled: int [B], how many tokens of it count.
-        cu_num_logits: int [B+1], where each request's rows begin.
-        local: int [R], which of its request's rows each is.
+        sampled: int [B, S+1], tokens of each request.
+        num_sampled: int [B], number of valid tokens in each row of `sampled`.
+        cu_num_logits: int [B+1], first row of logits of each request.
+        local: int [R], index of each row in its request.
     """
     every = torch.arange(len(local), device=local.device, dtype=cu_num_logits.dtype)
     request_of = torch.searchsorted(cu_num_logits[1:], every, right=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties of draft rows on a CPU, at the tokens that they concern.
+"""Penalties of draft rows on a CPU, applied only to the tokens that occur.
 
 vLLM counts the tokens of every row in a table as wide as the vocabulary: 3 ms for a row of 151,936
-tokens. Here a row costs what its text is long. Operations and their order are vLLM's, so that the
-logits are the same to the bit.
+tokens. Here the cost of a row depends on the request's length. Operations and their order are
+vLLM's, so the logits are bit-identical.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ def apply_row_penalties(
     penalties: torch.Tensor,
     outputs: Sequence[Sequence[int]],
 ) -> None:
-    """Penalise logits float32 [N, V] in place.
+    """Penalize logits float32 [N, V] in place.
 
     Args:
         logits: On the CPU.
-        prompts: int64 [B, P], padded by V.
-        request_of: int64 [N], of each row.
+        prompts: int64 [B, P], padded with V.
+        request_of: int64 [N], request of each row.
         penalties: float32 [B, 3], presence, frequency and repetition of each request.
-        outputs: What stands before each row behind its prompt, [N]; -1 for no token.
+        outputs: [N], output tokens before each row; -1 for no token.
     """
     width, every = logits.shape[1], penalties.tolist()
     for row, request, output in zip(logits, request_of.tolist(), outputs, strict=True):

@@ -2,21 +2,20 @@
 """Top-k and top-p of draft rows on a CPU without sorting the vocabulary.
 
 vLLM's CPU build sorts every row that has a top-p: 14 ms for a row of 151,936 tokens. A step without
-drafts has one row for each request; verification has one more for each draft token, and would take
+drafts has one row per request. Verification has one more for each draft token, and would take
 longer than the target's forward.
 """
 
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as vllm
 
-# Likeliest tokens of a row that are ordered. A row that keeps more is sorted by vLLM.
-_ORDERED = 1024
+_ORDERED = 1024  # sorted tokens of a row; vLLM sorts the rows that keep more tokens
 
 
 def apply_top_k_top_p(
     logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
 ) -> torch.Tensor:
-    """vLLM's function of this name; on a CPU it waits for no sort where few tokens are kept.
+    """Apply vLLM's function of this name, without a full sort on a CPU if few tokens are kept.
 
     Args:
         logits: float32 [n, V], changed in place.
@@ -24,8 +23,8 @@ def apply_top_k_top_p(
         p: float [n], 1 for no top-p; None if no row has one.
 
     Returns:
-        float32 [n, V], -inf for tokens that are left out: those that vLLM leaves out, except that a
-        token at the edge of top-p falls by the rounding of a sum in float64.
+        float32 [n, V], -inf for the tokens that vLLM removes. A token at the edge of top-p may
+        differ, because sums are rounded in float64.
     """
     width = logits.shape[1]
     if p is None or logits.device.type != "cpu" or width <= _ORDERED:
@@ -35,7 +34,7 @@ def apply_top_k_top_p(
     few = whole = torch.zeros_like(p, dtype=torch.bool)
     if k is not None:
         last = values.gather(1, (k.long() - 1).clamp_max(_ORDERED - 1)[:, None])
-        # All tokens that tie with the k-th are among those ordered.
+        # True if all tokens that tie with the k-th are among the sorted ones.
         few = (k <= _ORDERED) & (values[:, -1] < last[:, 0])
         values = values.masked_fill(few[:, None] & (values < last), float("-inf"))
         total = torch.where(few[:, None], values.logsumexp(-1, keepdim=True), total)
