@@ -56,7 +56,7 @@ def test_greedy_identity(
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        assert drafter.token_healing
+        assert drafter.rules.token_healing
         seen = watched(llm, monkeypatch)
         counts = []
         for recorded, waits in ((False, False), (True, False), (True, True)):

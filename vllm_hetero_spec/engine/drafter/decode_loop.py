@@ -81,16 +81,11 @@ class Drafter:
         # Token healing feeds two tokens per request. If graphs take one token only, every catch-up
         # forward would run eagerly.
         self.rules = replace(
-            self.rules, token_healing=self.token_healing and support.several_tokens
+            self.rules, token_healing=self.rules.token_healing and support.several_tokens
         )
         self.steps = RecordedSteps(
             self.model, self.rules, self._send, self.steps.picked, graphs, shapes, support
         )
-
-    @property
-    def token_healing(self) -> bool:
-        """True if a draft may replace the last token of a request by a longer one."""
-        return self.rules.token_healing
 
     @property
     def forward_seconds(self) -> float:
@@ -170,7 +165,7 @@ class Drafter:
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]
-        back = self.token_healing and any(row.choose is not None for row in rows)
+        back = self.rules.token_healing and any(row.choose is not None for row in rows)
         longest = max(1 + back, *map(len, pending))
         context = min([len(row.sequence.kv_ids) + len(row.pending) for row in rows])
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)

@@ -16,17 +16,14 @@ class RoundExtension:
 
     `DraftBatchRunner` calls `steps`, `admit` and `complete`, and `Drafter` the other methods. An
     extension keeps its data of a round itself, by request id.
+
+    Attributes:
+        completed: Number of drafts that `complete` has changed so far.
+        seconds: Seconds that `complete` took so far, which are not in `DraftTiming.overhead`.
     """
 
-    @property
-    def completed(self) -> int:
-        """Number of drafts that `complete` has changed so far."""
-        return 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that `complete` took so far, which are not in `DraftTiming.overhead`."""
-        return 0.0
+    completed: int = 0
+    seconds: float = 0.0
 
     def steps(self, task: DraftTask, steps: int) -> int:
         """Return the number of drafter steps for a sampled draft that would have `steps`."""

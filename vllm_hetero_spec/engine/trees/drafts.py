@@ -54,7 +54,6 @@ class TreeDrafts:
 
     def __init__(self, bridge: Bridge, sampling: SampledMethod | None, stats: DraftStats) -> None:
         self._bridge, self._sampling, self._stats = bridge, sampling, stats
-        self.count, self.seconds = 0, 0.0
         proposed, ends = bridge.special.proposed, bridge.drafter_eos
         self._ends = ends
         self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
@@ -73,21 +72,19 @@ class TreeDrafts:
             draft._replace(explored=TreeCandidates(tree))
             for draft, tree in zip(drafts, trees, strict=True)
         ]
-        self._took(len(trees), began)
         self._stats.translate_seconds += time.perf_counter() - began
         return drafts
 
     def raced(self, followed: BranchTokens, draft: Draft, chances: Chances) -> Draft:
         """Return a raced draft with its candidates."""
         assert self._sampling is not None
-        began, lookahead = time.perf_counter(), followed.task.lookahead
+        lookahead = followed.task.lookahead
         growth = RaceTreeBuilder(self._sampling.spell, chances, self._target_ends)
         (beside,) = followed.beside
         self._race_along(growth, followed.chain, beside, 0, lookahead)
         for path, rows, leaves in followed.forks:
             self._race_along(growth, path, rows, leaves + 1, lookahead)
         near = np.flatnonzero(growth.tree.children().depth < lookahead).tolist()
-        self._took(1, began)
         leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
         return draft._replace(explored=TreeCandidates(growth.tree.only(near), leads, shares))
 
@@ -107,10 +104,6 @@ class TreeDrafts:
                 return
             growth.arrived(node, arrivals)
             node = None if drafted in self._ends else growth.to_feed([drafted], node)
-
-    def _took(self, trees: int, began: float) -> None:
-        self.count += trees
-        self.seconds += time.perf_counter() - began
 
     def _grown(self, followed: BranchTokens) -> TreeBuilder:
         beside = TopCandidates.joined(followed.beside)

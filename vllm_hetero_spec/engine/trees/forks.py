@@ -9,6 +9,7 @@ into its own KV. Measured on a pair of code models: with two forks, trees accept
 that feed the best nodes in every step.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -48,14 +49,7 @@ class TreeBranches(RoundExtension):
         self._forks: dict[str, list[_Fork]] = {}  # by request, for the next `forks`
         self._lent: list[DraftSequence] = []
         self._found: dict[str, BranchTokens] = {}
-
-    @property
-    def completed(self) -> int:
-        return self._trees.count
-
-    @property
-    def seconds(self) -> float:
-        return self._trees.seconds
+        self.completed, self.seconds = 0, 0.0
 
     def admit(self, rows: Sequence[DraftRow]) -> None:
         """Allocate the KV of forks, as far as blocks are free.
@@ -122,7 +116,9 @@ class TreeBranches(RoundExtension):
         self._lent = []
 
     def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
-        drafts, greedy = list(drafts), list[int]()
+        if not self._found:
+            return drafts
+        began, drafts, greedy = time.perf_counter(), list(drafts), list[int]()
         for place, draft in enumerate(drafts):
             found = self._found.get(draft.req_id)
             if found is None:
@@ -132,11 +128,14 @@ class TreeBranches(RoundExtension):
             elif control is not None:
                 chances = cast(TreeControl, control).race_chances
                 drafts[place] = self._trees.raced(found, draft, chances)
+                self.completed += 1
         if greedy:
             followed = [self._found[drafts[place].req_id] for place in greedy]
             trees = self._trees.greedy(followed, [drafts[place] for place in greedy])
             for place, draft in zip(greedy, trees, strict=True):
                 drafts[place] = draft
+            self.completed += len(greedy)
+        self.seconds += time.perf_counter() - began
         return drafts
 
     def _forked(self, row: DraftRow, count: int) -> list[_Fork]:
