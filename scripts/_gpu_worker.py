@@ -69,7 +69,7 @@ class GpuWorker:
         Replays run with each context length in tokens. Width 4 is a catch-up.
         """
         source = self.model_runner.drafter.drafting.source
-        steps, times = source.drafter._steps, dict[str, float]()
+        steps, times = source.drafter.steps, dict[str, float]()
         for batch in batches:
             times[f"step, batch {batch}"] = milliseconds(functools.partial(source.step, batch))
         for (batch, width, trees), recording in getattr(steps, "_recordings", {}).items():

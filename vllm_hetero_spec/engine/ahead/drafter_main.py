@@ -101,6 +101,7 @@ def _load(
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.drafter.recording import Recording
+    from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
     from vllm_hetero_spec.engine.seam.drafter_config import (
         drafter_vllm_config,
         drafting_mode,
@@ -131,17 +132,16 @@ def _load(
         worker.init_device()
     length = given.drafter_config.max_model_len
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
-    drafter = Drafter(
-        model,
-        given.banned,
-        given.vocab_size,
-        options.num_speculative_tokens,
-        most_rows,
-        None if given.tokens is None else first_token_sampling(given.tokens, worker.device),
+    tokens, device = given.tokens, worker.device
+    rules = PickConfig(
+        vocab_size=given.vocab_size,
+        banned=torch.tensor(sorted(given.banned), dtype=torch.long, device=device),
         ends=given.ends,
+        sampling=None if tokens is None else first_token_sampling(tokens, device),
         confidences=True,
         beside=RIVALS,
     )
+    drafter = Drafter(model, rules, options.num_speculative_tokens, most_rows)
     recording = Recording(drafter, drafting_mode(options, target), measured=False)
     recording.read_most(given.most_tokens, most_rows)
     recording.record()
