@@ -201,7 +201,7 @@ def test_a_dtype_that_the_drafter_cannot_have(
     with caplog.at_level("INFO", logger="vllm.hetero_spec"):
         found = drafter_model_config(HeteroOptions("slem", str(tmp_path), 4), target)
     assert found.dtype == torch.bfloat16
-    assert "The drafter runs in torch.bfloat16, not as the target in torch.float16" in caplog.text
+    assert "The drafter runs in torch.bfloat16, the target in torch.float16" in caplog.text
     assert "does not support float16" in caplog.text
     named = HeteroOptions("slem", str(tmp_path), 4, dtype="float16")
     with pytest.raises(ConfigError, match="does not support float16"):
