@@ -32,6 +32,7 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 
 class Scripted(Fixed):
@@ -306,11 +307,11 @@ def test_who_has_ended_is_left_alone() -> None:
 
 def test_the_controller_is_told_whether_trees_have_room() -> None:
     controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, branches=2)
-    control = LookaheadControl(controller, can_stop_early=False)
-    assert controller.branches is not None
+    branches = BranchStatistics()
+    control = LookaheadControl(controller, can_stop_early=False, branches=branches)
     for trees in (room, room._replace(branches=0), None, room):
         control.plan(replace(step_of({"a": [1]}), trees=trees), [0])
-        assert controller.branches.room == (trees is room)
+        assert branches.room == (trees is room)
 
 
 def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:

@@ -18,9 +18,8 @@ from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
-from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Trees
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.policy import Trees
 from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 
@@ -348,7 +347,9 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
             return super().plan(*of)._replace(**change)
 
     world, controller, values = World(), Looking(0.0), TreeValues.unknown()
-    control = LookaheadControl(controller, can_stop_early=False, values=values)
+    control = LookaheadControl(
+        controller, can_stop_early=False, values=values, branches=controller.branches
+    )
     step = step_of(TEXTS)
     control.observe(step)
     assert control.plan(step, [0] * 3).paths == DEFAULT_TREE_WIDTH

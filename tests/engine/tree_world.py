@@ -148,7 +148,9 @@ def step_of(
 
 
 def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
-    control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
+    controller = controller or Fixed(LOOKAHEAD)
+    branches = getattr(controller, "branches", None)
+    control = LookaheadControl(controller, can_stop_early=False, branches=branches)
     control.observe(step)
     paths = control.plan(step, [0] * len(step.requests)).paths
     assert paths == DEFAULT_TREE_WIDTH * (step.trees is not None)

@@ -2,6 +2,7 @@
 """A later run begins where an earlier one ended, and learns anew where the text has changed."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from simulation import Clock, Machine, Outcome, Phase, run
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.trees.values import TreeValues
 
 LONGEST = 8
+PARTS = {"trees": partial(TreeValues.from_dict, weight=64)}
 GOOD, FAIR, USELESS = Text(0.95, 0.5), Text(0.9, 0.3, 0.5), Text(0.02, 0.01, 0.5)
 TARGETS = {
     "gpu": lambda rows: max(0.030, 0.0015 * rows),
@@ -33,7 +36,7 @@ def calibrated(on: Machine) -> Estimates:
 
 def kept(known: Estimates) -> Estimates:
     """As a later run reads it."""
-    return Estimates.from_dict(json.loads(json.dumps(known.to_dict())), LONGEST)
+    return Estimates.from_dict(json.loads(json.dumps(known.to_dict())), LONGEST, PARTS)
 
 
 def serve(known: Estimates, phase: Phase, seed: int = 0) -> tuple[Outcome, Goodput]:
@@ -106,6 +109,7 @@ def test_what_is_learnt_stays_the_same_but_for_its_weight() -> None:
 def spoilt(path: str, value: Any) -> dict[str, Any]:
     on = machine("gpu")
     known = calibrated(on)
+    known.parts["trees"] = TreeValues.unknown()
     serve(known, Phase(1, 1.0, GOOD, on))
     saved: dict[str, Any] = json.loads(json.dumps(known.to_dict()))
     *folders, name = path.split(".")
@@ -142,7 +146,7 @@ def spoilt(path: str, value: Any) -> dict[str, Any]:
 )
 def test_what_is_spoilt_is_refused(path: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        Estimates.from_dict(spoilt(path, value), LONGEST)
+        Estimates.from_dict(spoilt(path, value), LONGEST, PARTS)
 
 
 def test_another_lookahead_is_refused() -> None:

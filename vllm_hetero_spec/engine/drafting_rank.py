@@ -30,12 +30,13 @@ from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.trees.control import TREE_PARTS, values_of
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
-from vllm_hetero_spec.trees.values import RankValues
+from vllm_hetero_spec.trees.policy import TreeChoice
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -48,11 +49,14 @@ _STEPS_BETWEEN_GAUGES = 16
 _UNSEEN = 1.0  # seconds; longest time without reading a step while the drafter is idle
 
 
-def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
+def controller_of(
+    options: HeteroOptions, known: Estimates, choice: TreeChoice | None, *, can_stop_early: bool
+) -> Controller:
     """Build the controller that the user has chosen.
 
     Args:
         known: Estimates of the pair on this machine.
+        choice: For `goodput` with draft trees.
         can_stop_early: True if drafting consults it between drafter steps.
     """
     longest = options.num_speculative_tokens
@@ -61,7 +65,7 @@ def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: b
         return Fixed(longest, width)
     if isinstance(options.controller, ConfidenceOptions):
         return ConfidenceStop(options.controller.threshold, longest, width)
-    return Goodput(known, can_stop_early=can_stop_early, width=width)
+    return Goodput(known, can_stop_early=can_stop_early, choice=choice)
 
 
 class DraftingRank:
@@ -118,6 +122,7 @@ class DraftingRank:
         nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
         self.control = self._controlled(nothing)
         self._file: PairFile | None = None  # keeps the estimates
+        self.parts: Parts = TREE_PARTS if options.tree_nodes else {}
         stats.kv_blocks = pool.capacity
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
@@ -243,11 +248,15 @@ class DraftingRank:
         can_stop = can_stop and (
             isinstance(asked, ConfidenceOptions) or (asked == "goodput" and cpu)
         )
-        controller = controller_of(self._options, known, can_stop_early=can_stop)
-        by_rank = self._options.debug.tree_values == "rank"
-        values = RankValues.unknown() if by_rank else known.trees
+        choice = values = None
+        if self._options.tree_nodes:
+            values = values_of(self._options, known)
+            if asked == "goodput":
+                choice = TreeChoice(known, self._options.debug.tree_width)
+        controller = controller_of(self._options, known, choice, can_stop_early=can_stop)
         kind = PrecomputedDrafts if ahead else LookaheadControl
-        return kind(controller, can_stop_early=can_stop, values=values)
+        branches = None if choice is None else choice.branches
+        return kind(controller, can_stop_early=can_stop, values=values, branches=branches)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """Broadcast the plan of the first rank to all ranks that draft together."""

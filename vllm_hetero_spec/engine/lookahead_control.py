@@ -25,8 +25,8 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.trees.control import TreeControl
 from vllm_hetero_spec.engine.verifying import PendingDraft
-from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
-from vllm_hetero_spec.trees.policy import Trees
+from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan, Trees
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.race_tree import Chances
 from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
@@ -74,10 +74,12 @@ class LookaheadControl:
         *,
         can_stop_early: bool,
         values: TreeValues | RankValues | None = None,
+        branches: BranchStatistics | None = None,
     ) -> None:
         self.requested_length = 0
         self.prepared = 0.0
-        self._trees = TreeControl(values or TreeValues.unknown())
+        self._trees = TreeControl(values or TreeValues.unknown(), branches)
+        self._branches = branches
         self._waiting: tuple[dict[str, int], LookaheadPlan] | None = None  # wanted by request
         self._waited = 0  # steps
         self._usual: int | None = None  # longest draft of the controller's newest plan
@@ -145,8 +147,8 @@ class LookaheadControl:
                 limit = 0
             limits.append(limit)
         room = step.trees is not None and step.trees.branches > 0
-        if self.controller.branches is not None:
-            self.controller.branches.room = room
+        if self._branches is not None:
+            self._branches.room = room
         self._plan = self._planned(step, limits, unread)
         self._say(len(limits))
         lookahead = list(self._plan.lookahead)
@@ -231,8 +233,8 @@ class LookaheadControl:
         return not self._stopped
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        if timing.trees and self.controller.branches is not None:
-            self.controller.branches.found(timing.trees, timing.tree_seconds)
+        if timing.trees and self._branches is not None:
+            self._branches.found(timing.trees, timing.tree_seconds)
         self._observe(timing, max((len(draft.tokens) for draft in drafts), default=0))
 
     def _observe(self, timing: DraftTiming, longest: int) -> None:
@@ -264,9 +266,9 @@ class LookaheadControl:
         growing = [draft for draft in drafts if draft.explored is not None]
         if not growing:
             return self._trimmed(drafts)
-        if self.controller.branches is not None:
+        if self._branches is not None:
             told = [draft for draft in growing if draft.req_id not in self._own]
-            self._trees.record_branch_stats(told, self.controller.branches)
+            self._trees.record_branch_stats(told, self._branches)
         if self._plan.probe or self._plan.trees.looks:  # chains cost less
             growing = [draft for draft in growing if draft.req_id in self._own]
         grown = {draft.req_id for draft in growing}

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
+from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.growth import Children, ScoredTree
 from vllm_hetero_spec.trees.layout import TreeRows, lay_out
@@ -31,6 +33,9 @@ from vllm_hetero_spec.trees.values import (
 )
 from vllm_hetero_spec.trees.walk import NO_NODE, ROOT
 
+_PART = "trees"  # in the estimates of a pair
+_KEPT = 64  # nodes, the largest weight of learnt values after a restart
+TREE_PARTS: Parts = {_PART: partial(TreeValues.from_dict, weight=_KEPT)}
 # Nodes to price per allowed node of a tree; others are not worth a row.
 _PRICED = 2
 _NEARLY_FULL = 2  # rows; a tree that leaves fewer unused might have used more
@@ -48,6 +53,13 @@ class _PendingTree(NamedTuple):
     chain: Sequence[int] = ()
 
 
+def values_of(options: HeteroOptions, known: Estimates) -> TreeValues | RankValues:
+    """Return the models of the values of tree tokens. Learnt values become part of `known`."""
+    if options.debug.tree_values == "rank":
+        return RankValues.unknown()
+    return cast(TreeValues, known.parts.setdefault(_PART, TreeValues.unknown()))
+
+
 class TreeControl:
     """Controls the trees of one engine.
 
@@ -56,8 +68,10 @@ class TreeControl:
         side_tokens_accepted: Number of accepted tokens outside the drafter's chain.
     """
 
-    def __init__(self, values: TreeValues | RankValues) -> None:
-        self._values, self.side_tokens_accepted = values, 0
+    def __init__(
+        self, values: TreeValues | RankValues, branches: BranchStatistics | None = None
+    ) -> None:
+        self._values, self._branches, self.side_tokens_accepted = values, branches, 0
         self.rows = sys.maxsize
         self._room: TreeRoom | None = None  # in the present step
         self._requests: dict[str, RequestView] = {}
@@ -138,8 +152,8 @@ class TreeControl:
             self._verifying[draft.req_id] = found._replace(
                 nodes=nodes, branches=branches, chain=draft.tokens
             )
-        if prices.branches is not None:
-            prices.branches.trimmed(len(made), perf_counter() - began)
+        if self._branches is not None:
+            self._branches.trimmed(len(made), perf_counter() - began)
         return made
 
     def update_from(self, chains: Iterable[Draft]) -> None:
