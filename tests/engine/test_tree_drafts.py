@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import reference as ref
 from toy_drafter import VOCAB
-from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
+from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, controlled, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
@@ -111,7 +110,7 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     """A target that always goes on with the second child: its value rises above the first's."""
     monkeypatch.setattr(drafts_module, "_LEAVES", 24)
     values = TreeValues.unknown()
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     world, texts = World(), {name: list(text) for name, text in TEXTS.items()}
     control.observe(step_of(texts))
     control.plan(step_of(texts), [0] * 3)
@@ -148,7 +147,7 @@ def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: b
     for of_kind in values:
         of_kind._taken[:] = 0.0
         of_kind._taken[: len(rates)] = np.array(rates) * of_kind._nodes
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     step, world = step_of(TEXTS, room=room, raced=raced), World(raced=raced)
     control.observe(step)
     control.plan(step, [0] * 3)
@@ -180,7 +179,7 @@ def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, .
 
 def test_trees_that_were_cut_teach_nothing() -> None:
     values = TreeValues.unknown()
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     world = World()
     control.observe(step_of(TEXTS))
     control.plan(step_of(TEXTS), [0] * 3)
@@ -242,7 +241,7 @@ def test_dear_rows_are_not_verified() -> None:
 
 
 def test_a_request_of_its_own_lookahead_is_not_trimmed_by_price() -> None:
-    control = LookaheadControl(Priced(2.0), can_stop_early=False)
+    control, _ = controlled(Priced(2.0))
     step = step_of({"a": TEXTS["a"]})
     asking = step.requests[0]._replace(params=RequestParams(0, lookahead=2))
     control.plan(StepView([asking], {}, {"a"}, LOOKAHEAD, 100, 1, trees=ROOM), [0])
@@ -255,7 +254,10 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     """A chain's acceptance stays that of a chain, whatever the tree had besides."""
     controller, world = Priced(0.0), World()
     texts = {"a": list(TEXTS["a"])}
-    control = planned(step_of(texts, room=TreeRoom(64, 300, 60)), controller)
+    control, policy = controlled(controller)
+    step = step_of(texts, room=TreeRoom(64, 300, 60))
+    control.observe(step)
+    control.plan(step, [0])
     (chain,) = world.draft(texts, control).values()
     (tree,) = control.trim([chain])
     assert tree.rows is not None
@@ -275,13 +277,13 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     control.learn()
     again = (len(tree.rows.counts) - 1) * len(TEXTS["a"])
     assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]
-    assert control.side_tokens_accepted == 1
+    assert policy.side_tokens_accepted == 1
     assert tree.depth == LOOKAHEAD
 
 
 def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
     """As many as the last trees had use for; more, if those had no more room."""
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False)
+    control, _ = controlled(Fixed(LOOKAHEAD))
     world, buckets = World(), (0, 8, 16)
 
     def asked(rows: int, nodes: int) -> int:
@@ -347,9 +349,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
             return super().plan(*of)._replace(**change)
 
     world, controller, values = World(), Looking(0.0), TreeValues.unknown()
-    control = LookaheadControl(
-        controller, can_stop_early=False, values=values, branches=controller.branches
-    )
+    control, policy = controlled(controller, values)
     step = step_of(TEXTS)
     control.observe(step)
     assert control.plan(step, [0] * 3).paths == DEFAULT_TREE_WIDTH
@@ -365,7 +365,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     control.trim(list(drafts.values()))
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))
     assert values.greedy.to_dict()["nodes"] == 3
-    assert control.side_tokens_accepted == 0
+    assert policy.side_tokens_accepted == 0
 
 
 @pytest.mark.parametrize("raced", [False, True])
