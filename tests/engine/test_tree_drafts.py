@@ -14,9 +14,12 @@ from toy_drafter import VOCAB
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, controlled, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
+from vllm_hetero_spec.draft.sampling import DraftSampling
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
+from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Trees
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.trees.values import RankValues, TreeValues
@@ -366,6 +369,31 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))
     assert values.greedy.to_dict()["nodes"] == 3
     assert policy.side_tokens_accepted == 0
+
+
+def test_requests_that_keep_chains_are_counted() -> None:
+    """One reason each, the request's own first; none where nothing is drafted."""
+    world, stats = World(), DraftStats()
+    policy = TreePolicy(TreeValues.unknown(), None, stats)
+    step = step_of(TEXTS)
+    parameters = [RequestParams(0), RequestParams(1, 0.9), RequestParams(2, structured=True)]
+    views = zip(step.requests, parameters, strict=True)
+    step = replace(step, requests=[view._replace(params=params) for view, params in views])
+
+    def paths(step: StepView, planned: int, **changes: Any) -> list[int]:
+        policy.begin(step)
+        tasks = [task._replace(**changes) for task in world.tasks(TEXTS)]
+        return [policy.paths_of(task, planned) for task in tasks]
+
+    assert paths(step, 2) == [2, 0, 0]
+    assert stats.chains == {"drawn": 1, "grammar": 1}
+    raced = DraftSampling(1.0, seed=0, place=0, races=True)
+    assert paths(step, 2, draw=raced) == [2, 2, 0]
+    assert paths(step, 0, draw=raced) == [0, 0, 0]
+    assert paths(replace(step, trees=ROOM._replace(branches=0)), 2, draw=raced) == [0, 0, 0]
+    assert stats.chains == {"drawn": 1, "grammar": 4, "not_worth_it": 2, "no_room": 2}
+    assert paths(step, 2, lookahead=0) == paths(replace(step, trees=None), 2) == [0, 0, 0]
+    assert stats.chains.total() == 9
 
 
 @pytest.mark.parametrize("raced", [False, True])

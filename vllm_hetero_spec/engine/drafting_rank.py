@@ -50,25 +50,6 @@ _STEPS_BETWEEN_GAUGES = 16
 _UNSEEN = 1.0  # seconds; longest time without reading a step while the drafter is idle
 
 
-def controller_of(
-    options: HeteroOptions, known: Estimates, choice: TreeChoice | None, *, can_stop_early: bool
-) -> Controller:
-    """Build the controller that the user has chosen.
-
-    Args:
-        known: Estimates of the pair on this machine.
-        choice: For `goodput` with draft trees.
-        can_stop_early: True if drafting consults it between drafter steps.
-    """
-    longest = options.num_speculative_tokens
-    width = options.debug.tree_width if options.tree_nodes else 0
-    if options.controller == "fixed":
-        return Fixed(longest, width)
-    if isinstance(options.controller, ConfidenceOptions):
-        return ConfidenceStop(options.controller.threshold, longest, width)
-    return Goodput(known, can_stop_early=can_stop_early, choice=choice)
-
-
 class DraftingRank:
     """The drafter of one worker, and the state of its requests.
 
@@ -248,19 +229,27 @@ class DraftingRank:
     def _controlled(self, known: Estimates) -> LookaheadControl:
         """Compose the controller with the policies of optional features."""
         options, asked = self._options, self._options.controller
+        longest = options.num_speculative_tokens
+        width = options.debug.tree_width if options.tree_nodes else 0
         # On a GPU, reading confidences between drafter steps would synchronize with the device.
         quick = asked == "goodput" and self._device.type == "cpu"
         can_stop = isinstance(asked, ConfidenceOptions) or quick
         # Neither several ranks nor the drafter process can be stopped early.
         can_stop = can_stop and self._planning is None and not options.draft_ahead
+        controller: Controller
         choice = self._trees = None
-        if options.tree_nodes:
+        if isinstance(asked, ConfidenceOptions):
+            controller = ConfidenceStop(asked.threshold, longest, width)
+        elif asked == "fixed":
+            controller = Fixed(longest, width)
+        else:
+            choice = TreeChoice(known, width) if width else None
+            controller = Goodput(known, can_stop_early=can_stop, choice=choice)
+        if width:
             by_rank = options.debug.tree_values == "rank"
             values = RankValues.unknown() if by_rank else TreeValues.of(known)
-            choice = TreeChoice(known, options.debug.tree_width) if asked == "goodput" else None
             branches = None if choice is None else choice.branches
             self._trees = TreePolicy(values, branches, self._stats)
-        controller = controller_of(options, known, choice, can_stop_early=can_stop)
         control = LookaheadControl(controller, can_stop_early=can_stop, policy=self._trees)
         self.observer = PrecomputedDrafts(control) if options.draft_ahead else control
         return control

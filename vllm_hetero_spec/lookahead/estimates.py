@@ -2,7 +2,7 @@
 """Estimates for a pair of models on a machine; they can be saved for a later run."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
@@ -10,17 +10,8 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 
 VERSION = 2  # of what `to_dict` gives
 _WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs
-
-
-class Part(Protocol):
-    """Estimates of an optional feature."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return them as JSON values."""
-
-
-# By name, how to restore what `Part.to_dict` gave. Raises ValueError if it is invalid.
-Parts = Mapping[str, Callable[[Any], Part]]
+# By name of a part, the function that restores what its `to_dict` gave, or raises ValueError.
+Parts = Mapping[str, Callable[[Any], Any]]
 
 
 class Estimates(NamedTuple):
@@ -30,13 +21,13 @@ class Estimates(NamedTuple):
         costs: Costs of steps, in seconds.
         steps: Drafter steps per draft.
         acceptance: Statistics of past drafts.
-        parts: Estimates of optional features, by name.
+        parts: Estimates of optional features, by name. They have `to_dict`.
     """
 
     costs: CostModel
     steps: StepsOfDraft
     acceptance: AcceptanceStats
-    parts: dict[str, Part]
+    parts: dict[str, Any]
 
     @classmethod
     def of(cls, costs: CostModel, positions: int) -> "Estimates":
@@ -74,15 +65,14 @@ class Estimates(NamedTuple):
         try:
             if saved["version"] != VERSION:
                 raise ValueError(f"version {saved['version']!r} instead of {VERSION}")
+            restored = {
+                name: part(saved[name]) for name, part in (parts or {}).items() if name in saved
+            }
             return cls(
                 CostModel.from_dict(saved["costs"]),
                 StepsOfDraft.from_dict(saved["steps"], _WEIGHT),
                 AcceptanceStats.from_dict(saved["acceptance"], positions, _WEIGHT),
-                {
-                    name: restore(saved[name])
-                    for name, restore in (parts or {}).items()
-                    if name in saved
-                },
+                restored,
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not what is known of a pair: {error!r}") from error

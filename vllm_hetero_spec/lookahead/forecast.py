@@ -53,31 +53,18 @@ class Throughput:
         return (tokens + prior_seconds * foreseen) / (seconds + prior_seconds)
 
 
+Price = Callable[[float], float]  # in tokens, of the last of so many rows
+
+
 class BranchGains(Protocol):
-    """Expected gains of draft trees over chains."""
+    """Expected gains of draft trees over chains: `trees.branch_statistics.BranchStatistics`."""
 
     @property
-    def seconds(self) -> float:
-        """Seconds per tree on the host, without the drafter's steps."""
+    def seconds(self) -> float: ...
 
     def paying(
-        self,
-        depth: int,
-        row: float,
-        price_of: Callable[[float], float],
-        random: Sequence[bool],
-        read: float,
-    ) -> tuple[np.ndarray, float]:
-        """Return the gain of a depth, float [3], and the price of its last row.
-
-        The gain is in tokens, rows, and context tokens that branches read.
-
-        Args:
-            row: Price of the first row, in tokens.
-            price_of: Returns the price of the last of so many rows per draft.
-            random: One entry per request to draft for; True if it is sampled.
-            read: Price in tokens of each context token that a branch reads.
-        """
+        self, depth: int, row: float, price_of: Price, random: Sequence[bool], read: float
+    ) -> tuple[np.ndarray, float]: ...
 
 
 class Forecast(NamedTuple):

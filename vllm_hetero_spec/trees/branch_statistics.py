@@ -97,7 +97,10 @@ class BranchStatistics:
     ) -> tuple[np.ndarray, float]:
         """Return `worth` at a row price at which nearly all rows pay for the last, and the price.
 
-        Arguments are those of `BranchGains.paying`.
+        Args:
+            row: Price of the first row.
+            price_of: Returns the price of the last of so many rows per draft.
+            depth, random, read: As in `worth`.
         """
         for _ in range(_REPRICED):
             found = self.worth(depth, row, random, read)

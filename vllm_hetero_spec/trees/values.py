@@ -9,7 +9,7 @@ parent, from 0), `rank` (among its children; 0 is the most likely), `depth` (of 
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,7 +137,8 @@ class TreeValues(NamedTuple):
     @classmethod
     def of(cls, known: Estimates) -> "TreeValues":
         """Return the models among these estimates. New ones become part of them."""
-        return cast(TreeValues, known.parts.setdefault(_PART, cls.unknown()))
+        values: TreeValues = known.parts.setdefault(_PART, cls.unknown())
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
