@@ -105,8 +105,9 @@ class LookaheadControl:
         controller = self.controller
         self._index_of = step.index_of
         self._random = [request.params.random for request in step.requests]
-        for draft, (verified, accepted) in self.pending.take(step):
+        for draft, request in self.pending.take(step):
             # A draft that was cut to nothing counts, too: such drafts are not worth making.
+            verified, accepted = draft.accepted(request)
             found = verified, accepted, draft.confidences, draft.wanted, draft.random
             self._notes.append(partial(controller.observe_acceptance, *found))
         again = 0 if self._policy is None else self._policy.observe(step)

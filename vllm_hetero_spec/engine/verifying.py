@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of drafts until the target has verified them, to learn from the results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
@@ -33,12 +33,14 @@ class PendingDraft(NamedTuple):
 class PendingDrafts(dict[str, PendingDraft]):
     """The drafts under verification, by request."""
 
-    def take(self, step: StepView) -> Iterator[tuple[PendingDraft, tuple[int, int]]]:
-        """Remove and yield the drafts that a step has verified, with their `accepted`."""
+    def take(self, step: StepView) -> list[tuple[PendingDraft, RequestView]]:
+        """Remove and return the drafts that a step has verified, with their requests."""
+        found = []
         for request in step.requests if self else ():
             draft = self.pop(request.req_id, None)
             if draft is not None and request.new_tokens:
-                yield draft, draft.accepted(request)
+                found.append((draft, request))
         # With pipeline stages, drafts of live requests may be verified in later steps.
         for req_id in self.keys() - step.live:
             del self[req_id]
+        return found

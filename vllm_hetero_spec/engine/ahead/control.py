@@ -60,10 +60,11 @@ class PrecomputedDrafts:
         if not self._control.waiting.longest:
             self._held = 0
         for draft in drafts:
+            if draft.tokens or (plan.probe and draft.req_id not in self._wrong):
+                continue
             index = step.index_of[draft.req_id]
             params, planned = step.requests[index].params, plan.lookahead[index]
-            known = not plan.probe or draft.req_id in self._wrong
-            if known and not draft.tokens and params.lookahead is None:
+            if params.lookahead is None:
                 self._control.controller.observe_acceptance(0, 0, (), planned, params.random)
         self._wrong = ()
         self._control.note_timing(timing, max(plan.lookahead, default=0))
