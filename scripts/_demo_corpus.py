@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: Python's standard library on this machine, and conversations cut from it.
 
-It needs no network, and it is code: text regular enough for a model of a few million parameters to
-continue plausibly after minutes of training. In a conversation the user gives a function's head,
-and the reply is its body.
+Code is regular enough that a small model continues it plausibly after minutes of training. In a
+conversation the user sends the head of a function, and the reply is its body.
 """
 
 import ast
@@ -17,32 +16,26 @@ from pathlib import Path
 
 Messages = list[dict[str, str]]
 
-# Tests, tables and third-party packages: repetitive data, or not the library's own sources.
+# Repetitive data, or sources of other packages.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 _SHORTEST_BYTES = 2_000
-_SHARE = 0.15  # of the characters; the demo is about code, and turns are learnt quickly
-_TURNS = (1, 2, 3)  # functions of a conversation, in turn
-_LONGEST = 1_000  # characters of a body
+_SHARE = 0.15  # share of all characters; small, because turns are learnt quickly
+_TURNS = (1, 2, 3)  # functions per conversation, in turn
+_LONGEST = 1_000  # characters per body
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to train on, and named texts no model or tokenizer sees."""
+    """Training texts, and held-out texts by file name."""
 
     train: tuple[str, ...]
     heldout: dict[str, str]
 
 
 def standard_library(heldout: int = 20) -> Corpus:
-    """Read the running interpreter's standard library.
-
-    It holds out the same `heldout` files on every machine.
-
-    Raises:
-        FileNotFoundError: The interpreter comes without its sources.
-    """
+    """Read the interpreter's standard library; `heldout` files are the same on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
@@ -51,7 +44,7 @@ def standard_library(heldout: int = 20) -> Corpus:
             try:
                 texts[relative.as_posix()] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # a few old sources declare another encoding
+                continue  # a few old files declare another encoding
     if len(texts) <= heldout:
         raise FileNotFoundError(f"{root} holds {len(texts)} Python sources; the demo needs more")
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
@@ -62,7 +55,7 @@ def standard_library(heldout: int = 20) -> Corpus:
 
 
 def conversations(texts: Sequence[str], share: float = _SHARE) -> list[Messages]:
-    """Conversations about the functions of the first texts, up to `share` of all characters."""
+    """Make conversations about functions of the first texts, up to `share` of all characters."""
     wanted = share * sum(map(len, texts))
     found: list[Messages] = []
     for text in texts:
@@ -88,7 +81,7 @@ def _about(text: str) -> Iterator[Messages]:
 
 
 def _functions(text: str) -> Iterator[tuple[str, str]]:
-    """Head (signature and first line of the docstring) and body of each documented function."""
+    """Yield head (signature and docstring's first line) and body of each documented function."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo's kinds of tokenizer: the two that real models use.
+"""Train tokenizers of the two kinds that real models use.
 
-`byte_bpe` is GPT-2's scheme: text becomes bytes, bytes become printable letters, BPE merges them.
-`sentencepiece` is Llama-2's: a space becomes "▁", one more is put in front of the text, and a
+`byte_bpe` is GPT-2's scheme: BPE merges bytes, which are written as printable letters.
+`sentencepiece` is Llama-2's scheme: a space becomes "▁", and one "▁" is put in front of the text. A
 character outside the vocabulary falls back to its UTF-8 bytes `<0x00>`..`<0xFF>`.
-The same text is cut at different places by each, which is what the project is about. Each has a
-chat template with special tokens of its own.
 """
 
 import json
@@ -33,21 +31,21 @@ _END_OF_TEXT = "<|endoftext|>"
 _UNK, _BOS, _EOS = "<unk>", "<s>", "</s>"
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 ROLES = ("system", "user", "assistant")
-# What stands before and after a role's name at the beginning of its turn, and a turn's end.
+# Text before and after the role's name at the start of a turn, and the end of a turn.
 _TURNS: dict[TokenizerKind, tuple[str, str, str]] = {
     "byte_bpe": ("<|im_start|>", "\n", "<|im_end|>"),
     "sentencepiece": ("<|", "|>\n", "<|end|>"),
 }
-_ALPHABET = 100  # characters with a token of their own; the rest fall back to bytes
-# Where SentencePiece training may not merge across: words keep one leading space, as in " self",
-# and an indentation leaves its last space to the word that follows.
+_ALPHABET = 100  # characters with a token of their own; other characters fall back to bytes
+# Pieces that SentencePiece training does not merge: words keep one leading space, as in " self",
+# and the last space of an indentation belongs to the next word.
 _PIECES = Regex(r"▁?\p{L}+|▁?\p{N}|▁?[^\n▁\p{L}\p{N}]+|\n+▁*(?=▁)|▁+(?=▁)|\n+|▁")
 
 
 def train_tokenizer(
     kind: TokenizerKind, texts: Sequence[str], vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on `texts`; its vocabulary has `vocab_size` ids, fewer if texts run out."""
+    """Train a tokenizer with up to `vocab_size` ids on `texts`."""
     build = _byte_bpe if kind == "byte_bpe" else _sentencepiece
     tokenizer, names = build(texts, vocab_size)
     return PreTrainedTokenizerFast(
@@ -59,18 +57,17 @@ def train_tokenizer(
 
 
 def turn_end(kind: TokenizerKind) -> str:
-    """The special token that ends a turn."""
     return _TURNS[kind][2]
 
 
 def end_ids(kind: TokenizerKind, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Ids that end a generation: of the text and of a turn."""
+    """Ids that end a generation: the end of text and the end of a turn."""
     return tokenizer.convert_tokens_to_ids([tokenizer.eos_token, turn_end(kind)])
 
 
 def restyled(text: str, source: TokenizerKind, kind: TokenizerKind) -> str:
-    """A rendered conversation with the turn markers of one kind replaced by another's."""
-    if source == "sentencepiece":  # decoding leaves the space put in front of text
+    """Replace the turn markers of one kind in a rendered conversation by those of another."""
+    if source == "sentencepiece":  # decoding keeps the space that was put in front of text
         text = re.sub(r"(<\|\w+\|>) ", r"\1", text)
     for role in ROLES:
         text = text.replace(_header(source, role), _header(kind, role))
@@ -121,8 +118,8 @@ def _sentencepiece(texts: Sequence[str], vocab_size: int) -> tuple[Tokenizer, di
     learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
-    # As in Llama-2's file, the tokenizer itself has no pre-tokenizer: only the vocabulary limits
-    # what merges, so any character may change how its left neighbours are cut.
+    # As in Llama-2's file, the tokenizer has no pre-tokenizer: only the vocabulary limits merges,
+    # so a character may change the tokens of the text before it.
     model = models.BPE(
         vocab={piece: index for index, piece in enumerate([*reserved, *pieces])},
         merges=[tuple(merge) for merge in learned["merges"]],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of drafting and verification, in computed time of any unit.
+"""Simulated time of schedules of drafting and verification, in any unit.
 
-A text is a list of runs: numbers of target tokens that the drafter gets right one after the other.
-Behind each run the target corrects one token.
+A text is a list of runs. A run is the number of consecutive target tokens that the drafter
+predicts correctly. After each run the target corrects one token.
 """
 
 import heapq
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 
 def runs_of(counts: Sequence[int], lookahead: int) -> Iterator[int]:
-    """Runs of a text from the token counts of its steps, each with a draft of `lookahead` tokens.
+    """Yield runs from a text's token counts per step, each with a draft of `lookahead` tokens.
 
-    A bonus token counts as right, although that is unknown: the lookahead should be long.
+    A bonus token counts as predicted, although that is unknown; `lookahead` should be large.
     """
     run = 0
     for place, count in enumerate(counts, start=1):
@@ -25,13 +25,9 @@ def runs_of(counts: Sequence[int], lookahead: int) -> Iterator[int]:
 
 
 def serial_time(runs: Sequence[int], lookahead: int, target: float, token: float) -> float:
-    """Time in which a text is written if drafting and verification take turns.
+    """Time to generate a text if drafting and verification alternate.
 
-    Args:
-        runs: Of the text.
-        lookahead: Target tokens of a draft.
-        target: Time of a step.
-        token: Time to draft a target token.
+    `target` is the time of a target's step, `token` that of drafting one target token.
     """
     left, time = sum(runs) + len(runs), 0.0
     for run in runs:
@@ -46,12 +42,11 @@ def serial_time(runs: Sequence[int], lookahead: int, target: float, token: float
 def dsi_time(
     runs: Sequence[int], lookahead: int, servers: int, target: float, token: float
 ) -> float:
-    """Time in which a text is written by distributed speculative inference (arXiv 2405.14105).
+    """Time to generate a text by distributed speculative inference (arXiv 2405.14105).
 
-    The drafter never stops. A server verifies each `lookahead` tokens as soon as one is free, and
-    at once one computes the token behind every new text. The first wrong token voids all that is
-    drafted and verified behind it. The drafter begins anew when its running forward has ended. See
-    `serial_time` for the other arguments.
+    The drafter never stops. A free server verifies each block of `lookahead` tokens, and one server
+    immediately computes the token after each corrected one. The first wrong token invalidates all
+    later tokens. The drafter then restarts when its current forward ends.
     """
     left, time, late = sum(runs) + len(runs) - 1, 0.0, 0.0
     for run in runs:

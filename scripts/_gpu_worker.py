@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of an engine of `measure_gpu.py`: loads, and calls of a `GpuWorker`'s methods."""
+"""Child process of an engine of `measure_gpu.py`: runs loads and methods of `GpuWorker`."""
 
 import functools
 import gzip
@@ -20,8 +20,8 @@ from vllm_hetero_spec.bench.child_process import serve
 from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec
 
-# By name, a method of the package and its replacement: the rule of drafter steps that covers the
-# last target token in any case; rounds that do not judge their first tokens.
+# Methods of the package and their replacements, by name. "more steps" always drafts enough drafter
+# tokens for the last target token. "no first tokens" disables token healing.
 SWITCHES: dict[str, tuple[str, Callable[..., Any]]] = {
     "more steps": (
         "drafter.draft_length:DraftLength.steps",
@@ -35,18 +35,16 @@ _originals = dict[str, Callable[..., Any]]()
 
 
 class GpuWorker:
-    """vLLM mixes it into the class of the worker."""
+    """Worker extension; vLLM mixes it into the class of the worker."""
 
     model_runner: Any
     gpu_profiler: Any = None
 
     def gpu_set(self, rates: list[float] | None, lookahead: int, switched: str) -> None:
-        """Set how the next loads are verified and drafted.
+        """Set verification and drafting of the next loads; `switched` is one of `SWITCHES` or "".
 
-        Args:
-            rates: Imposed acceptance rate of each draft token after accepted ones; None verifies.
-            lookahead: Draft length; 0 leaves it to the engine's own controller.
-            switched: One of `SWITCHES`, or "".
+        `rates` are imposed conditional acceptance rates of each draft token; None verifies. With
+        `lookahead` 0 the engine's own controller chooses draft lengths.
         """
         runner, proposer = self.model_runner, getattr(self.model_runner, "drafter", None)
         if (sampler := runner.rejection_sampler) is not None:
@@ -66,12 +64,12 @@ class GpuWorker:
         proposer.controller = Fixed(lookahead) if lookahead else self.gpu_controller
 
     def gpu_forwards(self, batches: list[int], contexts: list[int]) -> dict[str, float]:
-        """Return milliseconds of the drafter's steps, as rounds run them and as bare replays.
+        """Return milliseconds of the drafter's steps, and of replays of its CUDA graphs.
 
-        Replays have contexts of so many tokens. Those of width 4 catch up.
+        Replays run with each context length in tokens. Width 4 is a catch-up.
         """
         source = self.model_runner.drafter.drafting.source
-        steps, times = source.drafter._steps, dict[str, float]()
+        steps, times = source.drafter.steps, dict[str, float]()
         for batch in batches:
             times[f"step, batch {batch}"] = milliseconds(functools.partial(source.step, batch))
         for (batch, width, trees), recording in getattr(steps, "_recordings", {}).items():
@@ -79,7 +77,7 @@ class GpuWorker:
                 continue
 
             def replayed(replay: Callable[[], object] = recording.replay) -> None:
-                steps.again()  # its counter must not leave the plan
+                steps.again()  # otherwise its counter would leave the plan
                 replay()
 
             table = steps._on.table
@@ -91,7 +89,7 @@ class GpuWorker:
         return times
 
     def gpu_profile(self) -> None:
-        """Begin a profile, with the sections of a round as named ranges of the host."""
+        """Begin a profile; named ranges are the sections of a round."""
         if self.gpu_profiler is None:
             from vllm_hetero_spec.staging import Fetched
 
@@ -104,7 +102,7 @@ class GpuWorker:
         self.gpu_profiler.start()
 
     def gpu_profiled(self, rounds: int, trace: str) -> dict[str, Any]:
-        """End the profile of so many rounds, and keep it in a file; return its `device_use`."""
+        """End the profile of a number of rounds, save it to a file, return its `device_use`."""
         self.gpu_profiler.stop()
         self.gpu_profiler.export_chrome_trace(trace)
         with gzip.open(trace) as file:
@@ -112,18 +110,18 @@ class GpuWorker:
 
 
 def recite(_: object, model: torch.nn.Module, config: Any) -> None:
-    """Load weights by which each of the ids in config.json is followed by the next one."""
+    """Set weights with which the model repeats the `recited` ids of its config.json in order."""
     ids, weights = torch.tensor(config.hf_config.recited), dict(model.named_parameters())
     for name, weight in weights.items():
         weight.data.fill_(float("norm" in name))
     known, head = weights["model.embed_tokens.weight"].data, weights["lm_head.weight"].data
     noise = torch.randn(len(ids), known.shape[1]).to(known)
-    known.copy_(noise[-1:].expand_as(known))  # behind any other id comes the first one
+    known.copy_(noise[-1:].expand_as(known))  # after any other id follows the first one
     known[ids], head[ids.roll(-1)] = noise, noise
 
 
 def impose(sampler: Any) -> None:
-    """Let vLLM's synthetic rates replace the verdict of our sampler, which does its work first.
+    """Replace the verdict of our sampler, after its work, by vLLM's synthetic acceptance.
 
     Padding is marked -1, which vLLM rejects.
     """
@@ -147,10 +145,10 @@ def impose(sampler: Any) -> None:
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Return the time of one of several queued calls, the best of three rounds."""
+    """Return milliseconds per call when several calls are queued; the best of three rounds."""
     times, there = [], torch.accelerator.is_available()
     wait = torch.accelerator.synchronize if there else bool
-    for count in (3, repeats, repeats, repeats):  # the first ones are a warm-up
+    for count in (3, repeats, repeats, repeats):  # the first round is a warm-up
         wait()
         began = time.perf_counter()
         for _ in range(count):
@@ -161,9 +159,9 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def build(spec: EngineSpec) -> Callable[[Any], Any]:
-    """Start vLLM; return the function that answers loads and calls."""
+    """Start vLLM; return the function that runs loads and calls."""
     vllm_hetero_spec.register()  # the package may be on the path without being installed
-    vllm_engine.rest = lambda: None  # there are cores for all idle engines
+    vllm_engine.rest = lambda: None  # this machine has enough cores for polling engines
     llm = vllm_engine.start(spec)
     driver = vllm_engine.Driver(llm)
 

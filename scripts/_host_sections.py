@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of a drafting round by their methods: wrappers that time them, and their device use."""
+"""Sections of a drafting round: wrappers that time them, and the device's use in a profile."""
 
 import functools
 import importlib
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-# By section, "module:Class.method" below `vllm_hetero_spec.engine`, in the order of a round.
-# Methods that call methods of another section count without them. On a CPU "model" is the
-# drafter's forwards and the choice of tokens, which a GPU does beside the host.
+# "module:Class.method" below `vllm_hetero_spec.engine` by section, in the order of a round.
+# The time of a section excludes other sections that it calls. "model" is the drafter's forwards and
+# the choice of tokens; on a GPU they run in parallel with the host.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "view": ("seam.runner_v1:RunnerV1.view", "seam.runner_v2:RunnerV2.view"),
     "observe": (
@@ -48,18 +48,18 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories in a trace
 
 
 def wrap_sections(around: Callable[[str], AbstractContextManager[Any]]) -> None:
-    """Run each method of a section inside the context that `around` returns for its name."""
+    """Wrap the methods of all sections with the context that `around` returns for a name."""
     for section, methods in SECTIONS.items():
         for owner, attribute, method in map(found, methods):
             setattr(owner, attribute, wrapped(section, method, around))
 
 
 def found(method: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Return the class, name and function of a "module:Class.method"."""
+    """Resolve "module:Class.method" to the class, the name and the function."""
     module, _, name = method.partition(":")
     owner, _, attribute = name.partition(".")
     cls = getattr(importlib.import_module(f"vllm_hetero_spec.engine.{module}"), owner)
@@ -69,7 +69,7 @@ def found(method: str) -> tuple[Any, str, Callable[..., Any]]:
 def wrapped(
     section: str, method: Callable[..., Any], around: Callable[[str], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
-    """Return the method, run inside the context that `around` returns for the section."""
+    """Wrap a method with the context that `around` returns for the section."""
 
     @functools.wraps(method)
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -80,21 +80,13 @@ def wrapped(
 
 
 class OwnTime:
-    """Add up the time of nested sections, each without the sections inside it.
-
-    Args:
-        clock: Returns seconds.
-
-    Attributes:
-        seconds: Sum of each section.
-    """
+    """Sums the time of nested sections; the time of a section excludes those inside it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._open, self._since = clock, list[str](), 0.0
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, section: str) -> "_Section":
-        """Return the context that times a section."""
         return _Section(self, section)
 
     def turn(self, section: str | None) -> None:
@@ -121,16 +113,11 @@ class _Section:
 
 
 def device_use(events: Sequence[Mapping[str, Any]], rounds: int) -> dict[str, Any]:
-    """Return what a profile shows of one round.
-
-    Args:
-        events: Of a Chrome trace, times in microseconds. A "user_annotation" is a section of the
-            host; it includes those inside it.
-        rounds: Number of rounds.
+    """Return the device's use per round, from a Chrome trace whose times are in microseconds.
 
     Returns:
-        Milliseconds in which the device is busy, and idle by section; counts of its kernels and
-        copies, and of waits of the host. Without a device it is always idle.
+        Milliseconds in which the device is busy, and in which it is idle, by section of the host
+        (a "user_annotation", including those inside it). Counts of kernels, copies and waits.
     """
     device = [event for event in events if event.get("cat") in _DEVICE]
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` on the loopback interface, for as long as it is needed."""
+"""Run `vllm serve` on the loopback interface."""
 
 import contextlib
 import socket
@@ -14,14 +14,14 @@ from pathlib import Path
 CPU_FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
     *("--kv-cache-memory-bytes", "128M"),
-    # A small model may fill all its tokens with the white space that a JSON grammar allows.
+    # A small model may generate only the white space that a JSON grammar allows.
     *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
 )
-_START_SECONDS = 240  # bound on a server's start
+_START_SECONDS = 240  # limit for a server's start
 
 
 def serve_command(target: Path, *flags: str) -> list[str]:
-    """The command line of a small server for `target`."""
+    """Command line of a small server for `target`."""
     vllm = Path(sys.executable).with_name("vllm")
     return [str(vllm), "serve", str(target), "--host", "127.0.0.1", *CPU_FLAGS, *flags]
 
@@ -30,10 +30,7 @@ def serve_command(target: Path, *flags: str) -> list[str]:
 def launched(
     target: Path, log: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The URL and process of a server that may still be starting; it is stopped at the end.
-
-    Its output goes to `log`. Its environment is that of this process by default.
-    """
+    """Start a server and yield its URL and process without waiting; stop it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,11 +51,7 @@ def launched(
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return once /health answers.
-
-    Raises:
-        RuntimeError: It did not start; with the end of the log.
-    """
+    """Wait until /health answers; RuntimeError with the end of the log if it does not."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -71,7 +64,6 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
 
 
 def metrics(url: str) -> str:
-    """The text of /metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text: str = response.read().decode()
         return text

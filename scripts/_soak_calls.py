@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests of every kind that a server may receive, the same for the same seed."""
+"""Random requests of every kind that a server may receive, determined by a seed."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ _BAD = (
 
 
 class Call(NamedTuple):
-    """One request of a kind of `_KINDS`; its body has no model's name."""
+    """One request; its body does not contain the name of the model."""
 
-    kind: str
+    kind: str  # a key of `_KINDS`
     path: str
     body: dict[str, Any]
-    drop_after: int | None = None  # chunks of its stream after which the client disconnects
+    drop_after: int | None = None  # stream chunks after which the client disconnects
 
     @property
     def settled(self) -> bool:
-        """True if its answer must be the same with and without a drafter."""
+        """True if the answer must be equal with and without a drafter."""
         return self.drop_after is None and self.body.get("temperature") == 0
 
 
 class Texts(NamedTuple):
-    """Texts of requests: prompts, conversations, and the number of the target's ids."""
+    """Prompts and conversations of requests."""
 
     prompts: Sequence[str]
     chats: Sequence[list[dict[str, str]]]
@@ -44,7 +44,7 @@ class Texts(NamedTuple):
 
 
 def calls(texts: Texts, count: int, seed: int) -> list[Call]:
-    """So many requests: one of each kind, then all kinds mixed."""
+    """Make `count` requests: first one of each kind, then all kinds in random order."""
     rng = random.Random(seed)
     kinds = sorted(_KINDS)
     order = [kinds[number % len(kinds)] for number in range(count)]
@@ -110,7 +110,7 @@ _KINDS: dict[str, Callable[[random.Random, Texts], dict[str, Any]]] = {
     "stop ids": lambda rng, texts: {"stop_token_ids": _ids(rng, texts, 100)},
     "least length": lambda rng, texts: {"min_tokens": 20, "max_tokens": 40},
     "bad words": lambda rng, texts: {"bad_words": ["self", " return", "x"]},
-    # More than 1,024 of them end an engine on vLLM's Model Runner V2, with a drafter and without.
+    # More than 1,024 ids crash vLLM's Model Runner V2, also without a drafter.
     "allowed ids": lambda rng, texts: {"allowed_token_ids": _ids(rng, texts, 1000)},
     "token ids": lambda rng, texts: {"prompt": _ids(rng, texts, rng.randint(1, 300))},
     "grammar": _grammar,

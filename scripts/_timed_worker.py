@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker with models that take as long as larger ones on a device of their own.
+"""vLLM's CPU worker whose models take as long as larger models on separate devices.
 
-A forward that ends too early sleeps for the rest of its time, so that it holds no core. vLLM builds
-the worker by its name (`worker_cls`), in the engine and in the drafter's process, and both read
+A forward that ends early sleeps for the rest of its time, so that it occupies no core. vLLM builds
+the worker by name (`worker_cls`) in the engine and in the drafter's process; both read
 `additional_config`.
 """
 
@@ -18,7 +18,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel
 
 
 def timed(target: float, drafter: float) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: seconds that a forward of either model takes at least."""
+    """Arguments of `vllm.LLM` for minimum seconds per forward of each model."""
     return {
         "worker_cls": f"{__name__}.{TimedWorker.__name__}",
         "additional_config": {"target_seconds": target, "drafter_seconds": drafter},
@@ -26,7 +26,7 @@ def timed(target: float, drafter: float) -> dict[str, Any]:
 
 
 def at_least(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes at least so long."""
+    """Wrap a function so that it takes at least a number of seconds."""
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def at_least(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TimedWorker(CPUWorker):
-    """See above. Also counts the target's steps."""
+    """Worker with timed models; also records the target's steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,10 +62,10 @@ class TimedWorker(CPUWorker):
         return super().execute_model(scheduler_output)
 
     def steps_taken(self) -> list[tuple[int, ...]]:
-        """Steps since the last call.
+        """Return and clear the recorded steps.
 
-        Of each the verified draft tokens, and, when it began, the look-ups of precomputed drafts so
-        far: those that found one, were waited for, or did neither.
+        A step has the number of verified draft tokens, and cumulative counts of look-ups of
+        precomputed drafts at its start: found, waited for, missed.
         """
         taken, self._steps = self._steps, []
         return taken

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the tokenizer bridge per request and step, at several context lengths.
 
-Decoding is simulated on real text. Each request receives the target's own ids, 1 to 3 a step. Each
-step also translates a draft back to target ids: 4 drafter ids of the text that follows.
+Decoding is simulated on real text. Each request receives 1 to 3 target ids per step. Each step also
+translates a draft of 4 drafter ids, taken from the following text, to target ids.
 
     python scripts/bench_bridge.py --tokenizers FOLDER   # FOLDER/NAME/tokenizer.json
 """
@@ -40,11 +40,11 @@ PAIRS = (
     ("phi-3-medium-128k-instruct", "byte-level"),
 )
 DRAFT = 4
-_CHARACTERS = 3_000_000  # of the corpus
+_CHARACTERS = 3_000_000  # of the corpus that are used
 
 
 def load(folder: Path | None, text: str) -> dict[str, TextTokenizer]:
-    """The tokenizers of PAIRS that `folder` contains; without a folder, two small trained ones."""
+    """Load the tokenizers of PAIRS from `folder`; without a folder train two small ones."""
     if folder is None:
         trained = {kind: train_tokenizer(kind, [text[:400_000]], 4000) for kind in KINDS}
         return {kind: load_tokenizer(tokenizer, kind) for kind, tokenizer in trained.items()}
@@ -57,10 +57,10 @@ def load(folder: Path | None, text: str) -> dict[str, TextTokenizer]:
 
 
 class Decoding:
-    """A batch of requests that have `context` target ids each at first.
+    """A batch of requests that begin with `context` target ids each.
 
     Attributes:
-        seconds: Of each step, in both directions.
+        seconds: Seconds per step, in both directions.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Decoding:
         drafter: TextTokenizer,
         texts: Sequence[Sequence[int]],
         context: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._target, self._drafter, self._clock = target, drafter, clock
         self._bridge = make_bridge(target, drafter, mode="text")
@@ -82,7 +82,7 @@ class Decoding:
         self.seconds: list[float] = []
 
     def step(self, counts: Sequence[int]) -> None:
-        """Receive `counts[i]` ids of request i, and translate the draft of what follows."""
+        """Receive `counts[i]` ids for request i, and translate a draft of the following text."""
         arrived = [future[:count] for future, count in zip(self._futures, counts, strict=True)]
         self._futures = [f[count:] for f, count in zip(self._futures, counts, strict=True)]
         following = [self._target.decode_bytes(future[: DRAFT + 2]) for future in self._futures]
@@ -101,16 +101,11 @@ class Decoding:
 
 
 def measure(
-    target: TextTokenizer,
-    drafter: TextTokenizer,
-    text: str,
-    batch: int,
-    steps: int,
-    clock: Callable[[], float],
+    target: TextTokenizer, drafter: TextTokenizer, text: str, batch: int, steps: int
 ) -> list[float]:
     """Median microseconds per request and step for each of CONTEXTS.
 
-    All context lengths decode the same text in turn, so that they differ only in what precedes it.
+    All context lengths decode the same text in turn; they differ only in the text before it.
     """
     rng = random.Random(batch)
     needed = max(CONTEXTS) + 3 * steps + 2 * DRAFT
@@ -120,7 +115,7 @@ def measure(
         ids = target.encode(text[start : start + 6 * needed])
         if len(ids) >= needed:
             texts.append(ids)
-    runs = [Decoding(target, drafter, texts, context, clock) for context in CONTEXTS]
+    runs = [Decoding(target, drafter, texts, context) for context in CONTEXTS]
     gc.collect()
     for step in range(steps):
         counts = [rng.randint(1, 3) for _ in range(batch)]
@@ -135,19 +130,12 @@ def main() -> int:
     parser.add_argument("--tokenizers", type=Path, help="folder of NAME/tokenizer.json")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=3200, help="decoding steps of one request")
-    parser.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu excludes the time of other processes, for a busy machine",
-    )
     options = parser.parse_args()
-    clock = time.perf_counter if options.clock == "wall" else time.thread_time
     text = "\n".join(standard_library().train)[:_CHARACTERS]
     known = load(options.tokenizers, text)
     console = Console()
     console.print(
-        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, clock {options.clock}, "
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, tokenizers {tokenizers.__version__}"
     )
     table = Table(title="microseconds per request and step, both directions, by context length")
@@ -160,7 +148,7 @@ def main() -> int:
         target, drafter = (known[name] for name in pair)
         for batch in options.batches:
             steps = max(20, options.steps // batch)
-            found = measure(target, drafter, text, batch, steps, clock)
+            found = measure(target, drafter, text, batch, steps)
             figures = [f"{figure:.1f}" for figure in found]
             table.add_row(*pair, str(batch), *figures, f"{found[-1] / found[0]:.2f}")
     console.print(table)

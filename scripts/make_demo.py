@@ -3,9 +3,8 @@
 
     python scripts/make_demo.py   # takes seconds, needs no network
 
-Speculation pays if a target forward costs much more than a drafter forward, as with real models. A
-model that is small enough to train in minutes is too fast for that. So the wide copy has MLP
-columns of zeros: it writes what the target writes, at the cost of a larger model.
+Speculation pays if a target forward costs much more than a drafter forward. The demo target is too
+fast for that. Its wide copy has additional MLP columns of zeros: the same output at a higher cost.
 """
 
 import argparse
@@ -24,18 +23,16 @@ from vllm_hetero_spec.paths import demo_folder
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "demo"
 WIDE_PARAMETERS = 176e6
 _WIDE = "target-wide"
-_COLUMNS = 64  # columns are added in multiples of this, for aligned matrices
+_COLUMNS = 64  # the number of added columns is a multiple of this, for aligned matrices
 
 
 def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
-    """Put the shipped pair and its wide target into `out`; return False if they are there already.
+    """Put the shipped pair and its wide target into `out`; return False if they exist already.
 
-    `out` gets `target/`, `target-wide/`, `drafter/`, `prompts.jsonl` and `chats.jsonl`. It appears
-    whole or not at all: everything is made in a folder beside it, which is renamed at the end. A
-    demo pair of another version is replaced.
+    The folder is renamed into place when complete, and replaces a demo pair of another version.
 
     Raises:
-        FileExistsError: `out` contains something that is no demo pair.
+        FileExistsError: `out` contains something other than a demo pair.
     """
     if _same(SHIPPED, out) and (out / _WIDE).is_dir():
         return False
@@ -53,16 +50,16 @@ def make_demo(out: Path, parameters: float = WIDE_PARAMETERS) -> bool:
 
 
 def _same(shipped: Path, made: Path) -> bool:
-    """Return True if `made` contains each shipped file, byte by byte."""
+    """Return True if `made` contains an exact copy of each shipped file."""
     files = [str(file.relative_to(shipped)) for file in shipped.rglob("*") if file.is_file()]
     return filecmp.cmpfiles(shipped, made, files, shallow=False)[1:] == ([], [])
 
 
 def widen(src: Path, dst: Path, parameters: float) -> int:
-    """Copy the Llama in `src` to `dst` with zero MLP columns; return its parameter count.
+    """Copy the Llama in `src` to `dst` with added zero MLP columns; return its parameter count.
 
-    An added intermediate unit is silu(0) * 0 = 0 and adds 0 to the residual stream, so logits are
-    unchanged. The count is the largest up to `parameters` that a multiple of 64 columns gives.
+    An added unit outputs silu(0) * 0 = 0, so logits are unchanged. The parameter count is the
+    largest one up to `parameters` for a multiple of 64 columns.
     """
     config = json.loads((src / "config.json").read_text())
     tensors = load_file(src / "model.safetensors")

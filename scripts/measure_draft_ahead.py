@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a drafter in a process of its own beside one that drafts between the target's steps.
+"""Compare a drafter in a process of its own with one that drafts between the target's steps.
 
-Both models are timed: in all engines a forward of the target takes 40 ms and one of the drafter 5
-ms, as if each had a device of its own. So two cores show the schedules and nothing of the models'
-costs. Engines serve the same prompts in turn, one request at a time. `--goodput` adds engines with
-the controller, also with a drafter of random weights. `--dsi` adds what distributed speculative
-inference would take on the same texts, simulated from the drafts of an engine with long ones.
+In all engines a forward of the target takes 40 ms and one of the drafter 5 ms, as if each had a
+device of its own. So two cores are enough to compare the schedules. Engines serve the same prompts
+in turn, one request at a time. `--dsi` simulates distributed speculative inference on the same
+texts, from the drafts of an engine with a long lookahead.
 
     python scripts/measure_draft_ahead.py --target DIR --drafter DIR --prompts FILE.jsonl
 """
@@ -32,43 +31,38 @@ from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
 ALONE, SERIAL, AHEAD = "target alone", "serial, one core", "ahead, one core each"
-ALONE_THERE, LONG = "target alone, one core", "serial, long drafts"
-GOODPUT = "goodput: "
-USELESS = GOODPUT + "useless drafter"
-COMPARED = (
-    (AHEAD, SERIAL), (GOODPUT + AHEAD, GOODPUT + SERIAL), (USELESS, ALONE), (USELESS, ALONE_THERE),
-)  # fmt: skip
+LONG = "serial, long drafts"
 COLUMNS = ("engine", "tok/s", "of alone", "tokens per draft", "hits behind a draft")
 _PROMPT_CHARACTERS = 400
-_LONG = 16  # target tokens of the drafts from which DSI is simulated
-_UNDRAFTED = 2  # steps: of the prompt, and the next one
+_LONG = 16  # target tokens per draft of the engine from which DSI is simulated
+_UNDRAFTED = 2  # first steps of a request without drafts
 
 
 class Run(NamedTuple):
-    """A load in an engine."""
+    """Result of a load in an engine."""
 
     sample: Sample
-    steps: Sequence[tuple[int, ...]]  # as `TimedWorker.steps_taken` returns them
+    steps: Sequence[tuple[int, ...]]  # result of `TimedWorker.steps_taken`
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first ones, of one request at a time."""
+        """Tokens per second after the first arrival of each request."""
         traces = self.sample.traces
         seconds = sum(trace.times[-1] - trace.times[0] for trace in traces)
         return sum(sum(trace.counts[1:]) for trace in traces) / seconds
 
     def look_ups(self) -> tuple[int, int]:
-        """Look-ups of precomputed drafts after steps with a draft: hits, and all."""
+        """Numbers of hits and of all look-ups of precomputed drafts, after steps with a draft."""
         behind = [(a, b) for a, b in pairwise(self.steps) if a[0] > 0]
         return sum(b[1] - a[1] for a, b in behind), sum(sum(b[1:]) - sum(a[1:]) for a, b in behind)
 
 
 Engine = tuple[Sequence[int], dict[str, Any] | None]  # cores, and speculative configuration
-_engine: Any = None  # of this process: its driver and vLLM's own
+_engine: Any = None  # this process's `Driver` and `vllm.LLM`
 
 
 def begin(engine: Engine, options: argparse.Namespace, cache: str) -> None:
-    """Start an engine in a process of its own."""
+    """Start the engine of this process; the initializer of its pool."""
     cores, speculative = engine
     os.environ |= {"OMP_NUM_THREADS": str(len(cores)), "XDG_CACHE_HOME": cache}
     os.sched_setaffinity(0, cores)  # before torch counts them
@@ -95,18 +89,8 @@ def run(load: Load) -> Run:
     return Run(sample, llm.collective_rpc("steps_taken")[0])
 
 
-def randomize(drafter: str, folder: str) -> None:
-    """Save a drafter of the same size and tokenizer with random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(drafter)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(drafter).save_pretrained(folder)
-
-
-def engines(options: argparse.Namespace, useless: str) -> dict[str, Engine]:
-    """All engines by name; `useless` is a drafter of random weights."""
+def engines(options: argparse.Namespace) -> dict[str, Engine]:
+    """All engines by name."""
     first, second = options.cores
     serial = {
         "method": "slem", "model": options.drafter, "num_speculative_tokens": options.lookahead,
@@ -119,21 +103,13 @@ def engines(options: argparse.Namespace, useless: str) -> dict[str, Engine]:
         SERIAL: ((first,), serial),
         AHEAD: ((first,), ahead),
     }
-    if options.goodput:
-        goodput = {"controller": "goodput"}
-        found |= {
-            ALONE_THERE: ((first,), None),
-            GOODPUT + SERIAL: ((first,), serial | goodput),
-            GOODPUT + AHEAD: ((first,), ahead | goodput),
-            USELESS: ((first,), ahead | goodput | {"model": useless}),
-        }
     if options.dsi:
         found[LONG] = (first, second), serial | {"num_speculative_tokens": _LONG}
     return found
 
 
 def row(name: str, runs: dict[str, list[Run]]) -> list[str]:
-    """A line of the table, over all rounds."""
+    """Line of the table for an engine, over all rounds."""
     rate = statistics.median(run.rate for run in runs[name])
     cells = [name, f"{rate:.1f}", ratio(runs[name], runs[ALONE]).partition(" ")[0]]
     drafts = sum(run.sample.drafts for run in runs[name])
@@ -144,13 +120,13 @@ def row(name: str, runs: dict[str, list[Run]]) -> list[str]:
 
 
 def ratio(runs: Sequence[Run], others: Sequence[Run]) -> str:
-    """Speed beside another engine's in the same rounds: the median, and the range."""
+    """Median and range of the speed ratio to another engine in the same rounds."""
     ratios = [run.rate / other.rate for run, other in zip(runs, others, strict=True)]
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def simulated(runs: dict[str, list[Run]], options: argparse.Namespace) -> Iterator[str]:
-    """Lines with tokens per second of schedules, on the texts of the engine with long drafts."""
+    """Yield lines with simulated tokens per second of schedules, from the engine `LONG`."""
     samples = [run.sample for run in runs[SERIAL]]
     seconds = sum(sample.worker["forward_seconds"] for sample in samples)
     token = seconds / sum(sample.drafts for sample in samples) / options.lookahead
@@ -168,13 +144,13 @@ def simulated(runs: dict[str, list[Run]], options: argparse.Namespace) -> Iterat
 
 
 def report(runs: dict[str, list[Run]]) -> str:
-    """A table of all engines, and how those compare that are to be compared."""
+    """Table of all engines, with the ratio of the two ways to draft."""
     lines = [list(COLUMNS), ["---"] * len(COLUMNS), *(row(name, runs) for name in runs)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     texts = [[trace.token_ids for run in of for trace in run.sample.traces] for of in runs.values()]
     same = sum(ids == texts[0] for ids in texts)
-    ratios = [f"{a} / {b}: {ratio(runs[a], runs[b])}" for a, b in COMPARED if a in runs]
-    return "\n".join([table, "", *ratios, f"same tokens: {same} of {len(texts)} engines"])
+    compared = f"{AHEAD} / {SERIAL}: {ratio(runs[AHEAD], runs[SERIAL])}"
+    return "\n".join([table, "", compared, f"same tokens: {same} of {len(texts)} engines"])
 
 
 def main() -> int:
@@ -188,7 +164,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4, help="of a round, each its own prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of each request")
     parser.add_argument("--lookahead", type=int, default=4)
-    parser.add_argument("--goodput", action="store_true", help="engines with the controller too")
     parser.add_argument("--dsi", type=int, nargs="*", default=[], help="numbers of targets")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -204,13 +179,10 @@ def main() -> int:
     spawn = multiprocessing.get_context("spawn")
     runs: dict[str, list[Run]] = {}
     with ExitStack() as stack:
-        folder, cache = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
+        cache = stack.enter_context(tempfile.TemporaryDirectory())
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-        if options.goodput:
-            with ProcessPoolExecutor(1, spawn) as pool:
-                pool.submit(randomize, options.drafter, folder).result()
         pools = {}
-        for name, engine in progress.track(engines(options, folder).items()):
+        for name, engine in progress.track(engines(options).items()):
             work = (engine, options, cache)
             pool = ProcessPoolExecutor(1, spawn, initializer=begin, initargs=work)
             pools[name] = stack.enter_context(pool)

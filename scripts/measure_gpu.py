@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is drafting right and fast on this GPU? Parts within one deadline; each result is a line of JSON.
+"""Check correctness and speed of drafting on this GPU; each result is a line of JSON.
 
     python scripts/measure_gpu.py --minutes 9     # all parts, in 80 GB of the GPU's memory
-    python scripts/measure_gpu.py --parts 0 A     # is it right?
+    python scripts/measure_gpu.py --parts 0 A     # correctness only
 
-0: versions, clocks, basic operations. A: texts, and what was accepted, in float32, by setup. B:
-forwards of the drafter, by variant. C: tokens per second beside the target alone and beside vLLM's
-`draft_model`, in interleaved rounds. C': ours with one method switched. D: profiles, whose traces
-are kept. S: sampled requests. A part that is late ends, and the next one begins.
+0: versions, clocks, basic operations. A: tokens and acceptance rates in float32, by setup. B:
+forwards of the drafter, by variant. C: tokens per second compared with the target alone and with
+vLLM's `draft_model`, in interleaved rounds. C': our engine with one method replaced. D: profiles,
+whose traces are kept. S: sampled requests. A part that exceeds its time ends, and the next begins.
 
-Part A runs a small trained pair. The other models have real shapes, recite a chain of tokens, and
-share a tokenizer; ours translates through text all the same. A "length" is imposed by vLLM's
-synthetic rates, alike for all engines: the text is not the target's own then. Without a GPU the
-shapes are small: counts are real, times mean nothing.
+Part A runs a small trained pair. Other models have real shapes, repeat a chain of tokens, and share
+a tokenizer; our drafter still translates through text. An acceptance "length" is imposed on all
+engines by vLLM's synthetic rates, so that the output is not the target's own. Without a GPU the
+shapes are small: counts are valid, times are not.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from vllm_hetero_spec.staging import Sender
 
 GPU = torch.cuda.is_available()
 LOOKAHEAD = 5
-# By imposed acceptance length, the rate of each draft token: 1 + a + ... + a^LOOKAHEAD.
+# Rate a of each draft token by acceptance length, which is 1 + a + ... + a^LOOKAHEAD.
 RATES = {1: 0.0, 2: 0.50866, 3: 0.70901, 4: 0.83432}
 _LATE = 3  # exit code if a part was late and nothing was wrong
 _FAULTS = ("drafter_error", "backing_off", "nan_logits")
@@ -62,7 +62,7 @@ _QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
 def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
-    """Return entries of a config.json. Heads are not tied: a step reads as many bytes."""
+    """Return entries of a config.json; untied heads, because a step then reads as many bytes."""
     more |= {"max_position_embeddings": 4096, "tie_word_embeddings": False}
     return dict(zip(_SIZES, sizes, strict=True)) | more
 
@@ -76,7 +76,7 @@ SHAPES = {
 }
 TARGET, DRAFTER, PEER = ("8B", "0.5B", "0.5B of the target") if GPU else ("tiny",) * 3
 
-# Part A, by name: options of ours, and arguments of the engine. Without a GPU the first three.
+# Setups of part A: options of our method, and arguments of the engine. Without a GPU only three.
 _GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if GPU else {}
 A: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "alone": (None, _GRAPHS),
@@ -88,7 +88,7 @@ A: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "trees": ({"tree_nodes": 8}, _GRAPHS),
     "in turn": ({}, {**_GRAPHS, "async_scheduling": False}),
 }
-# Part B, by name: the drafter's shape and options of ours. Without a GPU the first one.
+# Variants of part B: shape of the drafter, and options of our method. Without a GPU only one.
 B: dict[str, tuple[str, dict[str, Any]]] = {
     "today": (DRAFTER, {}),
     "compiled": (DRAFTER, {"enforce_eager": False}),
@@ -96,19 +96,16 @@ B: dict[str, tuple[str, dict[str, Any]]] = {
     "1B": ("1B", {}),
     "1B, compiled": ("1B", {"enforce_eager": False}),
 }
-# Parts from C on: rows of the target's graphs, and its KV.
+# CUDA graph sizes and KV of the target in parts C to S.
 _ROWS = {"cudagraph_capture_sizes": [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]}
 _SERVED = {"compilation_config": _ROWS, "kv_cache_memory_bytes": 6 << 30} if GPU else {}
 
 
 class Cell(NamedTuple):
-    """A load. `length` is the imposed acceptance length; None verifies drafts.
-
-    At length 1 nothing is accepted, and `goodput` decides how far to draft; else LOOKAHEAD tokens.
-    """
+    """A load; the draft length is LOOKAHEAD, or chosen by `goodput` if nothing is accepted."""
 
     batch: int
-    length: int | None
+    length: int | None  # imposed acceptance length; None: real verification
     temperature: float = 0.0
 
 
@@ -118,29 +115,26 @@ _ROUNDS, _CELLS = (100, len(C)) if GPU else (1, 4)
 
 
 class Engine(EngineProcess):
-    """An engine that also answers calls into its worker."""
+    """An engine that also runs methods of its worker."""
 
     program = "_gpu_worker"
 
     def ask(self, question: Load | Sequence[Any], until: float) -> Any:
-        """Return the `Sample` of a load, or the answer to a call: (method, arguments)."""
+        """Return the `Sample` of a load, or the result of a method: (name, *arguments)."""
         return self._ask(question, max(0.0, until - time.monotonic()))
 
 
 class Run:
-    """The deadline, the lines and the engines of a run.
-
-    The present part is over at `until`, all of it at `end`, in seconds of the monotonic clock.
-    `served` are the engines of part C and later ones, while they start.
-    """
+    """Deadlines, output and engines of a run."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self.given, self._folder, self._lock = given, folder, Lock()
         self._began = time.monotonic()
+        # Ends of the current part and of the run, in seconds of the monotonic clock.
         self.until = self.end = self._began + 60 * given.minutes
         self.texts = [text[:300] for text in load_prompts(given.prompts, 32)]
-        self.served: dict[str, Future[Engine]] = {}
-        # What models recite: words of one token each, which text keeps apart.
+        self.served: dict[str, Future[Engine]] = {}  # for parts C to S; start in the background
+        # The chain of tokens that models repeat: words of one token each, separated by spaces.
         words = [f" {word}" for word in dict.fromkeys(" ".join(self.texts).split())]
         tokenizer = Tokenizer.from_file(str(given.target / "tokenizer.json"))
         encoded = [each.ids for each in tokenizer.encode_batch(words, add_special_tokens=False)]
@@ -148,7 +142,6 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds of the present part."""
         return self.until - time.monotonic()
 
     def line(self, part: str, **found: Any) -> None:
@@ -159,7 +152,7 @@ class Run:
             file.write(text + "\n")
 
     def model(self, shape: str) -> str:
-        """Return a folder of the target's with another shape, and no weights."""
+        """Return a copy of the target's folder with another shape and without weights."""
         out, source = self._folder / shape, self.given.target
         with self._lock:
             if not out.exists():
@@ -169,17 +162,16 @@ class Run:
         return str(out)
 
     def start(self, target: str, drafts: Mapping[str, Any], until: float, **engine: Any) -> Engine:
-        """Start an engine of up to 32 requests."""
         spec = {"num_speculative_tokens": LOOKAHEAD, **drafts} if drafts else None
         engine = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28, **engine}
         engine["worker_extension_cls"] = "_gpu_worker.GpuWorker"
         if GPU:
-            engine["gpu_memory_utilization"] = 0.05  # must be free; other engines are up as well
+            engine["gpu_memory_utilization"] = 0.05  # vLLM requires this share to be free
         limits = {"verbose": self.given.verbose, "start_timeout": max(0, until - time.monotonic())}
         return Engine(EngineSpec(target, spec, 32, engine), **limits)
 
     def ours(self, shape: str, **options: Any) -> dict[str, Any]:
-        """Return our options for a drafter of a shape; other engines may be busy meanwhile."""
+        """Return our options; without calibration, because other engines may be busy then."""
         debug = {"translation": "text", "calibrate": False}
         return {"method": "hetero", "model": self.model(shape), "debug": debug, **options}
 
@@ -195,7 +187,7 @@ class Run:
         self.served = {name: pool.submit(started, of) for name, of in drafts.items()}
 
     def up(self, part: str, names: Sequence[str]) -> dict[str, Engine]:
-        """Return those of the served engines that are up before the present part is late."""
+        """Return those of the served engines that are up before the current part ends."""
         found = {}
         for name in names:
             try:
@@ -205,7 +197,6 @@ class Run:
         return found
 
     def play(self, engine: Engine, cell: Cell, switched: str = "", tokens: int = 0) -> Sample:
-        """Run a cell in a served engine."""
         rates = None if cell.length is None else [RATES[cell.length]] * LOOKAHEAD
         lookahead = 0 if cell.length == 1 else LOOKAHEAD
         engine.ask(["gpu_set", rates, lookahead, switched], self.end)
@@ -218,7 +209,7 @@ class Run:
 
 
 def figures(sample: Sample) -> dict[str, Any]:
-    """Return what a line says of a load. Without drafts, the longest request counts its rounds."""
+    """Return the figures of a load; without drafts, rounds are arrivals of the longest request."""
     worker, longest = sample.worker, max(len(trace.times) for trace in sample.traces)
     rounds, speed = worker.get("steps") or longest, round(sample.tokens_per_second, 1)
     found = {"rounds": rounds, "ms_a_round": round(1e3 * sample.seconds / rounds, 3)}
@@ -228,14 +219,14 @@ def figures(sample: Sample) -> dict[str, Any]:
 
 
 def faults(sample: Sample) -> int:
-    """Return how often a request had no draft because of a fault of the drafter."""
+    """Return the number of missing drafts that faults of the drafter caused."""
     return sum(sample.worker.get("skipped", {}).get(reason, 0) for reason in _FAULTS)
 
 
 def side_by_side(
     run: Run, part: str, names: Sequence[str], job: Callable[[str], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the job's results by name when they are there; failures are lines."""
+    """Run a job for each name in parallel; yield results, and write failures as lines."""
     with ThreadPoolExecutor(len(names) if GPU else 1) as pool:
         jobs = {pool.submit(job, name): name for name in names}
         for done in as_completed(jobs):
@@ -249,7 +240,6 @@ def side_by_side(
 
 
 def part_0(run: Run) -> bool:
-    """Versions, clocks, and the times of basic operations."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
     clocks = subprocess.run(query, capture_output=True, text=True).stdout.strip() if GPU else ""
     device, bytes_ = torch.device("cuda" if GPU else "cpu"), 1 << (30 if GPU else 24)
@@ -270,7 +260,7 @@ def part_0(run: Run) -> bool:
 
 
 def part_a(run: Run) -> bool:
-    """Compare the texts with the target's own, and what is accepted."""
+    """Compare tokens with those of the target alone, and acceptance rates with each other."""
     given, texts, wanted = run.given, run.texts[: 16 if GPU else 4], list(A)[: None if GPU else 3]
     load = Load(texts, 48 if GPU else 16, batch_size=8, ignore_eos=True)
     exact = {"dtype": "float32", "attention_backend": "TRITON_ATTN"} if GPU else {}
@@ -290,12 +280,12 @@ def part_a(run: Run) -> bool:
     run.line("A", texts=len(texts), same=same, accepted=shares)
     alike = [shares[name] for name in ("eager", "graphs", "compiled", "in turn") if name in shares]
     good = same == dict.fromkeys(wanted, len(texts)) and not any(map(faults, found.values()))
-    # Graphs and compiled models round otherwise.
+    # CUDA graphs and compiled models round differently, so rates may differ slightly.
     return good and shares["itself"] == 1 and max(alike) - min(alike) <= 0.01
 
 
 def part_b(run: Run) -> bool:
-    """Time the drafter beside a tiny target; timings do not overlap."""
+    """Time the drafter's forwards, with a tiny target; timings do not overlap."""
     alone, wanted = Lock(), list(B)[: None if GPU else 1]
     batches, contexts = ([1, 8, 32], [256, 3000]) if GPU else ([1, 2], [])
     room = {"context": 4096, "kv_cache_memory_bytes": 1 << 30} if GPU else {}
@@ -313,7 +303,7 @@ def part_b(run: Run) -> bool:
 def rounds(
     run: Run, part: str, players: Mapping[str, tuple[str, str]], cells: Sequence[Cell], most: int
 ) -> bool:
-    """Run players, (engine, what is switched), in all cells by turns, until the part is over."""
+    """Run players (engine, switched method) in turn in all cells, until the part ends."""
     engines = run.up(part, sorted({engine for engine, _ in players.values()}))
     playing = [name for name, (engine, _) in players.items() if engine in engines]
     ratios: dict[tuple[Cell, str], list[float]] = defaultdict(list)
@@ -337,7 +327,7 @@ def rounds(
 
 
 def part_d(run: Run) -> bool:
-    """Profile a dozen rounds of ours, and as many steps of the target alone."""
+    """Profile a dozen rounds of our engine, and as many steps of the target alone."""
     found = []
     for name, engine in run.up("D", ["ours", "alone"]).items():
         for cell in (Cell(1, 3), Cell(8, 3), Cell(1, 1)):
@@ -354,7 +344,7 @@ def part_d(run: Run) -> bool:
 _ALL = {name: (name, "") for name in ("alone", "ours", "draft_model")}
 _SWITCHED = {name or "as it is": ("ours", name) for name in ("", "more steps", "no first tokens")}
 _SAMPLED = [Cell(1, None, 0.7), Cell(8, None, 0.7)]
-# By name, the function and the share of the time after which it is late.
+# Function of each part, and the share of the time at which it ends.
 PARTS: dict[str, tuple[Callable[[Run], bool], float]] = {
     "0": (part_0, 0.04),
     "A": (part_a, 0.22),
@@ -411,5 +401,5 @@ if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(path)  # the engines' program is beside this file
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or float32 is multiplied as TF32
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # otherwise float32 is multiplied as TF32
     sys.exit(main())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host time of a drafting round: thread CPU time by section and batch size.
+"""Measure the host's time per drafting round: thread CPU time by section and batch size.
 
     python scripts/measure_host.py                                  # the demo pair
     python scripts/measure_host.py --target DIR --drafter DIR --prompts FILE.jsonl --lookahead 5
 
-It runs on a CPU. A GPU runs the section "model" beside the host. Thread CPU time excludes other
-processes.
+It runs on a CPU. On a GPU the section "model" runs in parallel with the host. Thread CPU time
+excludes other processes.
 """
 
 import argparse
@@ -28,29 +28,17 @@ from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import Driver, EngineSpec, start
 from vllm_hetero_spec.paths import demo_folder
 
-_TEXTS = 3  # for each request of a batch
+_TEXTS = 3  # prompts per request of a batch
 
 
 def measure(
     target: str, drafter: str, texts: Sequence[str], batches: Sequence[int], lookahead: int
 ) -> dict[int, dict[str, float]]:
-    """Return microseconds per round by section and the number of rounds, for each batch size.
-
-    Args:
-        target: Name or folder of the target.
-        drafter: Name or folder of the drafter.
-        texts: Prompts; they repeat if a load needs more.
-        batches: Requests in flight.
-        lookahead: Draft length, in target tokens.
-    """
+    """Return microseconds per round by section and the number of rounds, for each batch size."""
     spent = OwnTime(time.thread_time)
     wrap_sections(spent)
-    spec = {
-        "method": "hetero",
-        "model": drafter,
-        "num_speculative_tokens": lookahead,
-        "controller": "fixed",
-    }
+    keys = {"method": "hetero", "model": drafter, "controller": "fixed"}
+    spec = {**keys, "num_speculative_tokens": lookahead}
     driver = Driver(start(EngineSpec(target, spec, max_batch_size=max(batches))))
     found = {}
     for batch in batches:

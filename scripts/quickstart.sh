@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs everything, and measures the demo target alone and with its drafter, which has another
-# tokenizer:
+# Installs everything, and measures the demo target alone and with its drafter, whose tokenizer
+# differs:
 #
 #     bash scripts/quickstart.sh
 #
@@ -10,7 +10,7 @@
 #
 #     bash scripts/quickstart.sh --target NAME --drafter NAME
 #
-# Further options go to `vllm-hetero-spec compare`, as --batch-size 8 or --prompts FILE.jsonl.
+# Further options, as --batch-size 8, are passed to `vllm-hetero-spec compare`.
 
 set -euo pipefail
 
@@ -46,7 +46,7 @@ if [ -z "$target" ]; then
     demo=${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-~/.cache}/vllm_hetero_spec/demo}
     python "$ROOT/scripts/make_demo.py" --out "$demo" >&2
     mkdir -p "$ROOT/.cache"
-    ln -sfn "$(cd "$demo" && pwd)" "$ROOT/.cache/demo" # the place that examples/pair.yaml names
+    ln -sfn "$(cd "$demo" && pwd)" "$ROOT/.cache/demo" # the path in examples/pair.yaml
     target="$demo/target-wide" drafter="$demo/drafter"
     options=(--prompts "$demo/prompts.jsonl" --max-tokens 64 ${options[@]+"${options[@]}"})
     if nvidia-smi -L >/dev/null 2>&1; then

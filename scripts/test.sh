@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs everything if need be, checks style and types, then runs the fast tests, in two
-# processes. `--full` runs all tests. Arguments go to pytest: `-n 0` runs all in one process, and
-# `-m "not engine and not server"` leaves out the tests that start vLLM. The tests need vLLM's CPU
-# build. On a machine with a GPU they have an environment of their own.
+# Installs everything if necessary, checks style and types, then runs the fast tests in two
+# processes. `--full` runs all tests. Arguments are passed to pytest: `-n 0` uses one process, and
+# `-m "not engine and not server"` omits tests that start vLLM. The tests need vLLM's CPU build. On
+# a machine with a GPU they use an environment of their own.
 
 set -euo pipefail
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the small models of this project, without a network.
 
-`pair` trains the demo pair on the Python standard library, in about 80 minutes on one core (Zen 4):
-a target that reads byte-level BPE, and a SentencePiece-style drafter that also learns the target's
-own continuations. `long` trains a Llama further on whole files, and cuts prompts from others.
+`pair` trains the demo pair on the Python standard library, in about 80 minutes on one core (Zen 4);
+the drafter also learns continuations of the target. `long` trains a Llama further on whole files,
+and cuts prompts from other files.
 
     OMP_NUM_THREADS=1 python scripts/train_models.py pair examples/demo
     python scripts/train_models.py long TARGET examples/bench/long/target --prompt-lengths 2000
@@ -34,21 +34,21 @@ from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-HEAD_DIM = 64  # every vLLM attention backend takes it
+HEAD_DIM = 64  # supported by every attention backend of vLLM
 MAX_POSITIONS = 2048
 _LONG_POSITIONS, _ROPE_THETA = 16384, 80000.0
-_ROWS, _SEQUENCE = 8, 256  # of a step
-_TEXTS, _PROMPT, _CONTINUATION = 96, 64, 128  # of a batch of continuations; lengths in tokens
+_ROWS, _SEQUENCE = 8, 256  # rows per step, and tokens per row
+_TEXTS, _PROMPT, _CONTINUATION = 96, 64, 128  # texts per batch; tokens of prompt and continuation
 _RATE, _LONG_RATE = 6e-3, 5e-4  # peak learning rates
 _WARMUP, _FLOOR = 0.05, 0.02  # share of the steps; share of the peak learning rate
-_PROMPTS = 8  # of each length
-_BEFORE_PROMPT = 200  # tokens of a file in front of its first long prompt
-LONG_HELD_OUT = 60  # files; few are long enough for a long prompt
+_PROMPTS = 8  # per length
+_BEFORE_PROMPT = 200  # tokens of a file before its first prompt, and between prompts
+LONG_HELD_OUT = 60  # files; few of them are long enough for a long prompt
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to train: a tokenizer and a Llama of `heads` * 64 hidden units, embeddings tied."""
+    """A tokenizer and a Llama of `heads` * 64 hidden units with tied embeddings."""
 
     tokenizer: TokenizerKind
     vocab_size: int
@@ -67,7 +67,7 @@ class ModelSpec:
 
 
 class Steps(NamedTuple):
-    """Steps of each stage: of an optimizer; of `continuations`, batches of texts."""
+    """Optimizer steps of each stage; `continuations` counts batches of texts."""
 
     target: int
     continuations: int
@@ -82,10 +82,7 @@ STEPS = Steps(target=5000, continuations=60, drafter=8000)
 def train_pair(
     out: Path, target: ModelSpec, drafter: ModelSpec, steps: Steps, corpus: Corpus | None = None
 ) -> None:
-    """Train a pair into `out/target` and `out/drafter`.
-
-    Both appear whole or not at all, and replace what has their names.
-    """
+    """Train a pair, then move it to `out/target` and `out/drafter`, replacing older models."""
     corpus = corpus or standard_library()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".training-") as folder:
@@ -104,8 +101,8 @@ def train(
 ) -> list[float]:
     """Train `spec` on `corpus`, save model and tokenizer to `out`, and return the losses.
 
-    A small share of the texts are conversations in the model's chat template. If there are texts
-    to `imitate`, half of every batch is cut from them.
+    Conversations in the model's chat template are added to the texts. If there are texts to
+    `imitate`, half of every batch is cut from them.
     """
     torch.manual_seed(0)
     tokenizer = train_tokenizer(spec.tokenizer, corpus.train, spec.vocab_size)
@@ -128,10 +125,7 @@ def train(
 
 
 def continuations(folder: Path, texts: Sequence[str], batches: int) -> list[str]:
-    """Cut-outs of `texts` and of conversations, 96 a batch, continued greedily by a model.
-
-    The drafter has to write what its target writes: sequence-level distillation.
-    """
+    """Greedy continuations of excerpts of `texts`, for sequence-level distillation."""
     generator = torch.Generator().manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if _fast_bfloat16() else torch.float32
@@ -168,7 +162,7 @@ def train_further(
 
 
 def cut_prompts(folder: Path, texts: Iterable[str], length: int) -> list[str]:
-    """Up to 8 pieces of `length` tokens of the model in `folder`, spread over all texts."""
+    """Cut up to 8 prompts of `length` tokens of the model in `folder`, spread over all texts."""
     tokenizer, found = AutoTokenizer.from_pretrained(folder), list[str]()
     for text in texts:
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -179,13 +173,13 @@ def cut_prompts(folder: Path, texts: Iterable[str], length: int) -> list[str]:
 
 
 def with_conversations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
-    """The texts, and conversations cut from them in the tokenizer's chat template."""
+    """Add conversations, cut from the texts and rendered in the tokenizer's chat template."""
     rendered = (tokenizer.apply_chat_template(m, tokenize=False) for m in conversations(texts))
     return [*texts, *map(str, rendered)]
 
 
 def token_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
-    """All texts as one int64 vector, an end-of-sequence token after each."""
+    """Join all texts to one int64 vector [tokens], with an EOS token after each."""
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (*ids, tokenizer.eos_token_id)])
 
@@ -193,16 +187,13 @@ def token_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
 def _batch(
     streams: Sequence[torch.Tensor], tokenizer: Tokenizer, rows: int, sequence: int
 ) -> torch.Tensor:
-    """[rows, sequence] ids from random offsets, an equal share from each stream.
-
-    If the tokenizer begins every text with a BOS token, every row begins with it, as a prompt does.
-    """
+    """Cut ids [rows, sequence] at random offsets, an equal share from each stream."""
     parts = []
     for stream in streams:
         starts = torch.randint(len(stream) - sequence, (rows // len(streams), 1))
         parts.append(stream[starts + torch.arange(sequence)])
     batch = torch.cat(parts)
-    if tokenizer("")["input_ids"]:
+    if tokenizer("")["input_ids"]:  # it adds a BOS token, with which prompts begin
         batch[:, 0] = tokenizer.bos_token_id
     return batch
 
@@ -214,7 +205,7 @@ def _fit(
     steps: int,
     name: str,
 ) -> list[float]:
-    """Train on the rows that `draw` returns; the losses of all steps, in nats per token."""
+    """Train on the rows that `draw` returns; return the loss of each step in nats per token."""
     groups = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
     losses = []
     for step in _track(steps, name):
@@ -234,7 +225,7 @@ def _fit(
 
 
 def _schedule(spent: float) -> float:
-    """Learning rate as a fraction of its peak: linear warm-up, then a cosine down to a floor."""
+    """Learning rate as a share of its peak: linear warm-up, then a cosine down to a floor."""
     if spent < _WARMUP:
         return (spent + 1e-3) / (_WARMUP + 1e-3)
     cosine = (1 + math.cos(math.pi * (spent - _WARMUP) / (1 - _WARMUP))) / 2
@@ -251,7 +242,7 @@ def _track(steps: int, name: str) -> Iterable[int]:
 
 @cache
 def _fast_bfloat16() -> bool:
-    """Return True if bfloat16 multiplies faster than float32 here; some processors emulate it."""
+    """Return True if bfloat16 multiplies faster than float32; some processors emulate it."""
     times = dict.fromkeys((torch.bfloat16, torch.float32), math.inf)
     for dtype in 3 * list(times):
         left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script for GPU machines on a CPU: parts, deadline, lines, and what it does in an engine."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,10 +19,10 @@ from _host_sections import device_use, found
 from harness import v2_environment
 from measure_gpu import LOOKAHEAD, PARTS, RATES, SHAPES, Cell, Run, rounds, side_by_side
 from tape_graphs import TapeGraphs
-from toy_drafter import VOCAB, ToyDrafterModel
+from toy_drafter import ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_step
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 
 SCRIPT = Path(measure_gpu.__file__)
@@ -218,11 +219,12 @@ def test_imposed_acceptance_leaves_padding_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = Drafter(ToyDrafterModel(), {0}, VOCAB, LOOKAHEAD, 4)  # type: ignore[arg-type]
+    drafter = drafter_of(ToyDrafterModel(), LOOKAHEAD, 4)
     graphs = TapeGraphs()
     sizes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
     drafter.record(graphs, sizes, GraphSupport(in_graph=True, several_tokens=True))
-    source = SimpleNamespace(drafter=drafter, step=drafter.step, pool=SimpleNamespace(capacity=8))
+    step = functools.partial(idle_step, drafter)
+    source = SimpleNamespace(drafter=drafter, step=step, pool=SimpleNamespace(capacity=8))
     worker = _gpu_worker.GpuWorker()
     drafting = SimpleNamespace(source=source)
     worker.model_runner = SimpleNamespace(drafter=SimpleNamespace(drafting=drafting))

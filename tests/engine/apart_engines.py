@@ -55,7 +55,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # What waits for the device in every step, and says so: the confidences that a controller asks for
 # between steps, and SLRS-n, which looks at each token that it draws.
-WAITING = {"block": ("picked.py",), "slrs": ("span_drafting.py", "slrs", "drawing.py")}
+WAITING = {
+    "block": ("token_picking.py",),
+    "slrs": ("slrs_spans.py", "slrs.py", "path.py", "tree.py", "sampling.py"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

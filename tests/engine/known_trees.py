@@ -80,7 +80,7 @@ class KnownTrees:
     def branches(self) -> Any:
         """The engine's trees."""
         seam = self._proposer.seam
-        return seam._branches if self.v2 else seam.branches
+        return seam.trees
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step

@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.engine.ahead import client
 from vllm_hetero_spec.engine.ahead import lookup as lookup_module
-from vllm_hetero_spec.engine.ahead.answers import Ready, encode
-from vllm_hetero_spec.engine.ahead.messages import UpdateBatch, update_batch_of
+from vllm_hetero_spec.engine.ahead.messages import Ready, UpdateBatch, encode, update_batch_of
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.ahead.table import DraftTable, make_file
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.requests import RequestState
@@ -114,7 +112,7 @@ class Process:
         self.table = DraftTable(file, *shape)
         os.close(file)
         model: Any = ToyDrafterModel()
-        drafter = Drafter(model, {0}, VOCAB, 4, ROWS, confidences=True, beside=RIVALS)
+        drafter = drafter_of(model, 4, ROWS, confidences=True, beside=RIVALS)
         pool = KVPool(BLOCKS, SIZE)
         self.server = DraftingServer(drafter, pool, self.table, (), BUDGET, ROWS)
 

@@ -21,6 +21,7 @@ from vllm_hetero_spec.engine.seam.async_scheduling import (
     buckets,
     buckets_of,
 )
+from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
 NAME = "build_dynamic_sd_schedule_lookup"
@@ -36,16 +37,14 @@ def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
     config = config_of()
     config.speculative_config.num_speculative_tokens = 12  # as `scratch.reserve_rows` leaves it
     named = [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 6), (5, async_scheduling._MANY, 12)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_scheduling.scratch, "reserve_rows", lambda config: None)
-        assert configured(config).seen == [False, named]
+    assert configured(config).seen == [False, named]
     assert buckets_of(config) == [0, 2, 4, 6, 12]
 
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An asynchronous scheduler that keeps which of a step's draft tokens it was told to leave."""
-    async_scheduling.install()
+    async_scheduling.install(scratch.reserve_rows)
     told: list[Any] = []
     monkeypatch.setattr(
         Scheduler, "update_from_output", lambda self, output, _: told.append(output)
@@ -129,7 +128,7 @@ def configured(config: Any) -> Any:
         seen.append(self.scheduler_config.async_scheduling)
         seen.append(getattr(spec, "num_speculative_tokens_per_batch_size", None))
 
-    async_scheduling._wrap_post_init(checks)(config)
+    async_scheduling._wrap_post_init(lambda config: None, checks)(config)
     config.seen = seen
     return config
 

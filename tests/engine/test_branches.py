@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.trees import branches as branches_module
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.trees.layout import lay_out
 from vllm_hetero_spec.trees.walk import ROOT
@@ -15,8 +17,9 @@ TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], branches=1, rows=
 
 
 @pytest.fixture
-def branches() -> BranchSequences:
+def branches(monkeypatch: pytest.MonkeyPatch) -> BranchSequences:
     """Of a worker with room for eight sequences, blocks of 16 tokens, and 20 scratch blocks."""
+    monkeypatch.setattr(branches_module, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     made = BranchSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
     made.__dict__["_bounds"] = (None, 3, range(100, 120), [16])
     return made
@@ -30,10 +33,12 @@ def test_a_tree_that_is_not_scheduled_is_left_out(
     """Its draft was dropped, or its request reads more than that; the other's is verified."""
     ids = ["whole", "dropped"]
     drafts = dict.fromkeys(ids, TREE.tokens)
-    branches.on_drafts_taken(drafts, dict.fromkeys(ids, TREE), dict.fromkeys(ids, 20))
+    trees = [Draft(req_id, TREE.tokens, (), rows=TREE) for req_id in ids]
+    branches.expect(trees, lambda req_id: False)
+    branches.on_drafts_taken(drafts, dict.fromkeys(ids, 20))
     step = [("whole", 1 + len(TREE.tokens), len(TREE.tokens))]
     step.insert(place, ("dropped", scheduled, length))
-    branches.plan(*zip(*step, strict=True))
+    branches.before_forward(*zip(*step, strict=True))
     planned = branches._step
     assert planned is not None
     assert [tree is None for tree in planned.trees] == [req_id == "dropped" for req_id, *_ in step]

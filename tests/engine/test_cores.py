@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.utils.cpu_resource_utils import LogicalCPUInfo
 
-from vllm_hetero_spec.engine.ahead.cores import free_cores
-from vllm_hetero_spec.engine.ahead.drafter_process import _environment
+from vllm_hetero_spec.engine.ahead.deployment import free_cores
+from vllm_hetero_spec.engine.ahead.supervisor import _environment
 from vllm_hetero_spec.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from tape_graphs import TapeGraphs
 from torch.overrides import TorchFunctionMode
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop, draft_batch, token_healing
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter import draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import RequestState
@@ -39,13 +39,11 @@ class World:
         first = torch.arange(VOCAB)
         method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
         self.model = ToyDrafterModel()
-        self.drafter = Drafter(
-            self.model,  # type: ignore[arg-type]
-            {0},
-            VOCAB,
+        self.drafter = drafter_of(
+            self.model,
             LOOKAHEAD,
             REQUESTS,
-            method if sampled else None,
+            sampling=method if sampled else None,
             confidences=True,
             token_healing=token_healing,
         )
@@ -115,7 +113,7 @@ def test_graphs_draft_as_without(
     steps, of which none is in vain; where not, drafts with another one are that one alone if there
     are more than a few requests."""
     monkeypatch.setattr(token_healing, "_OFTEN", often)
-    monkeypatch.setattr(decode_loop, "_FEW", few)
+    monkeypatch.setattr(token_healing, "_FEW", few)
     chance = random.Random(2)
     eager, recorded = World(token_healing=True), World(token_healing=True)
     graphs = record(recorded, in_graph=in_graph)
@@ -161,7 +159,7 @@ def test_graphs_draft_as_without(
                 recorded.close(name)
         tensors = {
             name: of.data_ptr()
-            for name, of in vars(recorded.drafter._steps._on).items()
+            for name, of in vars(recorded.drafter.steps._on).items()
             if isinstance(of, torch.Tensor)
         }
         addresses = addresses or tensors
@@ -265,12 +263,12 @@ def test_long_texts_are_read_by_graphs() -> None:
 def test_what_reading_costs_is_timed_as_rounds_read() -> None:
     """Long texts in parts, short ones at once; both by graphs where there are any."""
     world = World()
-    world.drafter.read(21)
+    idle_prefill(world.drafter, 21)
     assert world.drafter.model.fed == 21
     graphs = record(world, in_graph=True)
     for tokens, replays in ((8, 1), (21, 3), (90, 0)):  # the last is too much for parts
         before, fed = graphs.replays, world.drafter.model.fed
-        world.drafter.read(tokens)
+        idle_prefill(world.drafter, tokens)
         assert graphs.replays == before + replays
         assert (world.drafter.model.fed == fed) == (replays > 0)
     assert world.drafter.replays == graphs.replays
@@ -281,8 +279,8 @@ def behind(text: Sequence[int]) -> torch.Tensor:
     """The drafter's logits [V_D] behind a text."""
     world = World()
     row = world.row("alone", text, 1)
-    plan = world.drafter._planner.plan([row.sequence], [row.pending], [1])
-    return world.drafter._steps.begin(plan).logits[0]
+    plan = world.drafter.planner.plan([row.sequence], [row.pending], [1])
+    return world.drafter.steps.begin(plan).logits[0]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -292,7 +290,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
 ) -> None:
     """The rest is what the drafter drafts behind that text; the requests beside it draft as ever.
     Texts of one token and of many, of which some have been read before but for the last."""
-    monkeypatch.setattr(decode_loop, "_FEW", 9)
+    monkeypatch.setattr(token_healing, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
     world = World(token_healing=True)

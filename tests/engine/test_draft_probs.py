@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from toy_drafter import ToyDrafterModel
+from toy_drafter import ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
@@ -51,7 +50,8 @@ def drafted(steps: list[int]) -> list[Draft]:
         task = DraftTask(state, lookahead=count, draw=DraftSampling(1.0))
         table = BlockTable(blocks=[1, 2, 3])
         rows.append(DraftRow(task, DraftSequence(table), [0], count))
-    drafter = Drafter(SameRows(), (), 3, max(steps), len(steps), method)  # type: ignore[arg-type]
+    count = len(steps)
+    drafter = drafter_of(SameRows(), max(steps), count, vocab_size=3, banned=(), sampling=method)
     drafts = [row.proposal for row in drafter.run(rows)]
     assert all(drafts)
     return drafts

@@ -39,7 +39,7 @@ def llm(demo_pair: Path, alone: Outputs, tmp_path_factory: pytest.TempPathFactor
 
 def child_of(llm: Any) -> psutil.Process:
     kept = proposer_of(llm).drafting.source._process._process
-    return psutil.Process(kept.pid)
+    return psutil.Process(kept._child.pid)
 
 
 def wait_until_up(llm: Any) -> None:

@@ -11,16 +11,19 @@ import pytest
 import torch
 from goodness import MISSED, follows, missed
 from tape_graphs import TapeGraphs
-from toy_drafter import SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import SIZE, VOCAB, ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.ahead.answers import encode
-from vllm_hetero_spec.engine.ahead.messages import RequestUpdate, UpdateBatch, update_batch_of
+from vllm_hetero_spec.engine.ahead.messages import (
+    RequestUpdate,
+    UpdateBatch,
+    encode,
+    update_batch_of,
+)
 from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
 from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable, make_file
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
@@ -47,7 +50,8 @@ class World:
         self.model = ToyDrafterModel()
         model: Any = self.model
         sampling = first_token_sampling(TokenMap(PROPOSES, TARGETS), model.device)
-        drafter = Drafter(model, {0}, VOCAB, 3, ROWS, sampling, confidences=True, beside=RIVALS)
+        rules: Any = {"sampling": sampling, "confidences": True, "beside": RIVALS}
+        drafter = drafter_of(model, 3, ROWS, **rules)
         if recorded:
             drafter.record(TapeGraphs(), SHAPES, GraphSupport(True, several_tokens=True))
         self.pool = KVPool(blocks, SIZE)

@@ -5,7 +5,7 @@ import math
 import random
 from itertools import combinations
 
-from vllm_hetero_spec.engine.ahead.guesses import Alternative, BranchPoint, choose_guesses
+from vllm_hetero_spec.engine.ahead.server_requests import Alternative, BranchPoint, choose_guesses
 
 
 def hit_rate(

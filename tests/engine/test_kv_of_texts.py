@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import torch
 from tape_graphs import TapeGraphs
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
 from toys import toy
 
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
@@ -32,6 +31,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, Draft
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
+from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.text.bridge import make_bridge
 
 LOOKAHEAD, REQUESTS, LENGTH = 3, 8, 96
@@ -72,14 +72,14 @@ class World:
         lengths = torch.ones(DRAFTER.vocab_size).long()
         method = SampledMethod(tokens, lengths, lambda d: ids[d : d + 1].tolist())
         self.bridge = make_bridge(TARGET, DRAFTER, mode="text")
-        self.drafter = Drafter(
-            self.model,  # type: ignore[arg-type]
-            self.bridge.banned,
-            DRAFTER.vocab_size,
+        self.drafter = drafter_of(
+            self.model,
             LOOKAHEAD,
             REQUESTS * (3 if beside else 1),
-            method if sampled else None,
-            self.bridge.drafter_eos,
+            banned=self.bridge.banned,
+            vocab_size=DRAFTER.vocab_size,
+            sampling=method if sampled else None,
+            ends=self.bridge.drafter_eos,
             confidences=True,
             beside=beside,
             token_healing=True,
@@ -93,6 +93,9 @@ class World:
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)
         self.stats = DraftStats()
         budget = chance.choice((9, 40, 400))
+        self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        if beside:
+            self.drafter.extensions.append(self.trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, budget)
         longest = LENGTH - self.drafter.most_steps
         self.requests = Requests(self.bridge, self.pool, self.stats, longest)
@@ -145,7 +148,8 @@ class World:
             self.seen["own picks"] += 1
             return
         self.greedy(base, drafted, 1)
-        for fork in tokens.forks:
+        trees = self.trees._found if text == state.context.ids else {}  # of the first round
+        for fork in trees[state.req_id].forks if state.req_id in trees else ():
             self.seen["forks"] += 1
             assert fork.tokens[: fork.leaves] == drafted[: fork.leaves]
             self.greedy(base, fork.tokens, fork.leaves + 1)

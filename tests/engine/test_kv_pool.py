@@ -93,8 +93,9 @@ def test_no_suspect_block_is_found_by_its_prefix() -> None:
         pool = KVPool(8, SIZE, cleaned.extend)
         table, _ = pool.open(ids, None)
         pool.grow(table, len(ids))
+        table.sound = sound
         pool.publish(table, ids, len(ids))
-        blocks, table.sound = sorted(table.blocks), sound
+        blocks = sorted(table.blocks)
         if sound:
             pool.suspect()
         pool.close(table)
@@ -103,6 +104,18 @@ def test_no_suspect_block_is_found_by_its_prefix() -> None:
         assert reused == 0
         pool.grow(other, 7 * SIZE)
         assert set(blocks) <= set(cleaned)
+
+
+def test_checked_blocks_stay_findable_behind_a_read_that_was_not() -> None:
+    """Of a request that ends in a round that reads its last tokens, and drafts nothing."""
+    ids, pool = list(range(3 * SIZE)), KVPool(8, SIZE)
+    table, _ = pool.open(ids, None)
+    pool.grow(table, len(ids))
+    pool.publish(table, ids, 2 * SIZE)
+    table.sound = False
+    pool.publish(table, ids, 3 * SIZE)
+    pool.close(table)
+    assert pool.open([*ids, 9], None)[1] == 2 * SIZE
 
 
 def test_grow_is_all_or_nothing() -> None:

@@ -78,7 +78,7 @@ def task_of(
     """A request that is drafted for, whose target has written so many tokens."""
     context = SimpleNamespace(ids=written, held=held)
     sequence = SimpleNamespace(table=text)
-    state: Any = SimpleNamespace(context=context, num_kv_valid=0, sequence=sequence)
+    state: Any = SimpleNamespace(req_id="", context=context, num_kv_valid=0, sequence=sequence)
     draw: Any = object() if drawn else None
     return DraftTask(state, 3, draw=draw)
 

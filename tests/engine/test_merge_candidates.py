@@ -4,20 +4,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from harness import engine, metrics_of, proposer_of, slem
 from vllm import SamplingParams
 
-from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
+from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.slrs import slrs
 from vllm_hetero_spec.slrs.path import SlrsFeed
+from vllm_hetero_spec.text.context import IdentityContext
 
 pytestmark = pytest.mark.engine
 PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
@@ -79,15 +82,13 @@ def test_rows_of_side_branches_are_those_in_line(
 
 def test_no_more_lines_than_attention_has_room_for() -> None:
     """Its buffers are made once, for so many."""
-    rounds: Any = object.__new__(DraftBatchRunner)
-    rounds._budget, rounds._pool = 1 << 20, KVPool(64, 16)
-    rounds._drafter = SimpleNamespace(
-        span=lambda task: SimpleNamespace(candidates=4), model=SimpleNamespace(max_lines=9)
-    )
-    nothing: Any = None
-    row = DraftRow(nothing, nothing, [1], 2)
-    lent = [len(of.side_blocks) for of in rounds._lend_side_blocks([row] * 3)]
-    assert lent == [3, 3, 0]
+    drafter: Any = SimpleNamespace(model=SimpleNamespace(max_lines=9))
+    method: Any = SimpleNamespace(merge_span=slrs.MergeSpan(2, 4))
+    spans, nothing = SlrsSpans(drafter, KVPool(64, 16), method, 1 << 20), cast(Any, None)
+    states = [RequestState(name, IdentityContext()) for name in "abc"]
+    tasks = [DraftTask(state, 2, draw=DraftSampling(1.0)) for state in states]
+    spans.admit([DraftRow(task, nothing, [1], 2) for task in tasks])
+    assert {name: len(blocks) for name, blocks in spans._side_blocks.items()} == {"a": 3, "b": 3}
 
 
 @pytest.mark.full
@@ -97,16 +98,15 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
         demo_pair / "drafter", method="slrs", merge_candidates=9, kv_cache_memory_bytes="1MiB"
     )
     with engine(demo_pair / "target", spec, max_num_seqs=4) as llm:
-        drafting = proposer_of(llm).drafting
-        rounds, pool = drafting.source.rounds, drafting.source.pool
-        lend, lent = rounds._lend_side_blocks, []
+        source = proposer_of(llm).drafting.source
+        pool, (spans,) = source.pool, source.drafter.extensions
+        admit, lent = spans.admit, []
 
-        def counted(rows: list) -> object:
-            rows, table = lend(rows), rounds._lent
-            lent.append((len(rows), len(table.blocks), table))
-            return rows
+        def counted(rows: list) -> None:
+            admit(rows)
+            lent.append((len(rows), len(spans._lent.blocks), spans._lent))
 
-        rounds._lend_side_blocks = counted
+        spans.admit = counted
         llm.generate([text[:60] for text in code_prompts[:8]], PARAMS, use_tqdm=False)
         assert pool.available < pool.capacity
         assert metrics_of(llm)["num_draft_tokens"] > 100

@@ -6,12 +6,13 @@ import socket
 import pytest
 
 from vllm_hetero_spec.draft.sampling import DraftSampling
-from vllm_hetero_spec.engine.ahead.answers import LONGEST, encode
 from vllm_hetero_spec.engine.ahead.messages import (
+    LONGEST,
     MOST_IDS,
     MOST_ROWS,
     RequestUpdate,
     UpdateBatch,
+    encode,
     update_batch_of,
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hetero_spec.engine.seam.step_view import TreesView
+from vllm_hetero_spec.engine.trees.branches import BatchTrees
 from vllm_hetero_spec.engine.verifier import race_sampler_v2, rejection_sampler_v1
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
@@ -41,7 +41,7 @@ def walked() -> list[torch.Tensor]:
         temperature=HEAT, top_k=torch.tensor([WIDTH, 5, 3]), top_p=torch.tensor([0.9, 1.0, 0.5])
     )
     sampler: Any = SimpleNamespace(_racing="some", _send=on_host)
-    view = TreesView(PARENTS, [True] * 3, torch.tensor([True] * 3))
+    view = BatchTrees(PARENTS, [True] * 3, torch.tensor([True] * 3))
     return [
         *HeteroRejectionSamplerV1._walk(
             sampler, view, drafts, metadata, LOGITS, sampling, HEAT == 0

@@ -40,9 +40,10 @@ def test_the_stream_of_graphs_has_run_before_memory_is_measured(
         compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
     )
     model = SimpleNamespace(device=torch.device("cuda"), config=config, max_length=8)
-    drafter: Any = SimpleNamespace(
-        model=model, beside=0, read=lambda tokens: read.append((graphs.stream, tokens))
+    monkeypatch.setattr(
+        recording, "idle_prefill", lambda _, tokens: read.append((graphs.stream, tokens))
     )
+    drafter: Any = SimpleNamespace(model=model, rules=SimpleNamespace(beside=0))
     of = Recording(drafter, DraftingMode(shapes, False, ""), measured=False)
     of.read_most(64, 4)
     assert read == [("the usual", 32), *[("graphs'", 1)] * bool(shapes)]
@@ -68,7 +69,7 @@ def test_where_the_widest_graphs_fail_the_others_are_recorded(
     model = SimpleNamespace(
         device=torch.device("cuda"), config=SimpleNamespace(model_config=of), graph_support=support
     )
-    drafter: Any = SimpleNamespace(model=model, beside=0, record=record)
+    drafter: Any = SimpleNamespace(model=model, rules=SimpleNamespace(beside=0), record=record)
     shapes = (1, 1), (1, 8), (1, 128)
     with caplog.at_level("INFO", "vllm.hetero_spec"):
         Recording(drafter, DraftingMode(shapes, False, ""), measured=False).record()

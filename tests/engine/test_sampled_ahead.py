@@ -19,6 +19,8 @@ from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.sampling import DraftSampling
+from vllm_hetero_spec.engine.ahead import client
 from vllm_hetero_spec.engine.ahead.messages import RequestUpdate
 from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
 from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
@@ -89,12 +91,11 @@ def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
 def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the drafter drew by what its tokens will be accepted by."""
 
-    def drawn(*told: Any) -> RequestUpdate:
-        *others, draw = told
-        seed = None if draw is None else draw.seed ^ DRAFT ^ ACCEPT
-        return RequestUpdate(*others, draw and replace(draw, seed=seed))
+    def drawn(*, draw: DraftSampling | None, **told: Any) -> RequestUpdate:
+        draw = draw and replace(draw, seed=draw.seed ^ DRAFT ^ ACCEPT)
+        return RequestUpdate(**told, draw=draw)
 
-    monkeypatch.setattr("vllm_hetero_spec.engine.ahead.client.Row", drawn)
+    monkeypatch.setattr(client, "RequestUpdate", drawn)
 
 
 def test_wrong_ways_are_caught(

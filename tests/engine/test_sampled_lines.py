@@ -22,7 +22,7 @@ from vllm_hetero_spec.engine.ahead.continuations import (
     find_drawn,
     find_remainder,
 )
-from vllm_hetero_spec.engine.ahead.guesses import Alternative, choose_guesses
+from vllm_hetero_spec.engine.ahead.server_requests import Alternative, choose_guesses
 
 EXACT, WRONG = 1e-10, 1e-3
 BRANCHES, BEHIND = 2, 2  # lines beside the chain, and tokens that are drawn for each

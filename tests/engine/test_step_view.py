@@ -11,8 +11,8 @@ from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.seam import runner_v1
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
+from vllm_hetero_spec.engine.trees import attention_v1
 
 
 def request_of(prompt: int, output: list[int], **params: Any) -> SimpleNamespace:
@@ -77,8 +77,8 @@ def test_full_graphs_are_for_chains(
     )
     runner.device, runner.uniform_decode_query_len = torch.device("cpu"), 17
     runner.cudagraph_dispatcher = dispatcher = CudagraphDispatcher(config)
-    monkeypatch.setattr(runner_v1, "nodes_of", lambda config: 8)
-    RunnerV1(runner)
+    monkeypatch.setattr(attention_v1, "nodes_of", lambda config: 8)
+    RunnerV1(runner, attention_v1.trees_of(runner))
     rows = runner.uniform_decode_query_len
     compilation.adjust_cudagraph_sizes_for_spec_decode(rows)  # as vLLM does from here on
     dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, rows)

@@ -367,9 +367,9 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
     """But where something else reads them first, or there is no forward."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     if reads == "trees":
-        speculator.seam._branches = SimpleNamespace(
+        speculator.seam.trees = SimpleNamespace(
             uneven=False,
-            update_from=lambda output: None,
+            on_step_start=lambda output: None,
             room=lambda *_: None,
             on_drafts_taken=lambda *_: 0,
         )

@@ -39,7 +39,7 @@ MOVERS = {
     "trees/race_tree.py": "arrays of the host: what arrived first",
     "slrs/slrs.py": "on the host by design: what was drawn decides what is fed",
     "slrs/tree.py": "part of slrs",
-    "engine/drafter/decode_loop.py": "arrays of the host, and banned ids once at start",
+    "engine/drafter/inline_source.py": "banned ids, once at start",
     "engine/drafter/token_healing.py": "candidates that have been fetched",
     "engine/drafter/method.py": "tables of the pair, once at start",
     "engine/drafter/token_picking.py": "confidences between steps, on a CPU alone",
@@ -50,6 +50,7 @@ MOVERS = {
     "engine/drafter/steps.py": "arrays of the host: lengths",
     "engine/drafter/token_choice.py": "arrays of the host: which forks are of raced requests",
     "engine/trees/drafts.py": "arrays of the host: rows that are known",
+    "engine/ahead/drafter_main.py": "banned ids, once at start",
     "engine/ahead/server_requests.py": "arrays of the host: what the drafter thought of its tokens",
     "engine/ahead/table.py": "arrays of the host: drafts in shared memory",
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
@@ -215,6 +216,28 @@ def test_files_of_model_runner_v1_are_listed() -> None:
     assert importers <= V1 | IMPORT_V1, importers - V1 - IMPORT_V1
 
 
+# Files of the drafter's room that may import optional features: one of them, and two that compose.
+OPTIONAL = ("slrs", "trees", "engine.trees", "engine.ahead")
+COMPOSE = {"slrs_spans.py", "inline_source.py", "method.py"}
+
+
+def test_the_drafters_core_imports_no_optional_feature() -> None:
+    prefixes = tuple(f"vllm_hetero_spec.{room}." for room in OPTIONAL)
+    importers = {
+        name.removeprefix("engine/drafter/")
+        for name, tree in trees()
+        if name.startswith("engine/drafter/")
+        and any(module.startswith(prefixes) for module in _loaded(tree))
+    }
+    assert importers == COMPOSE
+
+
 def test_no_file_is_long() -> None:
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
     assert not {named(file) for file, count in lines.items() if count > 350}
+
+
+def test_drafting_ahead_is_imported_in_one_file() -> None:
+    others = [file for file in FILES if "ahead" not in file.parts]
+    importers = {named(file) for file in others if "engine.ahead." in file.read_text("utf-8")}
+    assert importers == {"engine/drafting_rank.py"}

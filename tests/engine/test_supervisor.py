@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.engine.ahead import drafter_main, drafter_process, supervisor
-from vllm_hetero_spec.engine.ahead.answers import Ready
-from vllm_hetero_spec.engine.ahead.drafter_process import LONGEST_START
-from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
-from vllm_hetero_spec.engine.ahead.supervisor import SILENCE, SupervisedProcess
+from vllm_hetero_spec.engine.ahead import drafter_main, supervisor
+from vllm_hetero_spec.engine.ahead.messages import Failed, Ready, UpdateBatch, encode
+from vllm_hetero_spec.engine.ahead.supervisor import LONGEST_START, SILENCE, SupervisedProcess
 from vllm_hetero_spec.engine.ahead.table import Counts, make_file
 from vllm_hetero_spec.errors import ConfigError
 
@@ -142,9 +140,9 @@ def test_a_process_is_killed_only_where_it_does_not_end(
         child = subprocess.Popen(arguments, pass_fds=(theirs.fileno(),))
     assert ours.recv(8) == b"there"
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(drafter_process, "_LONGEST_END", longest)
+    monkeypatch.setattr(supervisor, "_LONGEST_END", longest)
     with ours.dup():
-        drafter_process._end(ours, child)
+        supervisor._end(ours, child)
     assert child.wait() == ends
     assert len(list(tmp_path.iterdir())) == (ends != 0)
 
@@ -152,7 +150,7 @@ def test_a_process_is_killed_only_where_it_does_not_end(
 def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would go on beside a fork of an engine that was killed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(drafter_process, "_SOCKETS", {ours})
+    monkeypatch.setattr(supervisor, "_SOCKETS", {ours})
     with ours, theirs:
         child = os.fork()
         if not child:
@@ -191,14 +189,13 @@ def test_what_ends_with_messages_unread_is_named(
     """And what it has said last is passed on: "Connection reset by peer" would tell nobody."""
     (tmp_path / "ending.py").write_text(
         "import select, socket, sys\n"
-        "from vllm_hetero_spec.engine.ahead.answers import Failed, Ready, encode\n"
         "engine = socket.socket(fileno=int(sys.argv[1]))\n"
-        "engine.send(encode(Ready(1, 1)))\n"
+        f"engine.send({encode(Ready(1, 1))!r})\n"
         "select.select([engine], [], [])\n"
-        f"if {says!r}:\n    engine.send(encode(Failed({says!r})))\n"
+        f"if {says!r}:\n    engine.send({encode(Failed(says))!r})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(drafter_process, "_PROGRAM", "ending")
+    monkeypatch.setattr(supervisor, "_PROGRAM", "ending")
     deployment: Any = SimpleNamespace(table_shape=(1, 1, 1, 0), cores=())
     kept = SupervisedProcess(deployment)
     kept.start()

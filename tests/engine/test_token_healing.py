@@ -56,7 +56,7 @@ def test_greedy_identity(
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        assert drafter.token_healing
+        assert drafter.rules.token_healing
         seen = watched(llm, monkeypatch)
         counts = []
         for recorded, waits in ((False, False), (True, False), (True, True)):
@@ -104,15 +104,16 @@ def test_samples_follow_the_targets_law(
     laws = {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
     spec = slem(chain_pair / "drafter", 3, method=method, verification=verification)
     with engine(chain_pair / "target", spec, max_num_seqs=64) as llm:
-        drafter, seen = proposer_of(llm).drafting.source.drafter, []
-        judge = drafter._judge_before_drawing
+        healing, seen = proposer_of(llm).drafting.source.drafter._healing, []
+        judge = healing.before_sampling
 
-        def noted(current: Any, behind: Any) -> None:
+        def noted(current: Any, behind: Any) -> bool:
             drawn = [row.task.draw is not None for row in current.rows]
-            judge(current, behind)
+            changed = judge(current, behind)
             seen.extend(i for i, other in current.others.items() if other.known and drawn[i])
+            return bool(changed)
 
-        monkeypatch.setattr(drafter, "_judge_before_drawing", noted)
+        monkeypatch.setattr(healing, "before_sampling", noted)
         for name, texts in sample(llm, 800, SETTINGS, seeds=True).items():
             assert follows(counted(texts), laws[name]), name
         assert len(seen) > 100  # that were to be drawn

@@ -407,7 +407,7 @@ def test_rounds_of_chains_do_not_look_beside_their_tokens(
         staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
     )
     world, control = World(raced=raced, graphs=graphs), planned(step_of(TEXTS, raced=raced))
-    packet, world.drafter.waits = world.drafter._steps.picked.packet, True
+    packet, world.drafter.waits = world.drafter.steps.picked.packet, True
     for paths, lines in ((2, 3 + 4 * KNOWN), (0, 3), (1, 3 + 4 * KNOWN)):
         packet[:, 3:] = -7
         drafts = world.draft(TEXTS, control, paths=paths)

@@ -12,7 +12,7 @@ from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, controlled, emitted, plan
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter import decode_loop, token_healing
+from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.lookahead.controllers import Fixed
@@ -90,16 +90,17 @@ def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
     world, found = World(raced=True, graphs=graphs, spell=spell), []
     raced = drafts_module.TreeDrafts.raced
     monkeypatch.setattr(
-        drafts_module.TreeDrafts, "raced", lambda *of: found.append(of[1:3]) or raced(*of)
+        drafts_module.TreeDrafts, "raced", lambda *of: found.append(of[1]) or raced(*of)
     )
     world.draft(TEXTS, planned(step_of(TEXTS, raced=True)), paths=4)
     differ = 0
-    for task, tokens in found:
-        text, number = TEXTS[task.req_id], list(TEXTS).index(task.req_id)
+    for tokens in found:
+        name = tokens.task.req_id
+        text, number = TEXTS[name], list(TEXTS).index(name)
         assert [fork.leaves for fork in tokens.forks] == [0, 1, 2]
         for path, rows, leaves in tokens.forks:
-            assert path[:leaves] == tokens.tokens[:leaves]
-            differ += len(spell(path[leaves])) != len(spell(tokens.tokens[leaves]))
+            assert path[:leaves] == tokens.chain[:leaves]
+            differ += len(spell(path[leaves])) != len(spell(tokens.chain[leaves]))
             for known in range(leaves + 1, len(path)):
                 row = world.row([*text, *path[:known]]).clone()
                 row[0] = -torch.inf
@@ -134,11 +135,11 @@ def test_values_are_the_rows_own(paths: int, graphs: bool) -> None:
 def test_races_in_which_one_token_runs(paths: int) -> None:
     """Other paths leave with nothing that could be: of half of all tokens nothing is fed."""
     world = World(raced=True)
-    drafter, ids = world.drafter, torch.arange(VOCAB)
-    assert drafter.sampling is not None
+    ids = torch.arange(VOCAB)
+    drafter, sampling = world.drafter, world.drafter.rules.sampling
+    assert sampling is not None
     half = TokenMap(torch.where(ids % 2 > 0, ids, -1), VOCAB)
-    drafter.sampling = replace(drafter.sampling, tokens=half)
-    drafter._rules = replace(drafter._rules, sampling=drafter.sampling)
+    drafter.rules = replace(drafter.rules, sampling=replace(sampling, tokens=half))
     tasks = world.tasks(TEXTS, paths=paths)
     draws = [replace(task.draw, top_p=0.01) for task in tasks if task.draw]
     tasks = [task._replace(draw=draw) for task, draw in zip(tasks, draws, strict=True)]
@@ -208,7 +209,7 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
     the second path has left. Among more than a few requests nothing follows that token."""
     world = World(graphs=graphs)
     world.drafter.waits = waits
-    monkeypatch.setattr(decode_loop, "_FEW", few)
+    monkeypatch.setattr(token_healing, "_FEW", few)
     monkeypatch.setattr(token_healing, "_OFTEN", 2.0)
     monkeypatch.setattr(world.bridge, "identity", False)
     monkeypatch.setattr(

@@ -2,13 +2,15 @@
 """A small random drafter with paged attention in tensor operations, in the place of a real one."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import embedding  # which has no place -1, unlike an index
 
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
 
 SIZE, BLOCKS, VOCAB, WIDTH, LAYERS = 4, 256, 31, 16, 2
 
@@ -77,3 +79,17 @@ class ToyDrafterModel:
             lines = hidden.view(-1, batch.max_query, WIDTH)
             hidden = torch.cat([lines[:, -1], lines[:, -2]]) if batch.back else lines[:, -1]
         return hidden @ self.head
+
+
+def drafter_of(
+    model: Any,
+    lookahead: int,
+    requests: int,
+    *,
+    vocab_size: int = VOCAB,
+    banned: Collection[int] = (0,),
+    **rules: Any,
+) -> Drafter:
+    """A decode loop on a model; its rules are those of `PickConfig`."""
+    ids = torch.tensor(sorted(banned), dtype=torch.long)
+    return Drafter(model, PickConfig(vocab_size, ids, **rules), lookahead, requests)

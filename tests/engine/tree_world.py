@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from tape_graphs import TapeGraphs
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
@@ -24,6 +23,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.engine.trees.control import TreePolicy
+from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.text.bridge import IdentityBridge
@@ -63,14 +63,12 @@ class World:
         lengths = torch.tensor([len(spell(d)) for d in range(VOCAB)])
         method = SampledMethod(TokenMap(torch.arange(VOCAB), VOCAB), lengths, spell)
         self.model = ToyDrafterModel()
-        self.drafter = Drafter(
-            self.model,  # type: ignore[arg-type]
-            {0},
-            VOCAB,
+        self.drafter = drafter_of(
+            self.model,
             LOOKAHEAD,
             16,
-            method,
-            frozenset(ends),
+            sampling=method,
+            ends=frozenset(ends),
             confidences=True,
             beside=beside,
         )
@@ -82,6 +80,8 @@ class World:
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
         )
         self.bridge, self.stats = IdentityBridge(special), DraftStats()
+        trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, 999)
         self.states: dict[str, RequestState] = {}
 
@@ -118,9 +118,9 @@ class World:
     def row(self, text: Sequence[int]) -> torch.Tensor:
         sequence = DraftSequence(BlockTable())
         assert self.pool.grow(sequence.table, len(text))
-        table = self.drafter._planner.table([sequence])
-        feed = self.drafter._planner.ragged(table, [0], [list(text)])
-        (row,) = self.drafter._feed(feed, table, np.array([len(text)], np.int32))
+        table = self.drafter.planner.table([sequence])
+        feed = self.drafter.planner.ragged(table, [0], [list(text)])
+        (row,) = self.drafter.feed(feed, table, np.array([len(text)], np.int32))
         self.pool.close(sequence.table)
         return row
 

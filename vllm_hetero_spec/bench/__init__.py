@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: engines, methods and data, measured in turns."""
+"""Benchmarks of engines, methods and datasets in interleaved rounds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafter a target should have: files compared, each drafter measured beside the target."""
+"""Rank drafters of a target: compare their files, then measure each drafter beside the target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hetero_spec.bench.engines import vllm_config
 from vllm_hetero_spec.bench.figures import Row, Spread, rows_of
-from vllm_hetero_spec.bench.plan import Cell, EngineId
+from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.report import notes
 from vllm_hetero_spec.bench.results import Contents
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
@@ -21,8 +21,8 @@ from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
-_ELEMENT_BYTES = {"float32": 4, "float": 4}  # of other dtypes 2
-_LEAST_SHARE = 0.02  # of the time; a shorter drafting time is not worth hiding
+_ELEMENT_BYTES = {"float32": 4, "float": 4}  # other dtypes: 2
+_LEAST_SHARE = 0.02  # share of wall time; overlapping less drafting time gains nothing
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Memory:
     """Memory of a drafter, in addition to the target's."""
 
     weight_bytes: int | None  # None if the weights are not on this machine
-    kv_bytes_per_token: int  # of the drafter
-    tokens: int  # drafter tokens of a context
-    sequences: int  # contexts at the same time
+    kv_bytes_per_token: int
+    tokens: int  # drafter tokens per context
+    sequences: int  # simultaneous contexts
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of all sequences."""
+        """Bytes of the KV of all sequences."""
         return self.kv_bytes_per_token * self.tokens * self.sequences
 
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """Facts about a drafter from its files and the target's."""
+    """Facts about a drafter from its own and the target's files."""
 
     drafter: SuiteDrafter
     statistics: PairStatistics | None = None  # None if the tokenizers cannot be bridged
     shared_tokens: int = 0  # byte strings that are a text token of both
     memory: Memory | None = None
-    not_measured: str = ""  # why no engine starts with it, in a sentence
+    not_measured: str = ""  # reason if no engine starts with it, as a sentence
 
     @property
     def suggested(self) -> Choice | None:
-        """The method that the tokenizers suggest for sampled requests."""
+        """Suggested method for sampled requests, from the tokenizers alone."""
         if self.statistics is None:
             return None
         choices = order(self.statistics, temperature=1.0)
@@ -60,9 +60,9 @@ class DrafterFacts:
 
 
 def look_at(
-    target: Target, documents: Sequence[str], dtype: str, sequences: int
+    target: Target, documents: Sequence[str], dtype: str, sequences: int, statistics_only: bool
 ) -> list[DrafterFacts]:
-    """Compare tokenizers on documents, and compute the memory in a dtype.
+    """Compare tokenizers on documents, and compute each drafter's memory in a dtype.
 
     Raises:
         ConfigError: The target's tokenizer cannot be bridged, or no drafter can be used.
@@ -80,14 +80,17 @@ def look_at(
         meter = PairMeter(ours, theirs, build_maps(ours, theirs, cache=default_cache()))
         meter.add(documents)
         shared = len(shared_text(ours, theirs))
-        found.append(DrafterFacts(drafter, meter.statistics(), shared, memory))
-    if all(facts.not_measured for facts in found):
+        reason = "--statistics-only" if statistics_only else ""
+        reason = reason or missing_weights(target.model) or missing_weights(drafter.model)
+        reason = reason and f"not measured: {reason}."
+        found.append(DrafterFacts(drafter, meter.statistics(), shared, memory, reason))
+    if all(facts.statistics is None for facts in found):
         raise ConfigError(" ".join(facts.not_measured for facts in found))
     return found
 
 
 def _memory(drafter: str, element: int, sequences: int, trust: bool) -> Memory:
-    """For contexts of the default length, or of the longest that the drafter reads."""
+    """Memory for contexts of the default length, or of the drafter's maximum if that is less."""
     text = text_config(drafter, trust)
     folder = None if missing_weights(drafter) else local_folder(drafter)
     return Memory(
@@ -100,16 +103,16 @@ def _memory(drafter: str, element: int, sequences: int, trust: bool) -> Memory:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter with a method, as it was measured."""
+    """Measurements of a drafter with a method."""
 
     engine: EngineId
     config: dict[str, Any]  # its `--speculative-config`
-    rows: Sequence[Row]  # one for each load; fewer if a load failed
-    failure: str = ""  # why some are missing, in a sentence
+    rows: Sequence[Row]  # one per load; fewer if a load failed
+    failure: str = ""  # reason if a load failed, as a sentence
 
     @property
     def speedup(self) -> Spread | None:
-        """The geometric mean over all loads, also of their lows and highs; None after a failure."""
+        """Geometric mean of each statistic over all loads; None after a failure."""
         spreads = [row.speedup for row in self.rows if row.speedup is not None]
         if self.failure or not spreads:
             return None
@@ -123,7 +126,7 @@ class Candidate:
 
     @property
     def faster_loads(self) -> list[str]:
-        """The loads under which it is faster than the target alone in all rounds."""
+        """Loads under which it is faster than the target alone in all rounds."""
         return [
             f"batch {row.cell.batch_size}, temperature {row.cell.temperature:g}"
             for row in self.rows
@@ -132,41 +135,41 @@ class Candidate:
 
     @property
     def faster(self) -> bool:
-        """True if it is faster than the target alone in all rounds."""
+        """True if it is faster than the target alone in all rounds, averaged over loads."""
         return self.speedup is not None and self.speedup.low > 1
 
     @property
     def slower(self) -> bool:
-        """True if it is slower than the target alone in all rounds."""
+        """True if it is slower than the target alone in all rounds, averaged over loads."""
         return self.speedup is not None and self.speedup.high < 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured."""
+    """All measurements of a target; empty if no engine started."""
 
-    rows: Sequence[Row]  # of every load the target alone, then the candidates
-    candidates: Sequence[Candidate]  # the highest speedup first, those that failed last
+    rows: Sequence[Row] = ()  # for each load the target alone, then the candidates
+    candidates: Sequence[Candidate] = ()  # by falling speedup, failed ones last
     notes: Sequence[str] = ()
 
     @property
     def ranking(self) -> list[Candidate]:
-        """Candidates without a failure, the fastest first."""
+        """Candidates without a failure, by falling speedup."""
         return [candidate for candidate in self.candidates if not candidate.failure]
 
     @property
     def failures(self) -> list[str]:
-        """Failures of engines, each with the drafter's name."""
+        """Failures of candidates, each with the name of its engine."""
         failed = (each for each in self.candidates if each.failure)
         return [f"{engine_name(each.engine)}: {each.failure}" for each in failed]
 
     @property
     def recommended(self) -> Candidate | None:
-        """The fastest one; None if none is faster than the target alone."""
+        """Fastest candidate that is faster than the target alone, or None."""
         return next((candidate for candidate in self.ranking if candidate.faster), None)
 
     def verdict(self, candidate: Candidate) -> str:
-        """Verdict of the rounds on a candidate, in a clause."""
+        """Verdict on a candidate, as a clause."""
         best, speedup = self.recommended, candidate.speedup
         if speedup is None:
             return "failed"
@@ -182,12 +185,12 @@ class Measured:
 
 
 def engine_name(engine: EngineId) -> str:
-    """The name of an engine in tables."""
+    """Name of an engine in tables."""
     return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
 
 
 def compared(suite: Suite, contents: Contents) -> Measured:
-    """The candidates of a suite with one target that was measured."""
+    """Summarize the measurements of a suite with one target."""
     (target,) = suite.targets
     rows = rows_of(contents)
     candidates = []
@@ -196,26 +199,17 @@ def compared(suite: Suite, contents: Contents) -> Measured:
             engine = EngineId(target.name, method, drafter.name, *suite.num_speculative_tokens)
             own = [row for row in rows if row.cell.engine == engine]
             config = vllm_config(engine, drafter) or {}
-            candidates.append(Candidate(engine, config, own, _failure(engine, contents.errors)))
+            reasons = (why for cell, why in contents.errors.items() if cell.engine == engine)
+            candidates.append(Candidate(engine, config, own, "; ".join(dict.fromkeys(reasons))))
     candidates.sort(key=lambda each: -each.speedup.median if each.speedup else 0.0)
     return Measured(rows, candidates, notes(contents))
 
 
-def _failure(engine: EngineId, errors: dict[Cell, str]) -> str:
-    reasons = (reason for cell, reason in errors.items() if cell.engine == engine)
-    return "; ".join(dict.fromkeys(reasons))
-
-
 def trees(row: Row, small: Row, large: Row) -> str:
-    """An upper bound of what draft trees bring, in a sentence; "" if it is not known.
+    """Describe an upper bound of the gain of draft trees for a drafter; "" if it is unknown.
 
-    A row beside a draft brings one token at most, and only if the draft's first token was
-    rejected; its price is what a batch adds to the target's step.
-
-    Args:
-        row: Of a drafter, under the load of `small`.
-        small: Of the target alone, at the smallest batch.
-        large: Of the target alone, at a larger one.
+    One more row of the batch brings at most one token, and only if the first draft token was
+    rejected. Its cost is estimated from the target alone at the smallest and largest batch.
     """
     shares, length = row.figures.acceptance_per_position, row.figures.acceptance_length
     few, many = small.cell.batch_size, large.cell.batch_size
@@ -236,7 +230,7 @@ def trees(row: Row, small: Row, large: Row) -> str:
 
 
 def own_process(row: Row) -> str:
-    """An upper bound of what a process of its own brings a drafter; "" if it is not known."""
+    """Describe an upper bound of the gain of `draft_ahead`; "" if it is unknown."""
     seconds = row.figures.propose_seconds
     if seconds is None or not row.figures.drafts:
         return ""
@@ -252,10 +246,7 @@ def own_process(row: Row) -> str:
 
 
 def prospects(rows: Sequence[Row], of: Sequence[Row], config: dict[str, object]) -> list[str]:
-    """Suggest what to measure next, from a drafter's rows `of` among all rows.
-
-    Nothing if its configuration has one of the two: the other does not go with it.
-    """
+    """Suggest measurements, from a drafter's rows `of`, unless its `config` is already one."""
     if config.get("tree_nodes") or config.get("draft_ahead"):
         return []
     row = min(of, key=lambda each: (each.cell.batch_size, each.cell.temperature))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a child process that stays up and is measured load after load.
+"""An engine in a child process.
 
-The parent sends the specification of the engine, then loads; the child answers each with a
-`Sample`. The end of the process frees all its memory, and its output stays off the terminal. It
-leads its own session: Ctrl-C reaches only the parent, which then ends the child and every process
-that the child has started.
+The parent sends the specification of the engine, then loads. The child answers each load with a
+`Sample`. The child leads a session of its own, so that Ctrl-C reaches only the parent, which then
+ends all processes of that session.
 """
 
 import contextlib
@@ -27,25 +26,20 @@ from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.errors import ConfigError
 
 _TICK = 0.1  # seconds between checks that the child still runs
-_GRACE = 10.0  # seconds that an engine has to end by itself
+_GRACE = 10.0  # seconds until an engine that should end is killed
 _REST = 1.2  # seconds; vLLM's workers poll without a pause for a second after the last request
 _ENDED = ("Z", "X")  # states of threads in /proc
 
 
 class EngineProcess:
-    """An engine in a child process; a context manager that closes it.
+    """An engine in a child process; as a context manager it closes the engine.
 
-    Subclasses name the program: a module whose main calls `serve`.
-
-    Args:
-        spec: Of the engine; pickled.
-        verbose: Let the child write to stderr; otherwise errors show its output.
-        start_timeout: Seconds.
-        run_timeout: Seconds for one load, its warm-up included.
+    Subclasses set `program`, a module whose main calls `serve`. With `verbose` the child writes to
+    stderr; otherwise errors quote its output. Timeouts are in seconds; a run includes its warm-up.
 
     Raises:
         ConfigError: The engine refused the specification.
-        MeasurementError: It did not start for any other reason.
+        MeasurementError: The engine did not start for another reason.
     """
 
     program: ClassVar[str]
@@ -82,16 +76,15 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child, and of the session of all its processes."""
+        """Process id of the child, which is also the id of its session."""
         return self._process.pid
 
     def run(self, load: Load) -> Sample:
-        """Generate a load; every one computes its prompts anew.
+        """Generate a load; no prompt is taken from the prefix cache of an earlier load.
 
         Raises:
             ConfigError: The engine refused the load; it stays up.
-            MeasurementError: The load is wider than the engine, or the engine failed or took too
-                long and is closed now.
+            MeasurementError: The batch size is too large, or the engine failed and is closed.
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
@@ -101,10 +94,10 @@ class EngineProcess:
                 "requests at a time"
             )
         for folder in processes(self.pid):
-            with contextlib.suppress(OSError):  # if the kernel does not have it
+            with contextlib.suppress(OSError):  # a kernel without clear_refs
                 (folder / "clear_refs").write_text("5")
         sample: Sample = self._ask(load, self._run_timeout)
-        if sample.peak_memory_bytes:  # of a device, which only the engine can read
+        if sample.peak_memory_bytes:  # memory of a device, which only the engine can read
             return sample
         return replace(sample, peak_memory_bytes=_peak_bytes(self.pid))
 
@@ -138,7 +131,7 @@ class EngineProcess:
         return answer
 
     def _answer(self, timeout: float) -> Any:
-        """The child's next message; EOFError after its end, also if others hold its pipe."""
+        """The child's next message; EOFError after its end, even if others hold the pipe."""
         deadline = time.monotonic() + timeout
         while not self._connection.poll(_TICK):
             if self._ended():
@@ -148,12 +141,12 @@ class EngineProcess:
         return self._connection.recv()
 
     def _ended(self) -> bool:
-        # Not reaped, so that its number cannot become another session's before `_end`.
+        # Without reaping: otherwise another session could get the number before `_end`.
         state = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, state) is not None
 
     def _end(self, grace: float) -> int:
-        """Hang up, wait, kill the rest of the session, and return the child's exit code."""
+        """Close the pipe, wait, kill the rest of the session; return the child's exit code."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -163,10 +156,10 @@ class EngineProcess:
             try:
                 while not self._ended() and time.monotonic() < deadline:
                     time.sleep(_TICK / 2)
-            finally:  # also if the wait is interrupted
+            finally:  # even if Ctrl-C interrupts the wait
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
-            # The next engine needs their memory, which killed processes free after a moment.
+            # Killed processes free their memory after a moment, and the next engine needs it.
             deadline = time.monotonic() + _GRACE
             while any(processes(self.pid)) and time.monotonic() < deadline:
                 time.sleep(_TICK / 2)
@@ -181,10 +174,9 @@ class EngineProcess:
 
 
 def processes(session: int) -> Iterator[Path]:
-    """`/proc` folders of a session's processes that hold memory and devices.
+    """Yield the `/proc` folders of a session's processes that still hold memory and devices.
 
-    A process holds them until its last thread ends. Its first thread, whose state `/proc` shows
-    for the process, may be a zombie before that.
+    A process holds them until its last thread ends; /proc/PID/stat only shows the first thread.
     """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -195,13 +187,13 @@ def processes(session: int) -> Iterator[Path]:
 
 
 def _state_and_session(folder: Path) -> tuple[str, int]:
-    # After the name in parentheses: state, parent, group, session.
+    # Fields after the name in parentheses: state, parent, group, session.
     state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
     return state, int(session)
 
 
 def _peak_bytes(session: int) -> int:
-    """Sum of each process's highest resident memory; shared pages count in each."""
+    """Sum of the highest resident memory of each process; shared pages count in each process."""
     total = 0
     for folder in processes(session):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -211,7 +203,7 @@ def _peak_bytes(session: int) -> int:
 
 
 def causes(printed: str) -> str:
-    """The distinct errors in an engine's output, the cause first."""
+    """Distinct errors in an engine's output, the cause first."""
     found = dict.fromkeys(
         re.findall(r"(?:^|\] )(?:\w+\.)*(\w+(?:Error|Exception): .+)", printed, re.M)
     )
@@ -219,11 +211,9 @@ def causes(printed: str) -> str:
 
 
 def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
-    """The child's side: build the engine of a specification, then run loads until the goodbye.
+    """Run the child: `build` the engine of a specification, then run loads until None arrives.
 
-    Args:
-        build: Builds the engine and returns a function that runs a load. A ConfigError of either
-            goes to the parent; any other exception ends the process.
+    A ConfigError is sent to the parent; any other exception ends the process.
     """
     parent = Connection(int(sys.argv[1]))
     os.set_inheritable(parent.fileno(), False)
@@ -234,31 +224,22 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
         parent.send(refusal)
         return
     parent.send(None)
-    while (load := _received(parent)) is not None:
-        try:
-            parent.send(run(load))
-        except ConfigError as refusal:
-            parent.send(refusal)
+    try:
+        while (load := parent.recv()) is not None:
+            try:
+                parent.send(run(load))
+            except ConfigError as refusal:
+                parent.send(refusal)
+    except EOFError:  # the parent ended without sending None
+        os.killpg(0, signal.SIGKILL)
 
 
 def rest() -> None:
-    """Wait until all engines are idle: a polling worker takes a core from the next load."""
+    """Wait until all engines are idle, because a polling worker occupies a core."""
     time.sleep(_REST)
-
-
-def _received(parent: Connection) -> Load | None:
-    try:
-        return parent.recv()
-    except EOFError:  # the parent ended without a goodbye
-        _end_session()
-        raise
 
 
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    _end_session()
-
-
-def _end_session() -> None:
     os.killpg(0, signal.SIGKILL)

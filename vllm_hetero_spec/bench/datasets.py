@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
+"""Prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
 
 import itertools
 import os
@@ -20,15 +20,15 @@ from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
 BUILT_IN_SETS = {"mixed": BUILT_IN}
 _SOURCES = ("file", "builtin", "hf")
 _HF_KEYS = ("config", "data_dir", "split", "revision")
-_FOLDER = "HETERO_SPEC_PROMPTS"  # variable: a folder with a copy of each dataset of Hugging Face
+_FOLDER = "HETERO_SPEC_PROMPTS"  # names a folder with local copies of Hugging Face datasets
 
 
 def _template(text: str) -> str:
     try:
-        fields = _fields(text)
+        names = [name for _, name, _, _ in string.Formatter().parse(text)]
     except ValueError as error:
         raise Mistake(f"is no template: {error}.") from error
-    if not any(name for _, name in fields):
+    if not any(names):
         raise Mistake(
             'names no column; write one in braces, as "Summarize: {article}" or "{turns[0]}".'
         )
@@ -37,7 +37,7 @@ def _template(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(Table):
-    """A dataset as a suite describes it: a file, built-in prompts or a Hugging Face dataset."""
+    """A dataset in a suite file: a file, built-in prompts or a Hugging Face dataset."""
 
     file: Annotated[Text, AfterValidator(located)] | None = None  # JSONL
     builtin: Annotated[Text, one_of(tuple(BUILT_IN_SETS))] | None = None
@@ -47,11 +47,11 @@ class Dataset(Table):
     split: Text | None = None
     revision: Text | None = None
     prompt: Annotated[Text, AfterValidator(_template)] = "{prompt}"  # columns in braces
-    where: dict[str, Any] = field(default_factory=dict)  # values of columns; a list means any
+    where: dict[str, Any] = field(default_factory=dict)  # required values; a list: any of them
     count: Positive | None = None
-    repeat: StrictBool = False  # begin again with the first prompt to reach the count
-    max_prompt_chars: Positive | None = None  # of a column
-    chat_template: StrictBool = False  # of the target
+    repeat: StrictBool = False  # repeat prompts from the first one to reach the count
+    max_prompt_chars: Positive | None = None  # per column
+    chat_template: StrictBool = False  # apply the target's
 
     @model_validator(mode="after")
     def _fits(self) -> "Dataset":
@@ -76,17 +76,15 @@ class Dataset(Table):
 
 
 def load_dataset(dataset: Dataset, name: str) -> list[str]:
-    """The prompts of a dataset, without a chat template.
-
-    A file `name`.jsonl in the folder `$HETERO_SPEC_PROMPTS` replaces a Hugging Face dataset.
+    """Load the prompts of a dataset, without a chat template.
 
     Raises:
         ConfigError: It cannot be read.
-        Mistake: It holds fewer rows than asked for, or an empty prompt.
+        Mistake: It contains fewer rows than `count`, or an empty prompt.
     """
-    count = dataset.count
+    count, template = dataset.count, _Template(dataset.max_prompt_chars)
     chosen = (row for row in _rows(dataset, name) if _matches(row, dataset.where))
-    prompts = [_prompt(row, dataset) for row in itertools.islice(chosen, count)]
+    prompts = [template.vformat(dataset.prompt, (), row) for row in itertools.islice(chosen, count)]
     if not prompts:
         raise Mistake("has no prompts.")
     if count and len(prompts) < count:
@@ -104,7 +102,7 @@ def load_dataset(dataset: Dataset, name: str) -> list[str]:
 
 
 def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any]) -> tuple[str, ...]:
-    """Each prompt as a user's turn in a model's chat template, without a BOS that vLLM adds.
+    """Render each prompt as a user's turn in a model's chat template, without a BOS.
 
     Raises:
         ConfigError: The model's tokenizer cannot be loaded.
@@ -116,7 +114,7 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
     if not getattr(tokenizer, "chat_template", None):
         raise Mistake(f"is true, and {model} has no chat template.", "chat_template")
     own = tokenizer("").input_ids
-    bos = tokenizer.bos_token if tokenizer.bos_token_id in own else ""
+    bos = tokenizer.bos_token if tokenizer.bos_token_id in own else ""  # vLLM adds it
     texts = (
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -148,14 +146,11 @@ def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     library = optional("datasets", f"the dataset {dataset.hf}")
     given = {key: value for key in _HF_KEYS[1:] if (value := getattr(dataset, key))}
     try:
-        # Streamed, because the dataset may be gigabytes; offline from the cache.
+        # Streaming, because a dataset may have gigabytes; offline mode reads the cache.
         yield from library.load_dataset(
-            dataset.hf,
-            dataset.config,
-            streaming=not library.config.HF_DATASETS_OFFLINE,
-            **given,
+            dataset.hf, dataset.config, streaming=not library.config.HF_DATASETS_OFFLINE, **given
         )
-    # The library raises what its file systems, parsers and HTTP clients raise.
+    # The library passes on exceptions of file systems, parsers and HTTP clients.
     except Exception as error:
         raise ConfigError(f"cannot load the dataset {dataset.hf}: {first_line(error)}.") from error
 
@@ -169,28 +164,23 @@ def _matches(row: dict[str, Any], where: dict[str, Any]) -> bool:
     return True
 
 
-def _fields(template: str) -> list[tuple[str, str | None]]:
-    """Pairs of a text and the field after it."""
-    return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+class _Template(string.Formatter):
+    """Fills a template from a row, with up to `longest` characters of each field."""
 
+    def __init__(self, longest: int | None) -> None:
+        self._longest = longest
 
-def _prompt(row: dict[str, Any], dataset: Dataset) -> str:
-    prompt = ""
-    for text, name in _fields(dataset.prompt):
-        prompt += text
-        if name is None:
-            continue
+    def get_field(self, name: str, args: Any, row: Any) -> tuple[str, str]:
         column = name.split("[")[0].split(".")[0]
         if column not in row:
             raise _no_column(column, row)
         try:
-            found = string.Formatter().get_field(name, (), row)[0]
+            found, _ = super().get_field(name, args, row)
         except (LookupError, AttributeError, TypeError) as error:
             raise ConfigError(f"a row has no {name!r}.") from error
         if not isinstance(found, str):
             raise ConfigError(f"{name!r} of a row is {found!r}, which is no text.")
-        prompt += found[: dataset.max_prompt_chars]
-    return prompt
+        return found[: self._longest], column
 
 
 def _no_column(column: str, row: dict[str, Any]) -> ConfigError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of the engine of an `EngineId`, and the number of engines that fit on this machine."""
+"""Start the engine of an `EngineId`, and choose the number of engines that are up together."""
 
 import contextlib
 from pathlib import Path
@@ -15,26 +15,20 @@ from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.options import METHODS
 
-_OVERHEAD_BYTES = 2 << 30  # of an engine on a CPU beside the weights: libraries, KV, buffers
-_CPU_SHARE = 0.8  # of the free memory
-_GPU_SHARE = 0.9  # of a device's memory
-_PAIR = 2  # `alone` and one other
-# Arguments of `vllm.LLM` that Hugging Face's peers have too.
+_OVERHEAD_BYTES = 2 << 30  # per engine on a CPU, without weights: libraries, KV, buffers
+_CPU_SHARE = 0.8  # share of the free memory
+_GPU_SHARE = 0.9  # share of a device's memory
+_PAIR = 2  # engines: `alone` and one other
+# Arguments of `vllm.LLM` that the Hugging Face peers also take.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
 
 
 def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> EngineProcess:
-    """Start an engine and wait until it is ready.
-
-    Args:
-        engine: Of the suite.
-        suite: With its models and arguments.
-        at_once: Engines that share the machine.
-        verbose: Let it write to stderr.
+    """Start an engine of a suite and wait until it is ready; `at_once` engines share the machine.
 
     Raises:
         ConfigError: It refuses the models or the configuration.
-        MeasurementError: It fails for any other reason.
+        MeasurementError: It fails for another reason.
     """
     target = suite.target(engine.target)
     drafter = next((d for d in target.drafters if d.name == engine.drafter), None)
@@ -48,7 +42,7 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
     from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 
     config = vllm_config(engine, drafter)
-    # The branches of a tree, fewer than its tokens, take places beside the requests.
+    # Branches of a draft tree run as sequences beside the requests; there are fewer than nodes.
     places = 1 + ((config or {}).get("tree_nodes") or 0)
     spec = EngineSpec(
         model=target.model,
@@ -63,7 +57,7 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
 
 
 def _of_shared_memory(error: Exception, at_once: int) -> str:
-    """The remedy if engines that share a GPU lack memory."""
+    """Remedy if engines that share a GPU lack memory, otherwise ""."""
     if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
         return ""
     return (
@@ -73,7 +67,7 @@ def _of_shared_memory(error: Exception, at_once: int) -> str:
 
 
 def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`; None for the target alone."""
+    """`speculative_config` of `vllm.LLM`; None for the target alone."""
     if drafter is None or engine.lookahead is None:
         return None
     if engine.method in METHODS:
@@ -87,7 +81,7 @@ def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any
 
 
 def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
-    """The reason if vLLM's `draft_model` cannot run a pair; None if the vocabularies agree.
+    """Return the reason if vLLM's `draft_model` cannot run a pair, otherwise None.
 
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
@@ -110,11 +104,9 @@ def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
 
 
 def at_once_for(suite: Suite) -> int:
-    """The number of engines that may be up together.
+    """Number of engines that may be up together, as examples/bench/README.md describes it.
 
-    On a GPU two, `alone` and one other, with half of the memory each; one if the suite gives
-    engines more than half (`gpu_memory_utilization`). On a CPU as many as fit in the free memory;
-    two if the size of a model is unknown because it is on a hub.
+    On a CPU two engines are up if a size is unknown because the model is on the hub.
     """
     if suite.engines_at_once is not None:
         return suite.engines_at_once
@@ -124,8 +116,7 @@ def at_once_for(suite: Suite) -> int:
     sizes = [_engine_bytes(target) for target in suite.targets]
     if on_gpu() or None in sizes:
         return _PAIR
-    largest = max(size for size in sizes if size is not None)
-    return max(1, int(available_memory_bytes() * _CPU_SHARE) // largest)
+    return max(1, int(available_memory_bytes() * _CPU_SHARE) // max(filter(None, sizes)))
 
 
 def on_gpu() -> bool:
@@ -135,23 +126,23 @@ def on_gpu() -> bool:
 
 
 def device_share(at_once: int) -> dict[str, Any]:
-    """vLLM's arguments that leave room for the other engines on a GPU."""
+    """Arguments of `vllm.LLM` that leave memory for the other engines on a GPU."""
     if not on_gpu() or at_once == 1:
         return {}
     return {"gpu_memory_utilization": _GPU_SHARE / at_once}
 
 
 def _engine_bytes(target: Target) -> int | None:
-    """Memory of an engine on a CPU, with the largest drafter; None if it is not known."""
+    """Memory of an engine on a CPU with the largest drafter; None if a size is unknown."""
     own = _float32_bytes(target.model)
     drafters = [_float32_bytes(drafter.model) for drafter in target.drafters]
     if own is None or None in drafters:
         return None
-    return own + max(size for size in drafters if size is not None) + _OVERHEAD_BYTES
+    return own + max(filter(None, drafters)) + _OVERHEAD_BYTES
 
 
 def _float32_bytes(model: str) -> int | None:
-    """Bytes of a folder's weights; the engine reports what is wrong with them."""
+    """Bytes of a folder's weights; None also for damaged files, which the engine reports."""
     with contextlib.suppress(ConfigError):
         return weight_bytes(Path(model), 4)
     return None

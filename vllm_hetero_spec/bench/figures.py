@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a report: of each cell what its runs measured, beside its references.
+"""Figures of a report: measurements of each cell, compared with its references.
 
-Latencies are pooled over the requests of all rounds; speeds are taken per round. A speedup is a
-ratio of two runs of the same round, so that its range over rounds says how far a machine drifted.
+Latencies are pooled over the requests of all rounds; speeds are per round. A speedup is the ratio
+of two runs of the same round, so that its range over rounds shows the drift of the machine.
 """
 
 from collections import Counter
@@ -42,14 +42,13 @@ class Spread:
 
 
 def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """Linearly interpolated; None without values."""
+    """Linearly interpolated quantiles; None without values."""
     if not values:
         return None
     return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Compute the spread of one or more rounds."""
     median, low, high, first, third = (
         float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
     )
@@ -57,17 +56,16 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
-    """Ratios of tokens per second in pairs (run, reference) of the same round."""
+    """Ratios of tokens per second in (run, reference) pairs of the same round."""
     if not pairs:
         return None
     return spread([run.tokens_per_second / of.tokens_per_second for run, of in pairs])
 
 
 def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | None:
-    """Standard error of `sum(parts) / sum(wholes)`, one pair for each prompt.
+    """Standard error of `sum(parts) / sum(wholes)` over prompts, one part and whole per prompt.
 
-    The numbers of a prompt vary together, so that the ratio is less certain than its total count
-    suggests. None for a single prompt, or if all are zero.
+    Counts within a prompt are correlated, so the total count would give too small an error.
     """
     groups, whole = len(parts), sum(wholes)
     if groups < 2 or not whole:
@@ -79,7 +77,7 @@ def error_of_ratio(parts: Sequence[float], wholes: Sequence[float]) -> float | N
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a cell over all rounds; None if not counted, or if there was none."""
+    """Figures of a cell over all rounds; None if not counted, or without events."""
 
     requests: int  # completed prompts
     tokens: int  # generated target tokens
@@ -88,18 +86,18 @@ class Figures:
     tpot: Quantiles | None  # time per output token after the first arrival
     itl: Quantiles | None  # gaps between arrivals
     tokens_per_second: Spread
-    drafts: int  # that the target verified
-    draft_tokens: int  # target tokens in them
+    drafts: int  # verified drafts
+    draft_tokens: int  # target tokens in these drafts
     accepted_tokens: int
     acceptance_length: float | None  # 1 + accepted / drafts
     acceptance_error: float | None  # its standard error over prompts
-    acceptance_per_position: list[float]  # share of drafts whose token there was accepted
-    acceptance_of_drafted: list[float]  # share of the tokens drafted there; [] if not counted
-    drafter_tokens: float | None  # that the drafter generated
+    acceptance_per_position: list[float]  # share of all drafts
+    acceptance_of_drafted: list[float]  # share of drafts that reach the position; [] if not counted
+    drafter_tokens: float | None  # generated drafter tokens
     translate_seconds: float | None  # both directions
-    forward_seconds: float | None  # the drafter's forwards
+    forward_seconds: float | None  # forwards of the drafter
     propose_seconds: float | None  # drafting in the engine's own process
-    verify_seconds: float | None  # the rejection sampler
+    verify_seconds: float | None  # rejection sampler
     skipped: dict[str, int]  # requests without a draft in a step, by reason
     peak_memory_bytes: int  # largest of all rounds
     runner: str = ""
@@ -107,7 +105,7 @@ class Figures:
 
 
 def figures_of(samples: Sequence[Sample]) -> Figures:
-    """The figures of one or more runs of a cell."""
+    """Compute the figures of one or more runs of a cell."""
     traces = [trace for sample in samples for trace in sample.traces if trace.times]
     drafts = sum(sample.drafts for sample in samples)
     accepted = sum(sample.accepted_tokens for sample in samples)
@@ -146,7 +144,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
 
 
 def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
-    """Prompts with the reference's ids in every (run, reference) pair, and all prompts."""
+    """Number of prompts with equal token ids in every (run, reference) pair, and of all prompts."""
     if not pairs:
         return None
     same = [
@@ -157,10 +155,10 @@ def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
 
 
 def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> float | None:
-    """Over prompts, all rounds of one together.
+    """Standard error of the acceptance length over prompts; rounds of a prompt are summed.
 
-    Engines count drafts of all prompts together. The later arrivals of a prompt give its share:
-    each has one token, and those accepted with it.
+    Engines count drafts over all prompts. A prompt's share follows from its arrivals after the
+    first one: each contains one token and the draft tokens accepted with it.
     """
     if not accepted:
         return None
@@ -186,19 +184,19 @@ def _total(samples: Sequence[Sample], counter: str) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """A cell of the report; None if there is nothing to compare with."""
+    """A cell of the report; comparisons are None without a reference."""
 
     cell: Cell
     figures: Figures
     speedup: Spread | None  # over the target alone in vLLM
-    speedup_over_hf: Spread | None  # over the target alone in Hugging Face, for its methods
-    speedup_over_first: Spread | None  # over the first setting of the drafter, for its others
-    # Prompts with the reference's tokens in every round, and all prompts; greedy drafting alone.
+    speedup_over_hf: Spread | None  # Hugging Face methods: over the target alone there
+    speedup_over_first: Spread | None  # further settings of a drafter: over its first setting
+    # Prompts with the reference's tokens in every round, and all prompts; only greedy drafting.
     identical: tuple[int, int] | None
 
 
 def rows_of(contents: Contents) -> list[Row]:
-    """One row per measured cell; loads in the order measured, the references of each first."""
+    """One row per measured cell, in the order of loads; references of a load come first."""
     by_cell: dict[Cell, list[Recorded]] = {}
     for recorded in contents.samples:
         by_cell.setdefault(recorded.run.cell, []).append(recorded)
@@ -213,9 +211,9 @@ def rows_of(contents: Contents) -> list[Row]:
 
 
 def pairs_with(runs: Sequence[Recorded], references: Sequence[Recorded]) -> Pairs:
-    """Each run with the reference's run of the same session, wave and round.
+    """Pair each run with the reference's run of the same session, wave and round.
 
-    If engines were up one at a time: with its run of that round in another wave.
+    If one engine is up at a time, the reference's run of that round is in another wave.
     """
     pairs = []
     for recorded in runs:
@@ -242,7 +240,7 @@ def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
 
     return Row(
         cell=cell,
-        # A reference that was measured again after an interruption counts once for its round.
+        # A reference that ran again after an interruption counts once per round.
         figures=figures_of(list({recorded.run: recorded.sample for recorded in runs}.values())),
         speedup=speedup(pairs(ALONE)) if cell.engine.method != ALONE else None,
         speedup_over_hf=speedup(pairs(HF_ALONE)) if kind.drafts and kind.huggingface else None,
@@ -254,6 +252,6 @@ def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
 
 
 def _but_for_setting(cell: Cell) -> Cell:
-    """The cell of a drafter's setting, DRAFTER:SETTING, as that of the drafter."""
+    """The cell with DRAFTER instead of DRAFTER:SETTING."""
     drafter = (cell.engine.drafter or "").partition(":")[0]
     return cell._replace(engine=cell.engine._replace(drafter=drafter))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers as a measured engine: alone or with an assistant.
+"""Hugging Face transformers as a measured engine, alone or with an assistant.
 
-Assisted generation takes one request at a time, so both are comparable with other engines at batch
-size 1. Across tokenizers greedy loads use universal assisted generation, sampled loads token-level
-intersection.
-The child process is `python -m` this file.
+Assisted generation serves one request at a time, so it is comparable at batch size 1 only. With
+different tokenizers, greedy loads use universal assisted generation and sampled loads token-level
+intersection. The child process runs `python -m` this module.
 """
 
 import time
@@ -22,13 +21,7 @@ from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 
-_DTYPES = {  # as vLLM names them
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
+_DTYPES = ("half", "float16", "bfloat16", "float", "float32")  # of vLLM and of torch
 
 
 @dataclass(frozen=True)
@@ -37,44 +30,42 @@ class HuggingFaceSpec:
 
     model: str  # the target: a Hugging Face name or a folder
     assistant: str | None = None  # the drafter; None: the target alone
-    num_assistant_tokens: int = 4  # of the assistant, in every round
-    confidence_threshold: float | None = None  # the assistant stops below; 0: never
-    dtype: str = "auto"  # as in vLLM; "auto": float32 on CPUs, elsewhere 16 bits
-    tokenizer: str | None = None  # of the target; None: the model's own
-    revision: str | None = None  # of the target
+    num_assistant_tokens: int = 4  # drafter tokens per draft
+    confidence_threshold: float | None = None  # the draft ends below this; 0: never
+    dtype: str = "auto"  # a name of `_DTYPES`; "auto": float32 on CPUs, otherwise 16 bits
+    tokenizer: str | None = None  # the target's; None: that of the model
+    revision: str | None = None  # the target's
     trust_remote_code: bool = False
-    max_batch_size: ClassVar[int] = 1  # one request at a time
+    max_batch_size: ClassVar[int] = 1
 
 
 class HuggingFaceEngine(EngineProcess):
-    """`generate` for a `HuggingFaceSpec`; both models in one dtype.
+    """`generate` for a `HuggingFaceSpec`; both models have the same dtype.
 
-    A draft counts in every verification of at least one token, as in vLLM. The first one is
-    verified with the prompt, so that `drafts` may exceed vLLM's by one for each prompt.
+    As in vLLM, a verification of at least one draft token counts as a draft. The first draft is
+    verified with the prompt, so `drafts` may exceed vLLM's by one per prompt.
     """
 
     program = "vllm_hetero_spec.bench.huggingface_engine"
 
 
 class _Arrivals(BaseStreamer):
-    """Records when tokens arrive: those of one verification arrive together."""
+    """Records arrival times; the tokens of one verification arrive together."""
 
     def __init__(self, began: float, trace: Trace) -> None:
         self._began, self._trace = began, trace
-        self._prompt_seen = False
+        self._prompt_seen = False  # the first tokens that arrive are the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        """Take new tokens; the first call has the prompt."""
         if self._prompt_seen:
             self._trace.arrived(value.flatten().tolist(), time.perf_counter() - self._began)
         self._prompt_seen = True
 
-    def end(self) -> None:
-        """Nothing is left to take."""
+    def end(self) -> None: ...
 
 
 def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """A `Sample`'s counts, from (drafted, accepted) tokens of each verification."""
+    """Counts of a `Sample` from the (drafted, accepted) tokens of each verification."""
     drafts = [(drafted, accepted) for drafted, accepted in verified if drafted]
     positions = range(max((drafted for drafted, _ in drafts), default=0))
     return {
@@ -87,7 +78,7 @@ def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 class Generator:
-    """A target, perhaps an assistant, and the loads that ran on them."""
+    """A loaded target with an optional assistant; runs loads."""
 
     def __init__(self, spec: HuggingFaceSpec) -> None:
         self._spec = spec
@@ -99,15 +90,15 @@ class Generator:
         self._warm: set[bool] = set()
         self._widths: list[int] = []
         self._target.register_forward_pre_hook(self._saw_forward, with_kwargs=True)
-        # Of the model's defaults only the EOS ids count, as in vLLM with sampling parameters.
+        # Ignore the model's generation defaults except EOS ids, as vLLM with sampling parameters.
         ends = self._target.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self._ends = sorted({*ends, self._tokenizer.eos_token_id} - {None})
         self._target.generation_config = GenerationConfig()
-        self._assistant(sampled=False)  # refuse a folder that cannot be loaded at once
+        self._assistant(sampled=False)  # so that a folder without a model is refused now
 
     def run(self, load: Load) -> Sample:
-        """Generate a load, the first greedy or sampled one after a warm-up."""
+        """Generate a load; the first greedy and the first sampled load follow a warm-up."""
         sampled = load.temperature > 0
         if sampled not in self._warm:
             self._generate_all(load.warm_up)
@@ -152,8 +143,7 @@ class Generator:
                 **assistance,
             )
             if assistance:
-                # A forward reads the last token and the draft, the first one the prompt and the
-                # draft.
+                # A forward reads the last token and the draft; the first reads prompt and draft.
                 self._widths[0] -= inputs.input_ids.shape[1] - 1
                 for width, taken in zip(self._widths, trace.counts, strict=True):
                     verified.append((width - 1, taken - 1))
@@ -167,8 +157,8 @@ class Generator:
     def _assistant(self, sampled: bool) -> dict[str, Any]:
         """Further arguments of `generate`.
 
-        Sampling across tokenizers prunes the assistant's embeddings for good, so that greedy loads
-        need another copy of it.
+        Sampling with different tokenizers prunes the assistant's embeddings permanently, so greedy
+        and sampled loads have a copy each.
         """
         if self._spec.assistant is None:
             return {}
@@ -188,7 +178,8 @@ class Generator:
     def _dtype(self) -> torch.dtype:
         spec = self._spec
         if spec.dtype in _DTYPES:
-            return _DTYPES[spec.dtype]
+            found: torch.dtype = getattr(torch, spec.dtype)
+            return found
         if spec.dtype != "auto":
             raise ConfigError(f"dtype is {spec.dtype!r}; it can be auto, {', '.join(_DTYPES)}.")
         if self._device == "cpu":
@@ -207,7 +198,7 @@ class Generator:
         revision: str | None = None,
     ) -> tuple[Any, Any]:
         trusted = {"trust_remote_code": self._spec.trust_remote_code}
-        # Another repository than the model's has its own revisions.
+        # The revision belongs to the model's repository, not to that of another tokenizer.
         of_tokenizer = trusted if tokenizer else {"revision": revision, **trusted}
         with _refusing(name):
             loaded = AutoTokenizer.from_pretrained(tokenizer or name, **of_tokenizer)
@@ -226,11 +217,10 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _in_order(tokenizer: Any) -> Any:
-    """The tokenizer with its vocabulary in the order of ids.
+    """Sort the dictionary that `get_vocab` returns by id.
 
-    transformers 5.19 assumes that an assistant's logits are in the order of its ids, but they have
-    the order of this dictionary. Without this, drafts are verified against another token's
-    probability: all are accepted, and samples do not follow the target's distribution.
+    transformers 5.19 indexes an assistant's logits by the order of this dictionary. Without sorting
+    drafts are verified against the probability of another token, and all are accepted.
     """
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=itemgetter(1)))
     tokenizer.get_vocab = vocabulary.copy
@@ -238,7 +228,7 @@ def _in_order(tokenizer: Any) -> Any:
 
 
 def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
-    """Load the models, and return a function that runs a load on them."""
+    """Load the models, and return the function that runs a load."""
     return Generator(spec).run
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load, what an engine did with it, and the definition of each figure.
+"""A load, the sample that an engine returns for it, and the definition of each figure.
 
-All times are host seconds from the start of the load.
+All times are host seconds since the start of the load.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ _WARM_UP_TOKENS = 16
 
 
 class MeasurementError(RuntimeError):
-    """An engine failed; the message names the errors it printed."""
+    """An engine failed; the message contains the errors that it printed."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of an engine: each prompt is completed once."""
+    """Prompts, each of which an engine completes once."""
 
     prompts: Sequence[str]
-    max_tokens: int  # target tokens of a completion
+    max_tokens: int  # target tokens per completion
     batch_size: int = 1  # requests in flight; the next prompt starts when one ends
     temperature: float = 0.0
     top_p: float = 1.0
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass
 class Trace:
-    """One request as a client sees it."""
+    """Arrivals of one request's tokens at the client."""
 
     token_ids: list[int]  # generated target ids
     text: str
@@ -46,7 +46,6 @@ class Trace:
     counts: list[int]  # new tokens of each arrival
 
     def arrived(self, token_ids: Sequence[int], now: float) -> None:
-        """Record new tokens."""
         self.token_ids.extend(token_ids)
         self.times.append(now)
         self.counts.append(len(token_ids))
@@ -58,13 +57,13 @@ class Trace:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first arrival; None if all came at once."""
+        """Time per output token after the first arrival; None if there was one arrival."""
         later = sum(self.counts[1:])
         return (self.times[-1] - self.times[0]) / later if later else None
 
     @property
     def itl(self) -> list[float]:
-        """Gaps between arrivals."""
+        """Gaps between arrivals (inter-token latencies)."""
         return [after - before for before, after in pairwise(self.times)]
 
 
@@ -72,33 +71,31 @@ class Trace:
 class Sample:
     """Result of a load, without the warm-up.
 
-    Peak memory is, on GPUs, the most bytes of tensors on the devices (for vLLM since it started);
-    on CPUs the sum over the engine's processes of their highest resident memory.
+    Peak memory on GPUs is the most bytes of tensors on the devices, for vLLM since its start. On
+    CPUs it is the sum of the highest resident memory of each process of the engine.
     """
 
     traces: list[Trace]  # one per prompt, in their order
     seconds: float  # from the first request to the last token
-    drafts: int = 0  # that the target verified
-    draft_tokens: int = 0  # target tokens in them, without padding
+    drafts: int = 0  # verified drafts
+    draft_tokens: int = 0  # target tokens in these drafts, without padding
     accepted_tokens: int = 0  # without bonus tokens
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)  # empty: not counted
     worker: dict[str, Any] = field(default_factory=dict)  # growth of the plugin's counters
     peak_memory_bytes: int = 0
     runner: str = ""  # vLLM's model runner, "V1" or "V2"
-    dtype: str = ""  # of the target, for example "bfloat16"
+    dtype: str = ""  # dtype of the target, for example "bfloat16"
 
     @property
     def tokens(self) -> int:
-        """Generated tokens of all prompts."""
         return sum(len(trace.token_ids) for trace in self.traces)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all prompts per second of wall-clock time."""
         return self.tokens / self.seconds
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per verification, 1 + accepted / drafts; None without drafts."""
+        """Tokens per verification, 1 + accepted / drafts; None without drafts."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None

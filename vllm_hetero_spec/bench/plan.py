@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order in which engines run loads.
 
-A target's engines start once and stay up. If they do not all fit, they come in waves, each with
-`alone`. Within a wave every engine runs the same load in turn, and each round begins with another
-engine, so that a drift of the machine affects all.
+The engines of a target start once and stay up. If memory does not hold all of them, they run in
+waves. Each wave includes `alone`. Within a wave all engines run the same load one after the other.
+Each round begins with another engine, so that a drift of the machine affects all engines.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from itertools import groupby, product
+from typing import Any, NamedTuple
 
 from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite, SuiteDrafter, Target
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import METHODS
+
+Differ = Callable[[Target, SuiteDrafter], str | None]
 
 
 class EngineId(NamedTuple):
@@ -39,6 +42,10 @@ class Cell(NamedTuple):
     batch_size: int
     temperature: float
 
+    def flat(self) -> dict[str, Any]:
+        """The fields of the engine and of the load."""
+        return {**self.engine._asdict(), **dict(zip(Cell._fields[1:], self[1:], strict=True))}
+
     def __str__(self) -> str:
         return f"{self.engine}/{self.dataset}/b{self.batch_size}/t{self.temperature:g}"
 
@@ -55,11 +62,11 @@ class Measurement(NamedTuple):
 class Wave:
     """Engines that are up together."""
 
-    number: int  # of the wave within its target
-    groups: tuple[tuple[Cell, ...], ...]  # cells of the same load, in the first round's order
+    number: int  # index within the target
+    groups: tuple[tuple[Cell, ...], ...]  # cells of the same load, in the order of the first round
 
     def rounds(self, repeats: int) -> Iterator[list[Measurement]]:
-        """Group by group and round by round; each round begins with another engine."""
+        """Yield the runs of each round; each round begins with another engine."""
         for group in self.groups:
             for turn in range(repeats):
                 first = turn % len(group)
@@ -72,107 +79,84 @@ class Plan:
     """All runs of a suite."""
 
     waves: tuple[Wave, ...]
-    skipped: dict[Cell, str]  # cells that cannot be measured, with the reason
+    skipped: dict[Cell, str]  # reasons of cells that cannot be measured
     repeats: int
 
     def pending(self, done: Collection[Measurement]) -> list[list[Measurement]]:
         """Remaining runs of each wave, in order.
 
-        The rest of a round is measured with its references again, because a ratio needs runs of
-        the same time.
+        An incomplete round runs its references again, because a ratio needs runs of the same time.
         """
-        return [
-            [
-                run
-                for whole in wave.rounds(self.repeats)
-                for run in _left(whole, [run for run in whole if run not in done])
-            ]
-            for wave in self.waves
-        ]
+        rounds = (wave.rounds(self.repeats) for wave in self.waves)
+        return [[run for whole in wave for run in _left(whole, done)] for wave in rounds]
 
 
 def reference_cells(cell: Cell) -> list[Cell]:
-    """The same load without speculation."""
+    """Cells of the same load with speculation disabled."""
     methods = dict.fromkeys((ALONE, KINDS[cell.engine.method].reference))
     return [cell._replace(engine=EngineId(cell.engine.target, method)) for method in methods]
 
 
-def _left(whole: list[Measurement], missing: list[Measurement]) -> list[Measurement]:
-    wanted = {cell for run in missing for cell in (run.cell, *reference_cells(run.cell))}
+def _left(whole: list[Measurement], done: Collection[Measurement]) -> list[Measurement]:
+    missing = [run.cell for run in whole if run not in done]
+    wanted = {each for cell in missing for each in (cell, *reference_cells(cell))}
     return [run for run in whole if run.cell in wanted]
 
 
-def make_plan(
-    suite: Suite,
-    engines_at_once: int,
-    differ: Callable[[Target, SuiteDrafter], str | None],
-    only: str | None = None,
-) -> Plan:
-    """Lay out a suite.
+def make_plan(suite: Suite, engines_at_once: int, differ: Differ, only: str | None = None) -> Plan:
+    """Plan the runs of a suite, or of cells whose names contain the pattern `only`.
 
-    Args:
-        suite: What is to be measured.
-        engines_at_once: Engines that may be up together.
-        differ: Returns why the vocabularies of a pair do not agree, or None.
-        only: Part of the names of the wanted cells, with wildcards; their references are added.
+    `differ` returns the reason if the vocabularies of a pair differ, otherwise None. References of
+    matching cells are added.
 
     Raises:
-        ConfigError: `only` fits no cell.
+        ConfigError: `only` matches no cell.
     """
     skipped: dict[Cell, str] = {}
     waves: list[Wave] = []
-    fits: set[Cell] = set()
     every: list[Cell] = []
     for target in suite.targets:
-        cells = {engine: _cells(suite, target, engine) for engine in _engines(suite, target)}
-        every += [cell for row in cells.values() for cell in row]
-        for engine, row in cells.items():
-            skipped |= {
-                cell: why for cell in row if (why := _unsupported(cell, target, engine, differ))
-            }
-        wanted = {cell for row in cells.values() for cell in row if cell not in skipped}
-        if only is not None:
-            wanted = {cell for cell in wanted if fnmatchcase(str(cell), f"*{only}*")}
-            fits |= wanted
-        wanted |= {
-            reference
-            for cell in wanted
-            for reference in reference_cells(cell)
-            if reference not in skipped
+        cells = list(_cells(suite, target))
+        every += cells
+        skipped |= {cell: why for cell in cells if (why := _unsupported(cell, target, differ))}
+        wanted = {
+            cell
+            for cell in cells
+            if cell not in skipped and (only is None or fnmatchcase(str(cell), f"*{only}*"))
         }
-        loads = dict.fromkeys(cell[1:] for row in cells.values() for cell in row)
-        for number, engines in enumerate(_waves(list(cells), wanted, engines_at_once)):
-            groups = (
-                tuple(
-                    cell
-                    for engine in engines
-                    for cell in cells[engine]
-                    if cell[1:] == load and cell in wanted
-                )
-                for load in loads
-            )
-            waves.append(Wave(number, tuple(group for group in groups if group)))
-    if only is not None and not fits:
+        wanted |= {of for cell in wanted for of in reference_cells(cell) if of not in skipped}
+        cells = [cell for cell in cells if cell in wanted]
+        engines = list(dict.fromkeys(cell.engine for cell in cells))
+        for number, up in enumerate(_waves(engines, engines_at_once)):
+            own = [cell for cell in cells if cell.engine in up]
+            groups = (tuple(group) for _, group in groupby(own, lambda cell: cell[1:]))
+            waves.append(Wave(number, tuple(groups)))
+    if only is not None and not any(wave.groups for wave in waves):
         raise ConfigError(f"--only {only!r} fits none of the {len(every)} cells, as {every[-1]}.")
     return Plan(tuple(waves), skipped, suite.repeats)
 
 
-def _engines(suite: Suite, target: Target) -> list[EngineId]:
-    """The references are first, so that they are in the first wave."""
+def _cells(suite: Suite, target: Target) -> Iterator[Cell]:
+    """All cells of a target: for each load all engines, references first."""
+    engines = list(_engines(suite, target))
+    for load in product(target.datasets, suite.batch_sizes, suite.temperatures):
+        for engine in engines:
+            yield Cell(engine, *load)
+
+
+def _engines(suite: Suite, target: Target) -> Iterator[EngineId]:
     asked = [ALONE, *suite.methods, *suite.peers]
     methods = dict.fromkeys([*asked, *(KINDS[method].reference for method in asked)])
-    alone = [method for method in methods if not KINDS[method].drafts]
     drafting = [method for method in methods if KINDS[method].drafts]
-    return [EngineId(target.name, method) for method in alone] + [
-        EngineId(target.name, method, drafter.name, lookahead)
-        for method in drafting
-        for drafter in _drafters(target, method)
-        for lookahead in suite.num_speculative_tokens
-    ]
+    yield from (EngineId(target.name, method) for method in methods if method not in drafting)
+    for method in drafting:
+        for drafter in _drafters(target, method):
+            for lookahead in suite.num_speculative_tokens:
+                yield EngineId(target.name, method, drafter.name, lookahead)
 
 
 def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
-    """Peers have no settings: they run each model once, under the first of its names."""
+    """Drafters of a method. Peers have no settings, so they run each model once."""
     if method in METHODS:
         return target.drafters
     first: dict[str, SuiteDrafter] = {}
@@ -181,22 +165,8 @@ def _drafters(target: Target, method: str) -> Iterable[SuiteDrafter]:
     return first.values()
 
 
-def _cells(suite: Suite, target: Target, engine: EngineId) -> list[Cell]:
-    return [
-        Cell(engine, dataset, batch_size, temperature)
-        for dataset in target.datasets
-        for batch_size in suite.batch_sizes
-        for temperature in suite.temperatures
-    ]
-
-
-def _unsupported(
-    cell: Cell,
-    target: Target,
-    engine: EngineId,
-    differ: Callable[[Target, SuiteDrafter], str | None],
-) -> str | None:
-    kind = KINDS[engine.method]
+def _unsupported(cell: Cell, target: Target, differ: Differ) -> str | None:
+    kind = KINDS[cell.engine.method]
     if kind.huggingface and cell.batch_size > 1:
         return "Hugging Face's assisted generation takes one request at a time"
     ranks = target.engine.get("tensor_parallel_size", 1)
@@ -206,19 +176,14 @@ def _unsupported(
             "leave it out where one device holds the target"
         )
     if kind.same_vocabulary:
-        drafter = next(d for d in target.drafters if d.name == engine.drafter)
-        return differ(target, drafter)
+        return differ(target, next(d for d in target.drafters if d.name == cell.engine.drafter))
     return None
 
 
-def _waves(engines: list[EngineId], wanted: set[Cell], at_once: int) -> Iterator[list[EngineId]]:
-    """Engines that have cells; with `alone` in each wave if more than one may be up."""
-    busy = [engine for engine in engines if any(cell.engine == engine for cell in wanted)]
-    if at_once == 1:
-        yield from ([engine] for engine in busy)
-        return
-    alone = [engine for engine in busy if engine.method == ALONE]
-    others = [engine for engine in busy if engine.method != ALONE]
+def _waves(engines: list[EngineId], at_once: int) -> Iterator[list[EngineId]]:
+    """Engines by wave; each wave includes `alone` if at least two engines may be up."""
+    alone = [engine for engine in engines if engine.method == ALONE] if at_once > 1 else []
+    others = [engine for engine in engines if engine not in alone]
     room = at_once - len(alone)
     for first in range(0, max(len(others), 1), room):
         yield alone + others[first : first + room]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a report: speedup by batch, acceptance by position, speed of one user and of all.
+"""Plots of a report: speedup by batch size, acceptance by position, speed per user and in total.
 
-One file per target and plot, with a panel per dataset and temperature.
+There is one file per target and plot, with a panel per dataset and temperature.
 """
 
 import re
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.figures import Row
-from vllm_hetero_spec.bench.suite import ALONE
 from vllm_hetero_spec.bench.values import optional
 
 _PANEL = (5.0, 3.6)  # inches
 
 
 def write_plots(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every plot that the rows have figures for, and return the files.
+    """Draw the plots for which the rows have figures, and return the files.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -61,7 +60,7 @@ def _picture(
 
 
 def _lines(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
-    """Each engine's label and rows, by batch size."""
+    """Label and rows of each engine, sorted by batch size."""
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.cell.batch_size):
         _, method, drafter, lookahead = row.cell.engine
@@ -87,7 +86,7 @@ def _speedup(panel: Any, rows: list[Row]) -> None:
 
 def _acceptance(panel: Any, rows: list[Row]) -> None:
     longest = 0
-    # Acceptance hardly depends on the batch; the smallest stands for all.
+    # Acceptance hardly depends on the batch size, so only the smallest one is drawn.
     for label, (row, *_) in _lines(rows):
         shares = row.figures.acceptance_per_position
         panel.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
@@ -107,13 +106,9 @@ def _pareto(panel: Any, rows: list[Row]) -> None:
     panel.set(xlabel="tokens/s of one user (1 / TPOT)", ylabel="tokens/s of all users")
 
 
-def _has_speedup(row: Row) -> bool:
-    return row.speedup is not None and row.cell.engine.method != ALONE
-
-
 _Draw = Callable[[Any, list[Row]], None]
 _PICTURES: tuple[tuple[str, Callable[[Row], bool], _Draw], ...] = (
-    ("speedup-by-batch", _has_speedup, _speedup),
+    ("speedup-by-batch", lambda row: row.speedup is not None, _speedup),
     ("acceptance-by-position", lambda row: bool(row.figures.acceptance_per_position), _acceptance),
     ("users-and-throughput", lambda row: row.figures.tpot is not None, _pareto),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a benchmark: a line for each start and each run, with the time left."""
+"""Progress of a benchmark: one line for each start and each run, with the time left."""
 
 import statistics
 from collections.abc import Collection, Sequence
@@ -8,26 +8,25 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench.load import Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
+from vllm_hetero_spec.bench.tables import say
 from vllm_hetero_spec.errors import one_line
 
 
 class TimeLeft:
-    """Estimates the time left from a cell's last run, or from runs like it."""
+    """Estimates the time left from the last run of each cell, or from runs of similar cells."""
 
     def __init__(self) -> None:
         self._runs: dict[Cell, float] = {}
         self._starts: list[float] = []
 
     def ran(self, cell: Cell, seconds: float) -> None:
-        """Record how long a run of a cell took."""
         self._runs[cell] = seconds
 
     def started(self, seconds: float) -> None:
-        """Record how long an engine took to start."""
         self._starts.append(seconds)
 
     def seconds(self, runs: Sequence[Measurement], starts: int) -> float | None:
-        """For these runs and as many starts of engines; None before the first run."""
+        """Estimate for runs and a number of engine starts; None before the first run."""
         if not self._runs:
             return None
         start = statistics.mean(self._starts) if self._starts else 0.0
@@ -51,28 +50,27 @@ class ProgressReporter:
         self._estimate = TimeLeft()
 
     def begin(self, runs: Collection[Measurement]) -> None:
-        """Set what will be measured, in order."""
+        """Set the runs to come, in order."""
         self._left = list(runs)
         self._total = len(runs)
 
     def starting(self, engine: EngineId) -> None:
-        """Report the start of an engine."""
-        self._say(f"starting {engine}")
+        say(self._console, f"starting {engine}")
 
     def started(self, engine: EngineId, seconds: float) -> None:
-        """Report that it is ready, or failed to start."""
+        """Record the end of a start, successful or not; writes nothing."""
         self._up.add(engine)
         self._estimate.started(seconds)
 
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None:
-        """Report the end of a run after `seconds`, its warm-up included."""
+        """Report a run that took `seconds`, including its warm-up."""
         self._estimate.ran(run.cell, seconds)
         length = sample.acceptance_length
         accepted = f", acceptance length {length:.2f}" if length else ""
         self._done(run, f"{sample.tokens_per_second:.1f} tok/s{accepted}")
 
     def failed(self, run: Measurement, sentence: str) -> None:
-        """Report that a run, or its engine before it, failed."""
+        """Report that a run or the start of its engine failed."""
         self._done(run, f"failed: {one_line(sentence)}")
 
     def _done(self, run: Measurement, how: str) -> None:
@@ -81,10 +79,8 @@ class ProgressReporter:
         seconds = self._estimate.seconds(self._left, len(engines))
         left = f"; about {_duration(seconds)} left" if seconds and self._left else ""
         count = self._total - len(self._left)
-        self._say(f"[{count}/{self._total}] {run.cell}, round {run.round + 1}: {how}{left}")
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        done = f"[{count}/{self._total}] {run.cell}, round {run.round + 1}"
+        say(self._console, f"{done}: {how}{left}")
 
 
 def _duration(seconds: float) -> str:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a results file: Markdown, JSON, and a table on a terminal."""
+"""Report of a results file: Markdown, JSON, and a table on a terminal."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.plan import Cell, EngineId
 from vllm_hetero_spec.bench.results import Contents
-from vllm_hetero_spec.bench.suite import ALONE, KINDS
+from vllm_hetero_spec.bench.suite import ALONE, KINDS, Suite
 from vllm_hetero_spec.bench.tables import (
     NONE,
     Column,
@@ -23,6 +24,7 @@ from vllm_hetero_spec.bench.tables import (
     median,
     number,
     ratio,
+    say,
     tail,
     terminal_table,
     widened,
@@ -37,7 +39,7 @@ SUMMARY = "summary.json"
 
 
 def acceptance_length(row: Row) -> str:
-    """1 + accepted / drafts, with its standard error over prompts."""
+    """Acceptance length with its standard error over prompts."""
     return with_error(row.figures.acceptance_length, row.figures.acceptance_error)
 
 
@@ -162,17 +164,17 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
 
 
 def print_speed(contents: Contents, rows: Sequence[Row], console: Console) -> None:
-    """Print the table of speeds: drawn on a terminal, as Markdown elsewhere."""
-    if not console.is_terminal:
-        console.print(markdown_table(SPEED, rows), highlight=False, markup=False, soft_wrap=True)
-    else:
+    """Print the table of speeds: drawn on a terminal, otherwise as Markdown."""
+    if console.is_terminal:
         console.print(terminal_table(SPEED, rows))
+    else:
+        say(console, markdown_table(SPEED, rows))
     for note in notes(contents):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def notes(contents: Contents) -> list[str]:
-    """Conditions of the measurement that a reader of the figures must know."""
+    """Sentences about conditions that affect the figures."""
     found = [widened(target, columns) for target, columns in contents.header["widened"].items()]
     cells = [recorded.run.cell for recorded in contents.samples]
     sampled = dict.fromkeys(c.engine.method for c in cells if c.temperature)
@@ -193,7 +195,7 @@ def notes(contents: Contents) -> list[str]:
 
 
 def runner_notes(contents: Contents) -> list[str]:
-    """Methods that vLLM ran on another model runner than their target alone."""
+    """Sentences about methods that ran on another model runner than the target alone."""
     runners = {
         recorded.run.cell.engine: recorded.sample.runner
         for recorded in contents.samples
@@ -212,10 +214,15 @@ def runner_notes(contents: Contents) -> list[str]:
     ]
 
 
-def widened_targets(targets: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Zero and all MLP columns of targets that were made slower on purpose, by name."""
-    found = {target.name: widened_columns(target.model) for target in targets}
-    return {name: columns for name, columns in found.items() if columns}
+def conditions(suite: Suite) -> dict[str, Any]:
+    """The part of a header that `notes` reads."""
+    found = {target.name: widened_columns(target.model) for target in suite.targets}
+    return {
+        "engines_at_once": engines.at_once_for(suite),
+        "gpu": engines.on_gpu(),
+        # Numbers of zero and of all MLP columns.
+        "widened": {name: columns for name, columns in found.items() if columns},
+    }
 
 
 def _preamble(contents: Contents) -> list[str]:
@@ -252,5 +259,5 @@ def _listed(title: str, reasons: dict[Cell, str]) -> list[str]:
 
 def _as_data(row: Row) -> dict[str, Any]:
     plain = as_data(row)
-    cell = plain.pop("cell")
-    return {"name": str(row.cell), **cell.pop("engine"), **cell, **plain}
+    del plain["cell"]
+    return {"name": str(row.cell), **row.cell.flat(), **plain}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a benchmark: one JSON object per line, readable after any interruption.
+"""Results file of a benchmark: one JSON object per line, readable after any interruption.
 
-The first line describes the suite and the machine. Every finished run adds a line, which is on the
-disk before the next run begins. A later session appends to the file.
+The first line describes the suite and the machine. Each run appends a line, which is synchronized
+to disk. A later session continues the file.
 """
 
 import dataclasses
@@ -24,8 +24,6 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run that is in the file."""
-
     run: Measurement
     session: int  # from 0
     sample: Sample
@@ -33,31 +31,27 @@ class Recorded:
 
 @dataclass
 class Contents:
-    """The content of a file."""
+    """Content of a results file."""
 
     header: dict[str, Any]  # the first line
     resumed: list[dict[str, Any]] = field(default_factory=list)  # provenance of later sessions
     samples: list[Recorded] = field(default_factory=list)  # in the order of the runs
-    errors: dict[Cell, str] = field(default_factory=dict)  # by cells that were not measured since
-    skipped: dict[Cell, str] = field(default_factory=dict)  # by cells that cannot be measured
+    errors: dict[Cell, str] = field(default_factory=dict)  # cells that failed in their last run
+    skipped: dict[Cell, str] = field(default_factory=dict)  # cells that cannot be measured
     whole_bytes: int = 0  # length of the file without an incomplete last line
 
 
 class Results:
-    """Results that are written to a file, or only kept in memory."""
+    """Results in memory, and in a file if there is a folder."""
 
     def __init__(
         self, folder: Path | None = None, header: dict[str, Any] | None = None, fresh: bool = False
     ) -> None:
-        """Begin a file, or continue one.
-
-        Args:
-            folder: Of the file, made if it is missing; None keeps the results in memory.
-            header: "suite", "digest", "provenance" and further facts of the first session.
-            fresh: Begin a new file and keep the old one as .bak.
+        """Begin a file in a folder, or continue it; `fresh` keeps the old file as .bak.
 
         Raises:
-            ConfigError: The file has another suite's results, or another process writes to it.
+            ConfigError: The file contains results of another suite, another process writes to it,
+                or it cannot be written.
         """
         self._file: TextIO | None = None
         header = {"kind": "suite", "format": _FORMAT, **(header or {})}
@@ -103,7 +97,7 @@ class Results:
 
     @property
     def session(self) -> int:
-        """Number of earlier sessions."""
+        """Number of earlier sessions in the file."""
         return len(self.contents.resumed)
 
     @property
@@ -116,7 +110,7 @@ class Results:
         self._append(
             {
                 "kind": "run",
-                **_plain(run.cell),
+                **run.cell.flat(),
                 "wave": run.wave,
                 "round": run.round,
                 "at": round(time.time(), 3),
@@ -126,16 +120,16 @@ class Results:
 
     def failed(self, cell: Cell, sentence: str) -> None:
         self.contents.errors[cell] = sentence
-        self._append({"kind": "error", **_plain(cell), "error": sentence})
+        self._append({"kind": "error", **cell.flat(), "error": sentence})
 
     def skip(self, cell: Cell, reason: str) -> None:
-        """Record, once, that a cell cannot be measured."""
+        """Record the reason of a cell that cannot be measured, without repeating it."""
         if self.contents.skipped.get(cell) != reason:
             self.contents.skipped[cell] = reason
-            self._append({"kind": "skipped", **_plain(cell), "reason": reason})
+            self._append({"kind": "skipped", **cell.flat(), "reason": reason})
 
     def close(self) -> None:
-        """Release the file; a second call does nothing."""
+        """Release the file; idempotent."""
         if self._file is not None:
             self._file.close()
 
@@ -148,11 +142,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Contents:
-    """Read the results file of a folder, without an incomplete last line.
-
-    Raises:
-        ConfigError: There is none, or it is no results file.
-    """
+    """Read the results file of a folder, without an incomplete last line; or raise ConfigError."""
     path = folder / FILE
     try:
         data = path.read_bytes()
@@ -196,12 +186,8 @@ def _add(contents: Contents, record: dict[str, Any]) -> None:
         contents.skipped[cell] = record["reason"]
 
 
-def _plain(cell: Cell) -> dict[str, Any]:
-    return {**cell.engine._asdict(), **dict(zip(Cell._fields[1:], cell[1:], strict=True))}
-
-
 def _compact(sample: Sample) -> dict[str, Any]:
-    """A sample as plain data, with times in microseconds and without texts."""
+    """Convert a sample to plain data, with times rounded to microseconds and without texts."""
     plain = dataclasses.asdict(sample)
     for trace in plain["traces"]:
         trace["text"] = ""

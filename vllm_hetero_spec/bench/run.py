@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a plan: starts engines, measures round by round, and records each run as it ends."""
+"""Run a plan: start engines, measure round by round, and record each run when it ends."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ Start = Callable[[EngineId], EngineProcess]
 
 
 def load_of(run: Measurement, suite: Suite) -> Load:
-    """The load of a run; seeds differ between rounds, not between the engines of a round."""
+    """Load of a run. Seeds differ between rounds; all engines of a round have the same seed."""
     cell = run.cell
     prompts = suite.prompts[cell.engine.target][cell.dataset]
     seed = None if suite.seed is None else suite.seed + run.round * len(prompts)
@@ -36,10 +36,10 @@ def load_of(run: Measurement, suite: Suite) -> Load:
 def run_plan(
     plan: Plan, suite: Suite, results: Results, start: Start, reporter: ProgressReporter
 ) -> None:
-    """Measure what is not recorded yet.
+    """Measure all runs that are not recorded yet.
 
-    A failed run fails its cell: its other rounds are skipped, and its engine restarts for other
-    cells. An engine that does not start fails all its cells. A later call tries them again.
+    After a failed run the other rounds of its cell are skipped, and the engine restarts for other
+    cells. If an engine does not start, all its cells fail. A later call tries failed cells again.
     """
     for cell, reason in plan.skipped.items():
         results.skip(cell, reason)
@@ -66,7 +66,7 @@ def _measure(
     engines: "_Engines",
     reporter: ProgressReporter,
 ) -> bool:
-    """Measure a run; return True if it succeeded."""
+    """Return True if the run succeeded."""
     engine = run.cell.engine
     try:
         running = engines.running(engine)
@@ -84,7 +84,7 @@ def _measure(
 
 
 class _Engines:
-    """The engines that are up, and those that cannot be."""
+    """Engines that are up, and reasons of those that did not start."""
 
     def __init__(self, start: Start, reporter: ProgressReporter) -> None:
         self._start = start
@@ -93,22 +93,18 @@ class _Engines:
         self._refused: dict[EngineId, str] = {}
 
     def keep_only(self, wanted: Collection[EngineId]) -> None:
-        """End all others, then start what is not up yet, before anything is measured."""
+        """End all other engines, then start the missing ones, so that all run before measuring."""
         ended = [self._up.pop(engine) for engine in list(self._up) if engine not in wanted]
-        # In parallel, because each takes seconds to end, also after Ctrl-C.
+        # In parallel, because each engine takes seconds to end.
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda engine: engine.close(), ended))
         for engine in wanted:
-            # `running` raises again for each of its cells.
+            # `running` raises the same error later for each cell of the engine.
             with contextlib.suppress(MeasurementError):
                 self.running(engine)
 
     def running(self, engine: EngineId) -> EngineProcess:
-        """An engine, started if it is not up.
-
-        Raises:
-            MeasurementError: It does not start; it is not tried twice.
-        """
+        """Return an engine, started if necessary; MeasurementError if it does not start."""
         if engine in self._refused:
             raise MeasurementError(self._refused[engine])
         if engine not in self._up:
@@ -124,6 +120,5 @@ class _Engines:
         return self._up[engine]
 
     def end(self, engine: EngineId) -> None:
-        """End an engine, if it is up."""
         if engine in self._up:
             self._up.pop(engine).close()

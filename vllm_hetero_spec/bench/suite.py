@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suite: targets, drafters, methods, prompts and loads, checked before any model is loaded."""
+"""Read and check a suite: targets, drafters, methods, prompts and loads.
+
+All checks run before a model is loaded.
+"""
 
 import hashlib
 import json
@@ -12,15 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_v
 from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
-from vllm_hetero_spec.bench.values import (
-    Positive,
-    Several,
-    Text,
-    YamlFile,
-    model_name,
-    read_yaml,
-)
-from vllm_hetero_spec.errors import ConfigError, Mistake, Table, not_among, one_of
+from vllm_hetero_spec.bench.values import Positive, Several, Text, YamlFile, model_name, read_yaml
+from vllm_hetero_spec.errors import ConfigError, Mistake, Table, must, not_among, one_of
 from vllm_hetero_spec.options import MAX_LOOKAHEAD, METHODS, parse, underscores
 
 ALONE = "alone"
@@ -31,10 +27,10 @@ HF_ALONE = "hf_alone"
 class Kind:
     """Requirements of a method."""
 
-    drafts: bool = True  # a drafter and a draft length
-    huggingface: bool = False  # Hugging Face transformers, one request at a time, instead of vLLM
+    drafts: bool = True  # needs a drafter and a draft length
+    huggingface: bool = False  # runs in Hugging Face transformers, one request at a time
     same_vocabulary: bool = False
-    reference: str = ALONE  # the method without speculation that has the same greedy output
+    reference: str = ALONE  # method with speculation disabled and the same greedy output
 
 
 PEERS = {
@@ -46,10 +42,9 @@ PEERS = {
 }
 KINDS = {**{method: Kind() for method in METHODS}, **PEERS}
 
-_AUTO = "auto"
-# What the benchmark itself gives vllm.LLM.
+# Arguments of vllm.LLM that the benchmark sets.
 _RESERVED = ("model", "speculative_config", "max_num_seqs", "disable_log_stats")
-# What it gives our methods, and where a user sets it: the names of rows contain it.
+# Keys of a method that are part of a row's name, with the place where a user sets each.
 _METHODS = "by methods in a suite, by --method or --methods on a command line"
 _LOOKAHEAD = "num_speculative_tokens"
 _SET_ELSEWHERE = {
@@ -69,24 +64,16 @@ def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def _not_set_elsewhere(given: dict[str, Any], *but: str) -> dict[str, Any]:
-    """Keys in one spelling, so that those of a setting replace the drafter's."""
-    for key in given:
-        name = key.replace("-", "_")
-        if name in _SET_ELSEWHERE and name not in but:
-            raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
-    return underscores(given)
+def _keys_without(*names: str) -> AfterValidator:
+    """Refuse keys that are set elsewhere; write others with underscores, so that they merge."""
 
+    def check(given: dict[str, Any]) -> dict[str, Any]:
+        for key in given:
+            if (name := key.replace("-", "_")) in names:
+                raise Mistake(f"is set {_SET_ELSEWHERE[name]}; leave it out here.", key)
+        return underscores(given)
 
-def _setting(given: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a setting have its name, so that it may have a draft length of its own."""
-    return _not_set_elsewhere(given, _LOOKAHEAD)
-
-
-def _auto(value: Any) -> Any:
-    if isinstance(value, str) and value != _AUTO:
-        raise Mistake(f"is {value!r}; it must be {_AUTO} or a number.")
-    return None if value == _AUTO else value
+    return AfterValidator(check)
 
 
 def _by_name(value: Any) -> Any:
@@ -94,7 +81,7 @@ def _by_name(value: Any) -> Any:
 
 
 def short_name(model: str) -> str:
-    """The name of a model in reports: the last part of its own name or folder."""
+    """Name of a model in reports: the last part of its Hugging Face name or folder."""
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
@@ -108,8 +95,9 @@ def _without_setting(name: str) -> str:
 
 
 EngineArguments = Annotated[dict[str, Any], AfterValidator(_engine_arguments)]
-SpeculativeKeys = Annotated[dict[str, Any], AfterValidator(_not_set_elsewhere)]
-Setting = Annotated[dict[str, Any], AfterValidator(_setting)]
+SpeculativeKeys = Annotated[dict[str, Any], _keys_without(*_SET_ELSEWHERE)]
+# A draft length is allowed, because the setting's own name distinguishes its rows.
+Setting = Annotated[dict[str, Any], _keys_without("method", "model")]
 Method = Annotated[str, one_of(METHODS)]
 Peer = Annotated[str, one_of(tuple(PEERS))]
 Lookahead = Annotated[int, Field(strict=True, ge=1, le=MAX_LOOKAHEAD)]
@@ -118,36 +106,31 @@ Temperature = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=Fal
 
 @dataclass(frozen=True)
 class Named(Table):
-    """A model, which reports call by the last part of its name if the file gives no other."""
+    """A model; its name in reports defaults to the last part of the model's name."""
 
     @model_validator(mode="before")
     @classmethod
     def _name(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        # Any name if there is no model: that mistake is reported instead.
+        # Without a model any name will do, because the missing model is reported instead.
         return {"name": short_name(str(given.get("model")).strip()) or "-", **given}
 
 
 @dataclass(frozen=True)
 class SuiteDrafter(Named):
-    """A drafter.
+    """A drafter, with further keys of `--speculative-config`.
 
-    Attributes:
-        name: Its name in reports.
-        model: A Hugging Face name or a folder.
-        speculative: Further keys of our methods' configuration; none that is set elsewhere.
-        settings: By name, further keys with which it is measured side by side. In the rows each is
-            a drafter of its own, DRAFTER:SETTING. May set num_speculative_tokens.
+    All settings are measured side by side; rows name them DRAFTER:SETTING.
     """
 
-    name: Annotated[Text, AfterValidator(_without_setting)]
+    name: Annotated[Text, AfterValidator(_without_setting)]  # in reports
     model: Annotated[Text, model_name("drafter")]
     speculative: SpeculativeKeys = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)  # further keys by name
 
     def in_each_setting(self) -> Iterator["SuiteDrafter"]:
-        """The drafters that are measured: one for each setting, or this one alone."""
+        """Yield one drafter per setting, or this drafter if it has no settings."""
         if not self.settings:
             yield self
         for name, more in self.settings.items():
@@ -156,7 +139,7 @@ class SuiteDrafter(Named):
 
 @dataclass(frozen=True)
 class InSetting(SuiteDrafter):
-    """A drafter in one of its settings, which may give it a draft length."""
+    """A drafter with one of its settings, which may contain a draft length."""
 
     name: Text
     speculative: Setting = field(default_factory=dict)
@@ -164,28 +147,20 @@ class InSetting(SuiteDrafter):
 
 @dataclass(frozen=True)
 class Target(Named):
-    """A target and what it is measured with.
+    """A target, its drafters and the names of its datasets."""
 
-    Attributes:
-        name: Its name in reports.
-        model: A Hugging Face name or a folder.
-        drafters: Its drafters.
-        datasets: Names of datasets, in order; a file that gives none means all.
-        engine: Further arguments of `vllm.LLM`, the suite's included.
-    """
-
-    name: Text
+    name: Text  # in reports
     model: Annotated[Text, model_name("target")]
     drafters: Several[Annotated[SuiteDrafter, BeforeValidator(_by_name)]]
-    datasets: Several[Text] = ()
-    engine: EngineArguments = field(default_factory=dict)
+    datasets: Several[Text] = ()  # default in a suite file: all
+    engine: EngineArguments = field(default_factory=dict)  # includes those of the suite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(Table):
-    """A benchmark, with its prompts by target and dataset, chat templates applied."""
+    """A benchmark; `prompts` by target and dataset have chat templates applied."""
 
-    name: Text = ""  # in a file by default the file's
+    name: Text = ""  # default for a suite file: the name of the file
     targets: Several[Target]
     methods: Several[Method] = METHODS
     prompts: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -196,18 +171,23 @@ class Suite(Table):
     max_tokens: Positive = 128
     repeats: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
     ignore_eos: StrictBool = False
-    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # of the first request
+    seed: Annotated[int, Field(strict=True, ge=0, le=1 << 31)] | None = 0  # for the first request
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     engines_at_once: Annotated[
-        Annotated[int, Field(strict=True, ge=1, le=100)] | None, BeforeValidator(_auto)
-    ] = None  # chosen by the machine
+        Annotated[int, Field(strict=True, ge=1, le=100)] | None,
+        must(
+            "auto or a number",
+            lambda found: not isinstance(found, str),
+            lambda value: None if value == "auto" else value,
+        ),
+    ] = None  # None: derived from the machine
 
     def target(self, name: str) -> Target:
-        """The target of a name."""
+        """Return the target called `name`."""
         return next(target for target in self.targets if target.name == name)
 
     def described(self) -> dict[str, Any]:
-        """The suite as JSON has it, prompts as their number and digest."""
+        """The suite as JSON data; the number and digest of prompts replace their texts."""
         suite: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for datasets in suite["prompts"].values():
             for name, texts in datasets.items():
@@ -216,13 +196,13 @@ class Suite(Table):
 
     @property
     def digest(self) -> str:
-        """Equal for suites that measure the same, whatever their files look like."""
+        """Hash of all that determines the measurement, independent of the file's layout."""
         return _digest(self.described())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteFile(Suite):
-    """A suite as it is written: by default with all peers."""
+    """A suite as written in a file; its default is all peers."""
 
     peers: Several[Peer] = tuple(PEERS)
     datasets: dict[str, Dataset]
@@ -248,7 +228,7 @@ def read_suite(file: Path) -> Suite:
     """Read and check a suite file, and load its prompts.
 
     Raises:
-        ConfigError: The first mistake, with its line and what is supported.
+        ConfigError: The first mistake, with its line and the supported values.
     """
     source = read_yaml(file)
     asked = source.checked(SuiteFile)
@@ -256,13 +236,11 @@ def read_suite(file: Path) -> Suite:
     for index, target in enumerate(asked.targets):
         names = target.datasets or tuple(asked.datasets)
         target = replace(target, engine=asked.engine | target.engine, datasets=names)
+        apart: list[SuiteDrafter] = []
         for number, drafter in enumerate(target.drafters):
-            try:
+            with source.line_of("targets", index, "drafters", number):
                 check_drafter(target, drafter, asked.methods, asked.num_speculative_tokens[0])
-            except ConfigError as error:
-                place = ("targets", index, "drafters", number)
-                raise source.refusal(place, error) from error
-        apart = [each for drafter in target.drafters for each in drafter.in_each_setting()]
+            apart += drafter.in_each_setting()
         targets.append(replace(target, drafters=tuple(apart)))
     given = {each.name: getattr(asked, each.name) for each in fields(Suite)}
     given |= {"name": asked.name or file.stem, "targets": tuple(targets)}
@@ -272,10 +250,10 @@ def read_suite(file: Path) -> Suite:
 def check_drafter(
     target: Target, drafter: SuiteDrafter, methods: Iterable[str], lookahead: int
 ) -> None:
-    """Refuse what an engine would refuse, which takes a while to start.
+    """Check the drafter's keys now, because an engine that refuses them starts slowly.
 
     Raises:
-        ConfigError: The drafter's further keys do not fit some method, or the target.
+        ConfigError: The keys do not fit one of the methods, or the target.
     """
     ranks = target.engine.get("tensor_parallel_size", 1)
     for each in drafter.in_each_setting():
@@ -284,7 +262,7 @@ def check_drafter(
 
 
 def speculative_config(method: str, drafter: SuiteDrafter, lookahead: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` for one of our methods."""
+    """`speculative_config` of `vllm.LLM` for one of our methods."""
     given = {"method": method, "model": drafter.model, _LOOKAHEAD: lookahead}
     return {**given, **drafter.speculative}
 
@@ -299,18 +277,16 @@ def _prompts(
         prompts[target.name] = {}
         for name in target.datasets:
             dataset = asked.datasets[name]
-            try:
-                if name not in plain:
-                    plain[name] = tuple(load_dataset(dataset, name))
-                texts = plain[name]
+            with source.line_of("datasets", name):
+                texts = plain[name] = plain.get(name) or tuple(load_dataset(dataset, name))
                 if dataset.chat_template:
                     texts = in_chat_template(texts, target.model, target.engine)
-            except (ConfigError, Mistake) as error:
-                raise source.refusal(("datasets", name), error) from error
-            if len(texts) < largest:
-                wants = f"batch size {largest} needs as many prompts"
-                has = f"dataset {name!r} has {len(texts)}"
-                raise source.refusal(("batch_sizes",), ConfigError(f"{wants}; {has}."))
+            with source.line_of("batch_sizes"):
+                if len(texts) < largest:
+                    raise ConfigError(
+                        f"batch size {largest} needs as many prompts; dataset {name!r} has "
+                        f"{len(texts)}."
+                    )
             prompts[target.name][name] = texts
     return prompts
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as text, and tables of them for terminals, for Markdown, and as data for programs."""
+"""Format figures as text, as tables for terminals and Markdown, and as JSON."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,11 +20,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table."""
-
     name: str
     value: Callable[[Row], str]
-    help: str = ""  # the meaning of the figure, as a clause
+    help: str = ""  # meaning of the figure, as a clause
 
 
 def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
@@ -35,29 +34,27 @@ def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 def terminal_table(
     columns: Sequence[Column[Row]], rows: Sequence[Row], title: str | None = None
 ) -> Table:
-    """One line per row; columns of numbers on the right."""
+    """Table with one line per row; columns of numbers are right-aligned."""
     lines = [[column.value(row) for column in columns] for row in rows]
-    return _drawn([column.name for column in columns], lines, title)
+    return drawn([column.name for column in columns], lines, title)
 
 
 def side_by_side(
-    columns: Sequence[Column[Row]],
-    rows: Mapping[str, Row],
-    title: str | None = None,
+    columns: Sequence[Column[Row]], rows: Mapping[str, Row], title: str | None = None
 ) -> Table:
-    """One line per column and one column per row, under its name; without lines of dashes."""
+    """Transposed table: one line per column, one table column per row, no lines of dashes only."""
     lines = [[column.name, *map(column.value, rows.values())] for column in columns]
     kept = [line for line in lines if set(line[1:]) - {NONE, ""}]
-    return _drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
+    return drawn(["", *rows], kept, title, numbers=range(1, 1 + len(rows)))
 
 
 def meanings(columns: Sequence[Column[Any]]) -> str:
-    """The line below a table."""
+    """Explanation of the columns, as a line below a table."""
     return "; ".join(f"{column.name}: {column.help}" for column in columns if column.help) + "."
 
 
 def as_data(value: Any) -> Any:
-    """Dataclasses and named tuples as dictionaries, for JSON."""
+    """Convert dataclasses and named tuples to dictionaries, for JSON."""
     if is_dataclass(value):
         return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -67,6 +64,11 @@ def as_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_data(item) for item in value]
     return value
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line of text as it is: without markup, colors of its own or line breaks."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -102,7 +104,7 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 
 def ratio(found: Spread | None) -> str:
-    """A speedup, and its range over several rounds."""
+    """A speedup, with its range if there are several rounds."""
     if found is None:
         return NONE
     bounds = f" ({found.low:.2f}-{found.high:.2f})" if found.rounds > 1 else ""
@@ -118,7 +120,7 @@ def tail(found: Quantiles | None) -> str:
 
 
 def widened(target: str, columns: tuple[int, int]) -> str:
-    """The note about a target that was made slower on purpose."""
+    """Note about a target that was made slower on purpose."""
     zero, every = columns
     return (
         f"{target} is a model widened with zero MLP columns: {zero:,} of {every:,} add nothing but "
@@ -127,12 +129,13 @@ def widened(target: str, columns: tuple[int, int]) -> str:
     )
 
 
-def _drawn(
+def drawn(
     heads: Sequence[str],
     lines: Sequence[Sequence[str]],
-    title: str | None,
+    title: str | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Table:
+    """Table of texts; `numbers` are right-aligned columns, by default those of numbers."""
     table = Table(
         *map(escape, heads),
         title=None if title is None else escape(title),

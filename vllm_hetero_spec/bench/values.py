@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a suite file: their types, and a YAML reader that names the line of each mistake."""
+"""Types of the values in a suite file, and a YAML reader that names the line of a mistake."""
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,7 @@ from vllm_hetero_spec.errors import (
     Table,
     first_line,
     first_mistake,
+    must,
     sentence,
 )
 from vllm_hetero_spec.inputs.model_folder import check_model
@@ -28,22 +30,12 @@ _DEMO = "demo:"
 
 
 def optional(module: str, purpose: str) -> Any:
-    """A library that only some suites need.
-
-    Raises:
-        ConfigError: It is not installed; the message says how to get it.
-    """
+    """Import a library that only some suites need; raise ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
         raise ConfigError(f"{purpose} needs {package}: `pip install {package}`.") from error
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise Mistake(f"is {value!r}; it must be a string.")
-    return value
 
 
 def _distinct(values: Any) -> Any:
@@ -55,10 +47,10 @@ def _distinct(values: Any) -> Any:
 
 
 def located(name: str, info: ValidationInfo) -> str:
-    """A path in a suite: of the demo pair, or relative to the suite's folder.
+    """Resolve a path: "demo:..." in the demo folder, others relative to the suite's folder.
 
     Raises:
-        ConfigError: The demo pair is not there.
+        ConfigError: The demo pair does not exist.
     """
     if not name.startswith(_DEMO):
         return str(Path(info.context or "") / Path(name).expanduser())
@@ -71,7 +63,7 @@ def located(name: str, info: ValidationInfo) -> str:
 
 
 def model_name(role: str) -> AfterValidator:
-    """A Hugging Face name, or the absolute path of a folder that holds a model."""
+    """Validator of a Hugging Face name or of a model folder, which becomes an absolute path."""
 
     def check(name: str, info: ValidationInfo) -> str:
         if name.startswith((_DEMO, "./", "../", "~", "/")):
@@ -81,7 +73,7 @@ def model_name(role: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Text = Annotated[str, Field(strict=True), AfterValidator(_not_blank)]
+Text = Annotated[str, must("a string", lambda value: isinstance(value, str) and value.strip())]
 Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 31)]
 # One or more different values.
 Several = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_distinct)]
@@ -89,28 +81,32 @@ Several = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_disti
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A file and the nodes that YAML read from it."""
+    """A suite file, its tree of YAML nodes, and its content."""
 
     file: Path
     node: yaml.Node
+    value: Any
 
     def checked(self, model: type[Model]) -> Model:
-        """The whole file as a model; its validators get the file's folder as their context.
+        """Convert the file to a model, or raise ConfigError about the first mistake.
 
-        Raises:
-            ConfigError: The first mistake.
+        Validators receive the file's folder as their context.
         """
         try:
-            value = yaml.constructor.SafeConstructor().construct_document(self.node)
-        except (yaml.YAMLError, ValueError) as error:
-            raise _not_yaml(self.file, error) from error
-        try:
-            return TypeAdapter(model).validate_python(value, context=self.file.parent)
+            return TypeAdapter(model).validate_python(self.value, context=self.file.parent)
         except ValidationError as error:
             raise self.refusal(*first_mistake(error)) from error
 
+    @contextmanager
+    def line_of(self, *place: int | str) -> Iterator[None]:
+        """Add file and line to a refusal inside the context; it is about the value at a place."""
+        try:
+            yield
+        except (ConfigError, Mistake) as error:
+            raise self.refusal(place, error) from error
+
     def refusal(self, place: Place, error: Exception) -> ConfigError:
-        """The sentence about a mistake at a place, with file and line."""
+        """Describe a mistake at a place, with file and line."""
         told = sentence(place, error, "the suite")
         if isinstance(error, Mistake):
             place = (*place, *error.place, *error.line_of)
@@ -132,40 +128,33 @@ class YamlFile:
         return line + 1
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML accepts a key twice and keeps the last value; this loader refuses it."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for index, (key, _) in enumerate(node.value):
+            if key.value in keys[:index]:
+                problem = f"{key.value!r} appears twice; names must differ"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(file: Path) -> YamlFile:
-    """Read a file that is not empty and has no key twice.
+    """Read a YAML file.
 
     Raises:
         ConfigError: It is empty, no YAML or cannot be read, or a key appears twice.
     """
     try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        loader = _UniqueKeys(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{file}:1: the suite is empty.")
+        return YamlFile(file, node, loader.construct_document(node))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the suite {file}: {error}.") from error
     except yaml.YAMLError as error:
-        raise _not_yaml(file, error) from error
-    if node is None:
-        raise ConfigError(f"{file}:1: the suite is empty.")
-    for key in _repeated(node):
-        line = key.start_mark.line + 1
-        raise ConfigError(f"{file}:{line}: {key.value!r} appears twice; names must differ.")
-    return YamlFile(file, node)
-
-
-def _repeated(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Keys that their mapping has already."""
-    mapping = isinstance(node, yaml.MappingNode)
-    keys = [key for key, _ in node.value] if mapping else []
-    for index, key in enumerate(keys):
-        if key.value in [other.value for other in keys[:index]]:
-            yield key
-    if not isinstance(node, yaml.ScalarNode):
-        for child in node.value:
-            yield from _repeated(child[1] if mapping else child)
-
-
-def _not_yaml(file: Path, error: Exception) -> ConfigError:
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark else 1
-    problem = first_line(getattr(error, "problem", None) or error)
-    return ConfigError(f"{file}:{line}: not YAML: {problem}.")
+        mark = getattr(error, "problem_mark", None)
+        problem = first_line(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{file}:{mark.line + 1 if mark else 1}: not YAML: {problem}.") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as a measured engine: alone, with our plugin, or with a method of its own.
+"""vLLM as a measured engine: alone, with our plugin, or with one of vLLM's own methods.
 
-The child process, `python -m` this file, is a client that keeps a number of requests in flight: it
-sends the next request when one ends, and records when tokens arrive.
+The child process runs `python -m` this module. It is a client that keeps a number of requests in
+flight: it sends the next request when one ends, and records arrival times of tokens.
 """
 
 import os
@@ -23,42 +23,38 @@ _MODULE = "vllm_hetero_spec.bench.vllm_engine"
 _METRICS = "vllm:spec_decode_num_"
 _CPU_MAX_MODEL_LEN = 2048
 _CPU_BLOCK = 128  # tokens; vLLM's block size on CPU
-_LAST_WORDS = 5.0  # seconds for what vLLM raises, which says more
+_LAST_WORDS = 5.0  # seconds for an exception of vLLM, which has more details than ours
 _EXTENSION = f"{_MODULE}.DeviceMemory"
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Models of an engine, and vLLM's arguments."""
+    """Models of an engine, and arguments of `vllm.LLM`."""
 
     model: str  # the target: a Hugging Face name or a folder
-    speculative_config: dict[str, Any] | None = None  # of vLLM; None: the target alone
+    speculative_config: dict[str, Any] | None = None  # None: the target alone
     max_batch_size: int = 1  # largest `Load.batch_size`
-    engine: dict[str, Any] = field(default_factory=dict)  # of `vllm.LLM`; replaces defaults
+    engine: dict[str, Any] = field(default_factory=dict)  # further arguments; override defaults
 
 
 class VllmEngine(EngineProcess):
-    """vLLM for an `EngineSpec`, its engine core in another process below, as in production."""
+    """vLLM for an `EngineSpec`; the child starts the engine core in a process of its own."""
 
     program = _MODULE
 
 
 class DeviceMemory:
-    """The worker's answer about a GPU's memory; vLLM mixes it into the worker's class."""
+    """Worker extension that reports a GPU's memory; vLLM mixes it into the worker's class."""
 
     def hetero_spec_device_peak(self) -> int:
-        """Most bytes of tensors on the device since the start of the worker; 0 on CPUs."""
+        """Maximum bytes of tensors on the device since the worker's start; 0 on CPUs."""
         import torch
 
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 class Driver:
-    """A `vllm.LLM` and the loads that ran on it.
-
-    Raises:
-        ConfigError: Drafts cannot be trees because one request may take the whole KV cache.
-    """
+    """Runs loads on a `vllm.LLM`; ConfigError if branches of draft trees may not fit its KV."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -67,7 +63,7 @@ class Driver:
         self._runner = "V2" if config.use_v2_model_runner else "V1"
         self._dtype = str(config.model_config.dtype).removeprefix("torch.")
         self._extended = config.parallel_config.worker_extension_cls == _EXTENSION
-        # Memory, which differs between the engines of a comparison, bounds the requests.
+        # True if the KV cache limits the length of requests; engines of a comparison may differ.
         model = config.model_config
         self._fitted = (
             model.original_max_model_len == -1
@@ -83,11 +79,7 @@ class Driver:
         self._warm: set[tuple[int, bool]] = set()
 
     def run(self, load: Load) -> Sample:
-        """Generate a load, the first of its kind after a warm-up.
-
-        Raises:
-            ConfigError: vLLM refused a request.
-        """
+        """Generate a load, the first of each kind after a warm-up; ConfigError if vLLM refuses."""
         self.warm_up(load)
         before = self._counters()
         rest()
@@ -101,26 +93,26 @@ class Driver:
             accepted_tokens=grown.get("accepted_tokens", 0),
             accepted_per_position=grown.get("accepted_tokens_per_pos", []),
             worker=grown["worker"],
-            peak_memory_bytes=self._device_peak(),
+            peak_memory_bytes=sum(self._peaks()),
             runner=self._runner,
             dtype=self._dtype,
         )
 
     def warm_up(self, load: Load) -> None:
-        """Generate a little if the load is the first of its kind."""
+        """Generate a few tokens if the load is the first of its kind."""
         kind = (load.batch_size, load.temperature > 0)
         if kind not in self._warm:
             self._drive(load.warm_up)
             self._warm.add(kind)
 
     def _drive(self, load: Load) -> tuple[list[Trace], float]:
-        """Run a load to its end; its traces, and the seconds it took."""
+        """Run a load to its end; return its traces and its seconds."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
-        # Requests of one load share prefixes; requests of different salts share none.
+        # Requests of one load may share cached prefixes; a salt separates loads.
         salt = str(next(self._salts))
         traces: list[Trace] = []
         names: list[str] = []
@@ -144,7 +136,7 @@ class Driver:
                 names.append(engine.add_request(str(index), prompt, sampling))
             except (ValueError, VLLMClientError) as error:
                 engine.abort_request(names, internal=True)
-                self._warm.clear()  # the next warm-up absorbs counters of the aborted requests
+                self._warm.clear()  # the next warm-up includes counters of the aborted requests
                 raise refusal(error) from error
 
         while running or len(traces) < len(load.prompts):
@@ -164,7 +156,7 @@ class Driver:
                     short = written
         seconds = time.perf_counter() - began
         if self._fitted and short is not None:
-            # Those of other engines might be longer.
+            # Another engine with more memory might not cut it short.
             raise ConfigError(
                 f"a completion of {load.max_tokens} tokens ended after {short}, as memory is left "
                 f"for {engine.model_config.max_model_len} tokens of a request; give shorter "
@@ -174,34 +166,28 @@ class Driver:
         return traces, seconds
 
     def _counters(self) -> dict[str, Any]:
-        """vLLM's counters of speculation by the rest of their name; ours under "worker"."""
+        """vLLM's counters of speculation by their shortened names; our counters under "worker"."""
+        from vllm_hetero_spec import read_stats
+
         found: dict[str, Any] = {}
         for metric in self._llm.get_metrics():
             if not metric.name.startswith(_METRICS):
                 continue
             name = metric.name.removeprefix(_METRICS)
-            if hasattr(metric, "values"):  # one for each engine of data parallelism
+            if hasattr(metric, "values"):  # one metric per data-parallel rank
                 sums = found.get(name, [0] * len(metric.values))
                 found[name] = [a + b for a, b in zip(sums, metric.values, strict=True)]
             else:
                 found[name] = found.get(name, 0) + metric.value
-        return {**found, "worker": self._worker_counters()}
+        return {**found, "worker": read_stats(self._llm) if self._ours else {}}
 
-    def _worker_counters(self) -> dict[str, Any]:
-        if not self._ours:
-            return {}
-        from vllm_hetero_spec import read_stats
-
-        return read_stats(self._llm)
-
-    def _device_peak(self) -> int:
-        if not self._extended:  # the user gave another extension
-            return 0
-        return sum(self._llm.collective_rpc("hetero_spec_device_peak"))
+    def _peaks(self) -> list[int]:
+        """Peak memory of each worker; none if the user chose another worker extension."""
+        return self._llm.collective_rpc("hetero_spec_device_peak") if self._extended else []
 
 
 def since(before: Any, after: Any) -> Any:
-    """Growth of counters: of numbers, and of lists and dictionaries of them."""
+    """Growth of counters, which are numbers or lists or dictionaries of them."""
     if isinstance(after, dict):
         return {name: since(before.get(name), value) for name, value in after.items()}
     if isinstance(after, list):
@@ -210,18 +196,14 @@ def since(before: Any, after: Any) -> Any:
 
 
 def refusal(error: Exception) -> ConfigError:
-    """An error of vLLM's front end, in one line."""
-    details = getattr(error, "errors", None)  # pydantic lists what it refused
+    """Convert an error of vLLM's front end to one line."""
+    details = getattr(error, "errors", None)  # a method of pydantic's errors
     text = details()[0]["msg"] if callable(details) else str(error)
     return ConfigError(f"vLLM refuses this: {one_line(text.removeprefix('Value error, '))}")
 
 
 def start(spec: EngineSpec) -> Any:
-    """A `vllm.LLM`.
-
-    Raises:
-        ConfigError: vLLM or the plugin refused the models or the configuration.
-    """
+    """Build a `vllm.LLM`; ConfigError if vLLM or the plugin refuses it."""
     from vllm import LLM
 
     try:
@@ -234,22 +216,19 @@ def start(spec: EngineSpec) -> Any:
         )
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:  # of vLLM's front end; engine failures are others
+    except (OSError, ValueError) as error:  # raised by the front end only, not by the core
         raise refusal(error) from error
 
 
 def build(spec: EngineSpec) -> Callable[[Load], Sample]:
-    """Start vLLM, and return a function that runs a load on it."""
+    """Start vLLM, and return the function that runs a load."""
     llm = start(spec)
     threading.Thread(target=_end_with_core, args=(llm.llm_engine.engine_core,), daemon=True).start()
     return Driver(llm).run
 
 
 def _end_with_core(client: Any) -> None:
-    """End this process after its engine core.
-
-    vLLM raises if the core fails, but waits for ever if it was killed, for example for memory.
-    """
+    """End this process if its engine core was killed, for which vLLM would wait forever."""
     resources = getattr(client, "resources", None)  # None: the core is in this process
     while resources is not None:
         time.sleep(1)
@@ -260,11 +239,10 @@ def _end_with_core(client: Any) -> None:
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """vLLM's own defaults on a GPU; on a CPU, memory for this batch instead of most of the RAM.
+    """Further arguments of `vllm.LLM`; on a CPU, KV for this batch size only.
 
-    On a GPU a request may be as long as the model reads, or as its KV cache fits; vLLM would
-    otherwise refuse the model. CPUs compute in float32: few are fast at 16 bits, and equality of
-    tokens should not depend on rounding.
+    On a GPU, -1 shortens requests to the KV cache if necessary. CPUs compute in float32: few are
+    fast at 16 bits, and equality of tokens should not depend on rounding.
     """
     from vllm.platforms import current_platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec advise`: which drafter makes a target fastest, if any does."""
+"""`vllm-hetero-spec advise`: rank drafters for a target by measured speedup."""
 
 import argparse
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench import engines, tables
 from vllm_hetero_spec.bench.advise import (
     Candidate,
     DrafterFacts,
@@ -25,7 +25,7 @@ from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.progress import ProgressReporter
-from vllm_hetero_spec.bench.report import acceptance_length, widened_targets
+from vllm_hetero_spec.bench.report import acceptance_length, conditions
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import ALONE, Suite
@@ -43,16 +43,15 @@ from vllm_hetero_spec.bench.tables import (
 )
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
+    MODEL,
     PROMPTS,
     add_load,
-    add_models,
     dictionary,
     positive,
     suite_of,
 )
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
@@ -66,7 +65,9 @@ def add_parser(commands: Any) -> None:
         "target alone, in interleaved rounds and with the controller that will run. The "
         "configuration that it prints is one that it has measured.",
     )
-    add_models(parser, name="drafters", nargs="+", metavar="drafter")
+    parser.add_argument("target", help=MODEL)
+    drafters = f"{MODEL}; any tokenizer"
+    parser.add_argument("drafters", nargs="+", metavar="drafter", help=drafters)
     add_load(parser, longest=64, lookahead=8)
     several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     what = "requests that run at the same time (default: 1 8)"
@@ -95,7 +96,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, measure and print, also after the failure of an engine."""
+    """Compare, measure and print; if some drafters fail, print the others and then raise."""
     suite = suite_of(
         arguments,
         arguments.drafters,
@@ -111,12 +112,10 @@ def run(arguments: argparse.Namespace) -> None:
     documents = load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT)
     dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
     dtype = str(dtype or ("auto" if engines.on_gpu() else "float32"))
-    drafters = [
-        _left_out(target.model, facts, arguments.statistics_only)
-        for facts in look_at(target, documents, dtype, suite.batch_sizes[-1])
-    ]
+    sequences = suite.batch_sizes[-1]
+    drafters = look_at(target, documents, dtype, sequences, arguments.statistics_only)
     used = [facts.drafter for facts in drafters if not facts.not_measured]
-    measured = None
+    measured = Measured()
     if used:
         apart = tuple(each for drafter in used for each in drafter.in_each_setting())
         suite = replace(suite, targets=(replace(target, drafters=apart),))
@@ -125,30 +124,16 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(_as_json(arguments.target, suite, drafters, measured))
     else:
         _show(arguments.target, drafters, measured, Console())
-    if measured and measured.failures:
+    if measured.failures:
         raise MeasurementError("; ".join(measured.failures))
 
 
-def _left_out(target: str, facts: DrafterFacts, statistics_only: bool) -> DrafterFacts:
-    """Add the reason if no engine starts with a drafter."""
-    if facts.not_measured:
-        return facts
-    if statistics_only:
-        return replace(facts, not_measured="not measured: --statistics-only.")
-    reason = missing_weights(target) or missing_weights(facts.drafter.model)
-    return replace(facts, not_measured=f"not measured: {reason}.") if reason else facts
-
-
 def _measure(suite: Suite, verbose: bool) -> Measured:
-    """Measure what does not fail; the target alone must not.
-
-    Raises:
-        MeasurementError: The target alone fails.
-    """
-    at_once = engines.at_once_for(suite)
+    """Measure all drafters, of which some may fail; MeasurementError if the target alone fails."""
+    header = conditions(suite)
+    at_once = header["engines_at_once"]
     start = functools.partial(engines.start, suite=suite, at_once=at_once, verbose=verbose)
-    header = {"widened": widened_targets(suite.targets), "gpu": engines.on_gpu()}
-    results = Results(header=header | {"engines_at_once": at_once})
+    results = Results(header=header)
     plan = make_plan(suite, at_once, lambda target, drafter: None)
     run_plan(plan, suite, results, start, ProgressReporter(Console(stderr=True)))
     for cell, reason in results.contents.errors.items():
@@ -187,11 +172,9 @@ _LOADS_NOTE = (
 
 
 def _show(
-    target: str, drafters: Sequence[DrafterFacts], measured: Measured | None, console: Console
+    target: str, drafters: Sequence[DrafterFacts], measured: Measured, console: Console
 ) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
-
+    say = functools.partial(tables.say, console)
     say(f"target   {target}")
     known = [facts for facts in drafters if facts.statistics is not None]
     console.print(terminal_table(_TOKENIZERS, known, "tokenizers on the text"))
@@ -201,7 +184,7 @@ def _show(
             say(f"{facts.drafter.name}: {_memory_and_method(facts)}.")
         if facts.not_measured:
             say(f"{facts.drafter.name}: {facts.not_measured}", "yellow")
-    if measured is None:
+    if not measured.rows:
         return
     console.print(terminal_table(_LOADS, measured.rows, "loads"))
     for note in (_LOADS_NOTE, *measured.notes):
@@ -216,14 +199,12 @@ def _show(
             say(f"{engine_name(candidate.engine)}: nothing was drafted ({reasons}).", "yellow")
     if not ranking:
         return
-    columns: tuple[Column[Candidate], ...] = (
-        Column("", lambda candidate: str(ranking.index(candidate) + 1)),
-        Column("drafter", lambda candidate: engine_name(candidate.engine)),
-        Column("speedup", lambda candidate: ratio(candidate.speedup)),
-        Column("verdict", measured.verdict),
-    )
+    lines = [
+        (str(place), engine_name(each.engine), ratio(each.speedup), measured.verdict(each))
+        for place, each in enumerate(ranking, 1)
+    ]
     title = "ranking, by the geometric mean over the loads"
-    console.print(terminal_table(columns, ranking, title))
+    console.print(tables.drawn(("", "drafter", "speedup", "verdict"), lines, title))
     for sentence in prospects(measured.rows, ranking[0].rows, ranking[0].config):
         say(f"{engine_name(ranking[0].engine)}: {sentence}")
     if measured.recommended is None:
@@ -264,12 +245,12 @@ def _none_is_faster(ranking: Sequence[Candidate]) -> str:
 
 
 def _as_json(
-    name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured | None
+    name: str, suite: Suite, drafters: Sequence[DrafterFacts], measured: Measured
 ) -> dict[str, Any]:
-    """The same under stable names; times in seconds, shares between 0 and 1."""
+    """JSON output; times in seconds, shares between 0 and 1."""
     (target,) = suite.targets
     widened = widened_columns(target.model)
-    alone = [row for row in measured.rows if row.cell.engine.drafter is None] if measured else []
+    alone = [row for row in measured.rows if row.cell.engine.drafter is None]
     return {
         "target": name,
         "target_zero_mlp_columns": widened[0] if widened else 0,
@@ -283,10 +264,8 @@ def _as_json(
         },
         "drafters": [_drafter(facts) for facts in drafters],
         "target_alone": [_load(row) for row in alone],
-        "measured": [_candidate(measured, each) for each in measured.candidates]
-        if measured
-        else [],
-        "recommended": measured and measured.recommended and measured.recommended.config,
+        "measured": [_candidate(measured, each) for each in measured.candidates],
+        "recommended": measured.recommended and measured.recommended.config,
     }
 
 

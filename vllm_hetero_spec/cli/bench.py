@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec bench`: a suite of targets, drafters, methods and peers, measured together."""
+"""`vllm-hetero-spec bench`: measure a suite of targets, drafters, methods and peers."""
 
 import argparse
 import functools
@@ -17,10 +17,11 @@ from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import ProgressReporter
-from vllm_hetero_spec.bench.report import MARKDOWN, print_speed, widened_targets, write_report
+from vllm_hetero_spec.bench.report import MARKDOWN, conditions, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
+from vllm_hetero_spec.bench.tables import say
 from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
@@ -53,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is not recorded yet, then report, also if some cells failed."""
+    """Measure what is not recorded yet, then report; some cells may have failed."""
     if (arguments.suite is None) == (arguments.report is None):
         raise ConfigError("give a suite to run, or --report DIR for results that are there.")
     progress = Console(stderr=True)
@@ -63,7 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
         return
     suite = read_suite(arguments.suite)
     folder = arguments.out or _RESULTS / suite.name
-    results = Results(folder, _header(suite), fresh=arguments.fresh)
+    header = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "digest": suite.digest,
+        "suite": suite.described(),
+        **conditions(suite),
+        "provenance": provenance(),
+    }
+    results = Results(folder, header, fresh=arguments.fresh)
     try:
         _measure(arguments, suite, results, progress)
     finally:
@@ -76,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, suite: Suite, results: Results, progress: Console
 ) -> None:
-    # Of the first session, so that all sessions have the same waves.
+    # The value of the first session, so that all sessions have the same waves.
     at_once = results.contents.header["engines_at_once"]
     plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
     pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
@@ -90,34 +98,22 @@ def _measure(
     start = functools.partial(
         engines.start, suite=suite, at_once=at_once, verbose=arguments.verbose
     )
-    # A SIGTERM to this process also ends its engines.
+    # Engines end with this process on SIGTERM, too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_plan(plan, suite, results, start, ProgressReporter(progress))
     except KeyboardInterrupt:
-        progress.print(_interrupted(arguments, plan, results), highlight=False, soft_wrap=True)
+        say(progress, _interrupted(arguments, plan, results))
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _header(suite: Suite) -> dict[str, Any]:
-    return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "digest": suite.digest,
-        "suite": suite.described(),
-        "engines_at_once": engines.at_once_for(suite),
-        "gpu": engines.on_gpu(),
-        "widened": widened_targets(suite.targets),
-        "provenance": provenance(),
-    }
 
 
 def _can_plot(progress: Console) -> bool:
     try:
         optional("matplotlib", "drawing plots")
     except ConfigError as error:
-        progress.print(f"no plots: {error}", highlight=False, soft_wrap=True)
+        say(progress, f"no plots: {error}")
         return False
     return True
 
@@ -139,6 +135,4 @@ def _report(folder: Path, contents: Contents, plots: bool) -> None:
     console = Console()
     print_speed(contents, rows, console)
     written = [folder / MARKDOWN, *(write_plots(folder, rows) if plots else [])]
-    console.print(
-        f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True
-    )
+    say(console, f"written: {', '.join(map(str, written))}")

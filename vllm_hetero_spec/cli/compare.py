@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec compare`: the target alone beside the target with a drafter, in one round."""
+"""`vllm-hetero-spec compare`: measure a target with a drafter and alone, one round each."""
 
 import argparse
 import functools
@@ -25,17 +25,11 @@ from vllm_hetero_spec.bench.tables import (
     count,
     number,
     print_json,
+    say,
     side_by_side,
     widened,
 )
-from vllm_hetero_spec.cli.options import (
-    DEFAULT,
-    PROMPTS,
-    add_load,
-    add_models,
-    positive,
-    suite_of,
-)
+from vllm_hetero_spec.cli.options import DEFAULT, MODEL, PROMPTS, add_load, positive, suite_of
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.weights import fetch_weights
@@ -58,7 +52,8 @@ def add_parser(commands: Any) -> None:
         description="Runs the target with the drafter and alone, one engine after the other, each "
         "after a warm-up, and prints both side by side. `bench` does it for many at once.",
     )
-    add_models(parser)
+    parser.add_argument("target", help=MODEL)
+    parser.add_argument("drafter", help=f"{MODEL}; any tokenizer")
     add_load(parser, longest=96, lookahead=4)
     what = f"requests that run at the same time ({DEFAULT})"
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help=what)
@@ -84,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     (target,) = suite.targets
     plan = make_plan(suite, 1, engines.vocabularies_differ)
-    # The drafter comes first: one that vLLM refuses is refused at once.
+    # The engine with the drafter runs first, so that a refused drafter is reported at once.
     plan = replace(plan, waves=plan.waves[::-1])
     for model in (target.model, target.drafters[0].model):
         fetch_weights(model, target.engine)
@@ -110,14 +105,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Reporter(ProgressReporter):
-    """Gives up at the first failure: there is nothing to compare then."""
+    """Raises at the first failure, because nothing is left to compare."""
 
     def failed(self, run: Measurement, sentence: str) -> None:
         raise MeasurementError(sentence)
 
 
 def _as_json(target: Target, alone: Row, drafted: Row) -> dict[str, Any]:
-    """Every figure, as in `bench`'s summary; times in seconds."""
+    """JSON output with figures as in the summary of `bench`; times in seconds."""
     widening = widened_columns(target.model)
     assert drafted.speedup is not None
     return {
@@ -140,7 +135,7 @@ def _show(
     texts: Sequence[tuple[str, str, str]],
     notes: list[str],
 ) -> None:
-    """Print some (prompt, completion alone, with the drafter), the table, and notes below it."""
+    """Print samples (prompt, completion alone, with the drafter), the table, and its notes."""
     console = Console(highlight=False)
     coarse = drafted.figures.dtype in _COARSE
     for prompt, own, other in texts:
@@ -152,15 +147,15 @@ def _show(
             console.print(f"[{colour}]the target alone wrote:[/]")
             console.print(escape(_cut(own)))
     console.rule()
-    for role, model in (("target ", target.model), ("drafter", target.drafters[0].model)):
-        console.print(f"{role}  {model}", markup=False, soft_wrap=True)
+    say(console, f"target   {target.model}")
+    say(console, f"drafter  {target.drafters[0].model}")
     if widening := widened_columns(target.model):
         console.print(widened("the target", widening))
     console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
     if coarse and drafted.identical and drafted.identical[0] < drafted.identical[1]:
         notes = [*notes, _TIES.format(dtype=drafted.figures.dtype)]
     for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def _verdict(row: Row) -> str:

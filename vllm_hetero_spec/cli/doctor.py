@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor`: faults of the installation and their fixes."""
+"""`vllm-hetero-spec doctor`: check the installation and print fixes of its faults."""
 
 import argparse
 from typing import Any
@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hetero_spec.bench.tables import Column, print_json, terminal_table
+from vllm_hetero_spec.bench.tables import drawn, print_json
 from vllm_hetero_spec.cli.health import Finding, examine
-from vllm_hetero_spec.cli.nodes import COLUMNS, Node, ask_nodes, faults
+from vllm_hetero_spec.cli.nodes import COLUMNS, ask_nodes, faults
 
 
 class Unsound(Exception):
-    """Some check failed; its findings are printed."""
+    """A check failed; the findings are already printed."""
 
 
 def add_parser(commands: Any) -> None:
@@ -31,11 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check and print.
-
-    Raises:
-        Unsound: A check failed.
-    """
+    """Check and print; raise Unsound if a check failed."""
     console = Console()
     if arguments.ray is not None:
         _run_nodes(console, arguments.ray or None, as_json=arguments.json)
@@ -60,19 +56,17 @@ def _run_nodes(console: Console, drafter: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"good": not said, "nodes": nodes, "faults": said})
     else:
-        answers = [(name, node) for name, node in nodes.items() if not isinstance(node, str)]
-        console.print(terminal_table(_columns(drafter), answers))
+        columns = COLUMNS if drafter else COLUMNS[:-1]
+        answers = [
+            [name, *(node[column] or "MISSING" for column in columns)]
+            for name, node in nodes.items()
+            if not isinstance(node, str)
+        ]
+        console.print(drawn(("node", *columns), answers))
         for sentence in said:
             console.print(f"[red]BAD [/] {escape(sentence)}", highlight=False, soft_wrap=True)
     if said:
         raise Unsound
-
-
-def _columns(drafter: str | None) -> list[Column[tuple[str, Node]]]:
-    def shown(name: str) -> Column[tuple[str, Node]]:
-        return Column(name, lambda row: row[1][name] or "MISSING")
-
-    return [Column("node", lambda row: row[0]), *map(shown, COLUMNS if drafter else COLUMNS[:-1])]
 
 
 def _show(console: Console, finding: Finding) -> None:

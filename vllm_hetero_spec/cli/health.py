@@ -24,9 +24,9 @@ _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
 _REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
 _NO_CUDA = "not used: PyTorch here is no CUDA build"
-_CUDA_TIMEOUT = 120  # seconds; a first `import torch` from a slow disk is most of it
-# Of the tiny pair on a GPU that other processes may use. With 16 bits a tie of two tokens may be
-# broken differently beside a draft.
+_CUDA_TIMEOUT = 120  # seconds, mostly for the first `import torch` from a slow disk
+# Arguments of the tiny pair's engines; other processes may use the GPU. float32, because with 16
+# bits a tie between two tokens may be broken differently when a draft is verified.
 _ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
 
 
@@ -41,14 +41,14 @@ class Finding:
 
 
 class _Fault(Exception):
-    """A check that fails: its findings and the fix."""
+    """A failed check: what was found, and the fix."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found, fix)
 
 
 def examine(*, run: bool = True) -> Iterator[Finding]:
-    """All checks in order, without exceptions; with `run` the last one runs a tiny pair."""
+    """Run all checks in order; exceptions become findings. `run` adds a tiny pair of models."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("versions", _versions),
         ("vLLM release", _release),
@@ -75,7 +75,7 @@ def examine(*, run: bool = True) -> Iterator[Finding]:
 def _versions() -> str:
     names = ("torch", "transformers", "tokenizers")
     packages = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    import transformers  # noqa: F401 - fails beside a torchvision of another build
+    import transformers  # noqa: F401 - fails with a torchvision of another build
 
     own = f"vllm-hetero-spec {__version__}"
     return ", ".join([own, f"Python {platform.python_version()}", *packages])
@@ -131,7 +131,7 @@ def _cuda() -> str:
 
 
 def _compiler() -> str:
-    """Triton compiles with them when an engine starts, and looks for them in this order."""
+    """Triton needs a C compiler when an engine starts, and searches in this order."""
     import torch
 
     if torch.version.cuda is None:
@@ -229,7 +229,7 @@ def _tiny_pair() -> str:
         _make_model(target, vocabulary=400)
         _make_model(drafter, vocabulary=300)
         common = {"method": "slem", "num_speculative_tokens": 2, "controller": "fixed"}
-        # Models of random weights agree on nothing, so the target drafts for itself, through text.
+        # Models of random weights never agree, so in the last one the target drafts for itself.
         configs: list[dict[str, Any] | None] = [
             None,
             {**common, "model": drafter},
@@ -257,13 +257,13 @@ def _tiny_pair() -> str:
 
 
 def _causes(error: MeasurementError) -> str:
-    """The end of an engine and the first errors that it printed, in one line."""
+    """Join the end of an engine and the first two errors that it printed to one line."""
     ended, *causes = (line.strip() for line in str(error).splitlines())
     return ": ".join([ended, *[cause for cause in causes if not cause.startswith("(")][:2]])
 
 
 def _make_model(folder: str, vocabulary: int) -> None:
-    """A Llama of random weights with a tokenizer of its own."""
+    """Save a Llama of random weights with a tokenizer of its own."""
     import torch
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec inspect`: what a pair of tokenizers shares and loses, without any model."""
+"""`vllm-hetero-spec inspect`: compare the tokenizers of a pair without loading a model."""
 
 import argparse
 import gc
@@ -34,9 +34,9 @@ from vllm_hetero_spec.text.statistics import (
 )
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
-_LONGEST = 16  # bytes; longer tokens share the last number of a histogram
+_LONGEST = 16  # bytes; the last bin of a histogram includes longer tokens
 _EXAMPLES = 12  # characters without a token
-_TEMPERATURES = (0.0, 1.0)  # for which the methods are put in order
+_TEMPERATURES = (0.0, 1.0)  # methods are ranked for each
 
 
 def add_parser(commands: Any) -> None:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     pair = {"target": arguments.target, "drafter": arguments.drafter}
     trust = arguments.trust_remote_code
     collects = gc.isenabled()
-    gc.disable()  # it takes a quarter of the time, and finds nothing to free
+    gc.disable()  # collections take a quarter of the time and free nothing
     try:
         with Console(stderr=True).status("comparing the tokenizers ..."):
             opened = {
@@ -105,14 +105,14 @@ def _documents(file: Path | None) -> list[str]:
 def _findings(
     target: OpenTokenizer, drafter: OpenTokenizer, documents: Sequence[str], source: str
 ) -> dict[str, Any]:
-    """Every finding under stable names; shares are between 0 and 1."""
+    """All findings as printed by --json; shares are between 0 and 1."""
     theirs, ours = target.text, drafter.text
     strings = {
         "target": set(theirs.token_bytes),
         "drafter": set(ours.token_bytes),
         "shared": shared_text(theirs, ours),
     }
-    # Numbers of byte strings of 1, 2, ... bytes.
+    # Counts of byte strings of 1, 2, ... bytes.
     lengths = {name: length_histogram(each, _LONGEST) for name, each in strings.items()}
     overlap = measure_overlap(theirs, ours, target.strings, drafter.strings)
     meter = PairMeter(theirs, ours, build_maps(theirs, ours, cache=default_cache()))
@@ -160,7 +160,7 @@ def _side(
     text, view = "".join(documents), opened.text
     tokens: int = getattr(pair, f"{role}_tokens")
     unspelled = unspelled_characters(view, Counter(text))
-    # A tokenizer that adds a BOS changes all documents.
+    # If a tokenizer adds a BOS, all documents change.
     changed = sum(opened.round_trip(document) != document for document in documents)
     return {
         "name": view.name,
@@ -189,7 +189,7 @@ def _side(
 
 
 def _control_tokens(target: OpenTokenizer, special: SpecialTokens) -> Iterator[Mapping[str, Any]]:
-    """The target's control tokens, and what each becomes for the drafter; without holes."""
+    """The target's control tokens, without unused ids, and their translations for the drafter."""
     known = special.target_control & {*target.text.special_text, *(target.eos_ids or ())}
     for token_id in sorted(known):
         mapped = special.to_drafter(token_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of `vllm-hetero-spec`: subcommands, and one sentence for wrong input."""
+"""Entry point of `vllm-hetero-spec`: parse the subcommand, and report errors in one sentence."""
 
 import argparse
 import io
@@ -15,15 +15,14 @@ from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.cli.options import refusal
 from vllm_hetero_spec.errors import ConfigError, first_line
 
-_HUNG_UP = 141  # as a shell has it of a program that ended with SIGPIPE
+_HUNG_UP = 141  # exit code that a shell reports after SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return its exit code.
 
-    Returns:
-        The exit code: 0 on success, 1 if an engine or the machine failed, 2 for wrong input, 141 if
-        the reader of the output has ended.
+    0 on success, 1 if an engine, the machine or a check failed, 2 for wrong input, 130 after
+    Ctrl-C, 141 if the reader of the output has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -34,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as ended:
-        # rich turns it into an exit.
+        # rich converts a BrokenPipeError to SystemExit.
         if not any(isinstance(each, BrokenPipeError) for each in (ended, ended.__context__)):
             raise
-        # Python flushes the rest of the output at its end.
+        # Without it Python's final flush of the output would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _HUNG_UP
 

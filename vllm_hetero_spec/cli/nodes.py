@@ -9,18 +9,18 @@ from typing import Any
 
 from vllm_hetero_spec.errors import ConfigError, first_line
 
-Node = Mapping[str, str | None]  # what a node has, by `COLUMNS`; None: it lacks it
+Node = Mapping[str, str | None]  # version or device by `COLUMNS`; None: missing
 
 PLUGIN, KEY, DRAFTER = "vllm-hetero-spec", "Ray device", "drafter"
 COLUMNS = (PLUGIN, "vLLM", "Ray", "Python", KEY, DRAFTER)
-_SECONDS = 300  # bound on the answers of all nodes
+_SECONDS = 300  # limit for the answers of all nodes
 
 
 def join_cluster() -> Any:
-    """Ray, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
+    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster is there.
+        ConfigError: Ray is not installed, or there is no cluster.
     """
     try:
         import ray
@@ -30,7 +30,7 @@ def join_cluster() -> Any:
         ) from error
     try:
         head = re.fullmatch(r"([^/]+):(\d+)", os.environ.get("RAY_ADDRESS", ""))
-        if head:  # Ray itself goes on trying for many minutes
+        if head:  # Ray itself would retry for many minutes
             socket.create_connection((head[1], int(head[2])), timeout=10).close()
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
@@ -42,13 +42,9 @@ def join_cluster() -> Any:
 
 
 def ask_nodes(drafter: str | None) -> dict[str, Node | str]:
-    """Run a task on each living node of the cluster that RAY_ADDRESS names, or that runs here.
+    """Return the versions of each living node, or the reason why it did not answer.
 
-    Returns:
-        By address and the beginning of its id, what each node has, or why it did not answer.
-
-    Raises:
-        ConfigError: Ray is not installed, or no cluster is there.
+    Keys are the address and the start of the id. Raises as `join_cluster`.
     """
     ray = join_cluster()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -72,13 +68,13 @@ def _answer(ray: Any, reference: Any) -> Node | str:
     try:
         found: Node = ray.get(reference, timeout=0)
         return found
-    except Exception as error:  # of Ray, or of whatever is installed there
+    except Exception as error:  # raised by Ray, or by any package on the node
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[-1].strip() if lines else 'no answer'}"
 
 
 def _asked() -> Callable[[str | None], Node]:
-    """The task. Ray pickles an inner function by value, so that a node may lack this package."""
+    """Build the task. Ray pickles an inner function by value, so a node may lack this package."""
 
     def look(drafter: str | None) -> Node:
         import importlib.metadata
@@ -129,7 +125,7 @@ def _asked() -> Callable[[str | None], Node]:
 
 
 def faults(nodes: Mapping[str, Node | str], drafter: str | None) -> Iterator[str]:
-    """A sentence for everything that nodes lack or differ in, with its fix."""
+    """Yield a sentence with the fix for each missing or differing item."""
     answers: dict[str, Node] = {}
     for name, answer in nodes.items():
         if isinstance(answer, str):
@@ -139,7 +135,7 @@ def faults(nodes: Mapping[str, Node | str], drafter: str | None) -> Iterator[str
     for column in COLUMNS[:-1]:
         having = {name: node[column] for name, node in answers.items() if node[column]}
         lacking = [name for name in answers if name not in having]
-        # Without vLLM a node has no device either: one sentence is enough.
+        # Without vLLM the device is missing too, so it is not reported.
         if lacking and column != KEY:
             yield f"{column} is missing on {', '.join(lacking)}; {_FIX[column]}."
         if len(set(having.values())) > 1:

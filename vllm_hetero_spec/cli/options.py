@@ -1,45 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, their types, and the suite that they describe."""
+"""Shared options of commands, and the suite that these options describe."""
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target, check_drafter, short_name
 from vllm_hetero_spec.errors import ConfigError, Mistake, first_mistake, named, sentence
 from vllm_hetero_spec.inputs.prompts import load_prompts
 
-# Help of an option whose name says all but its default.
-DEFAULT = "default: %(default)s"
-# The options from which fields of a suite come.
+MODEL, DEFAULT = "Hugging Face name or folder", "default: %(default)s"  # help texts
+# Options by the field of a suite that they set.
 _FIELDS = {"engine": "--engine-args", "speculative": "--speculative-config"} | {
     field: f"--{field.replace('_', '-')}"
     for field in ("engines_at_once", "repeats", "settings", "temperatures")
 }
-PROMPTS = "prompts"  # the dataset of a suite that was made from options
-
-
-def add_models(parser: argparse.ArgumentParser, **drafters: Any) -> None:
-    """The arguments `target`, and `drafter` or as its keywords say."""
-    model = "Hugging Face name or folder"
-    parser.add_argument("target", help=model)
-    name = drafters.pop("name", "drafter")
-    parser.add_argument(name, help=f"{model}; any tokenizer", **drafters)
+PROMPTS = "prompts"  # name of the dataset in a suite that was made from options
 
 
 def add_load(parser: argparse.ArgumentParser, longest: int, lookahead: int) -> None:
-    """Options of what is generated, by which engines, and of what is printed.
-
-    Args:
-        parser: Of a command.
-        longest: Default of --max-tokens.
-        lookahead: Default of --num-speculative-tokens.
-    """
+    """Add options of loads, engines and output; the numbers are defaults."""
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
     parser.add_argument("--num-prompts", default=8, help=DEFAULT, **number)
@@ -64,10 +48,10 @@ def suite_of(
     temperatures: Iterable[float],
     **further: Any,
 ) -> Suite:
-    """A suite of one target, whose name is the command's, from the options of a command.
+    """Build a suite of one target from the options of a command.
 
     Raises:
-        ConfigError, ValidationError: An engine would refuse it, or could not run it.
+        ConfigError, ValidationError: An engine would refuse the suite, or could not run it.
     """
     sizes, methods = sorted(set(batch_sizes)), tuple(dict.fromkeys(methods))
     prompts = load_prompts(arguments.prompts, max(arguments.num_prompts, sizes[-1]))
@@ -78,12 +62,14 @@ def suite_of(
             "with --prompts, or a smaller batch size."
         )
     lookahead = arguments.num_speculative_tokens
+    trusted = getattr(arguments, "trust_remote_code", False)
+    trust = {"trust_remote_code": True} if trusted else {}
     target = Target(
         name=short_name(arguments.target),
         model=arguments.target,
         drafters=tuple(_drafters(arguments, dict.fromkeys(drafters))),
         datasets=(PROMPTS,),
-        engine=_trust(arguments) | arguments.engine_args,
+        engine={**trust, **arguments.engine_args},
     )
     for drafter in target.drafters:
         check_drafter(target, drafter, methods, lookahead)
@@ -99,13 +85,8 @@ def suite_of(
     )
 
 
-def _trust(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = getattr(arguments, "trust_remote_code", False)
-    return {"trust_remote_code": True} if given else {}
-
-
 def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterator[SuiteDrafter]:
-    """Each under the last part of its name, or under all of it if others have the same."""
+    """Drafters, named by the last part of the model's name, or all of it if that is ambiguous."""
     shared = Counter(map(short_name, models))
     for model in models:
         short = short_name(model)
@@ -118,7 +99,7 @@ def _drafters(arguments: argparse.Namespace, models: Collection[str]) -> Iterato
 
 
 def refusal(error: ValidationError) -> str:
-    """The first mistake in a suite that was made from options."""
+    """Describe the first mistake in a suite that was made from options."""
     place, mistake = first_mistake(error)
     if not isinstance(mistake, Mistake) or not place or place[0] not in _FIELDS:
         return sentence(place, mistake, "the suite")
@@ -128,12 +109,7 @@ def refusal(error: ValidationError) -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1.
-
-    Raises:
-        ArgumentTypeError: It is less.
-        ValueError: It is no whole number.
-    """
+    """Parse a whole number from 1; raises ArgumentTypeError or ValueError, as argparse expects."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -141,15 +117,8 @@ def positive(text: str) -> int:
 
 
 def dictionary(text: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
+    """Parse a JSON object; raises ArgumentTypeError, as argparse expects."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return found
+        return TypeAdapter(dict[str, Any]).validate_json(text)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(f"no JSON object: {error.errors()[0]['msg']}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of `inspect` about a pair of tokenizers as tables."""
+"""Print the findings of `inspect` about a pair of tokenizers as tables."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,32 +13,30 @@ from vllm_hetero_spec.bench.tables import (
     NONE,
     Column,
     count,
+    drawn,
     number,
     percent,
+    say,
     side_by_side,
-    terminal_table,
 )
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer
 
 Findings = Mapping[str, Any]
 Opened = Mapping[str, OpenTokenizer]
 
-# Control tokens without a role that are named one by one.
-_NAMED = 6
+_NAMED = 6  # control tokens without a role that are listed; others are only counted
 _EXAMPLES = 5
 _MAPPED = {"special": "the drafter's own token", "text": "plain text", "nothing": "nothing"}
 _SPACES = {"none": "no", "first": "the first", "always": "every"}
 
 
 def show(found: Findings, opened: Opened, console: Console) -> None:
-    """Print all findings."""
     sides = {
         name: {**found[name], "straddle": found["pair"][f"{name}_straddle"], "ends": _ends(each)}
         for name, each in opened.items()
     }
     for name, side in sides.items():
-        line = f"{name:8} {side['name']}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"{name:8} {side['name']}")
     console.print(side_by_side(_VOCABULARY, sides, "vocabularies"))
     console.print(_intersection(found))
     text = found["text"]
@@ -50,12 +48,12 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     console.print(_shares(found["pair"]))
     for line in _bridge(found["bridge"]):
         console.print(line, highlight=False, markup=False)
-    rows = list(_control(found["bridge"]["control_tokens"], opened))
-    console.print(_listed(("token", "becomes"), rows, "target's control tokens for the drafter"))
+    control = list(_control(found["bridge"]["control_tokens"], opened))
+    console.print(drawn(("token", "becomes"), control, "target's control tokens for the drafter"))
     for name, methods in found["methods"].items():
         when = "temperature 0" if name == "temperature_0" else "higher temperatures"
         rows = [(str(place), *each) for place, each in enumerate(methods, 1)]
-        console.print(_listed(("", "method", "why"), rows, f"methods at {when}"))
+        console.print(drawn(("", "method", "why"), rows, f"methods at {when}"))
 
 
 def _token(content: str, token_id: int) -> str:
@@ -127,7 +125,7 @@ def _intersection(found: Findings) -> Table:
         for name, tokens in named.items()
     ]
     heads = ("compared by", "tokens", "of target", "of drafter")
-    return _listed(heads, rows, "tokens of both")
+    return drawn(heads, rows, "tokens of both")
 
 
 def _shares(pair: Findings) -> Table:
@@ -136,15 +134,7 @@ def _shares(pair: Findings) -> Table:
         ("target tokens that some drafter token begins (omega_K)", percent(pair["omega_k"])),
         ("drafter tokens per target token", number(pair["drafter_tokens_per_target_token"])),
     ]
-    return _listed(("of the text", "share"), rows)
-
-
-def _listed(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], title: str = "") -> Table:
-    columns: list[Column[tuple[str, ...]]] = [
-        Column(name, lambda row, at=at: row[at])  # type: ignore[misc]
-        for at, name in enumerate(names)
-    ]
-    return terminal_table(columns, rows, title or None)
+    return drawn(("of the text", "share"), rows)
 
 
 def _bridge(bridge: Findings) -> list[str]:

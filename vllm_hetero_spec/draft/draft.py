@@ -4,12 +4,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-from vllm_hetero_spec.trees.growth import TreeCandidates
-from vllm_hetero_spec.trees.layout import TreeRows
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,14 @@ def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
     return confidences
 
 
+class Rows(Protocol):
+    """Rows that the target computes for a draft tree."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Input token of each row, as vLLM schedules them."""
+
+
 class Draft(NamedTuple):
     """A draft of one request: a tree of target tokens, usually a chain.
 
@@ -58,8 +63,8 @@ class Draft(NamedTuple):
     parents: Sequence[int]
     confidences: Sequence[float] = ()
     draft_probs: DraftProbs | None = None
-    rows: TreeRows | None = None
-    explored: TreeCandidates | None = None
+    rows: Rows | None = None
+    explored: Any = None
 
     @property
     def fed(self) -> list[int]:

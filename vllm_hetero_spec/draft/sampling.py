@@ -6,18 +6,16 @@ The draft_probs are computed from the same row as the draw, so they are exact.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.token_map import TokenMap, probabilities
 from vllm_hetero_spec.fast_argmax import fast_argmax
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.race_tree import Arrivals
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
-from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.race import first_arrivals, race
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,49 @@ class SampledMethod:
         lengths: int64 [V_D], number of target tokens that a drafter token spells; used by races
             only.
         spell: Returns all target tokens that a drafter token proposes.
-        merging: Target tokens of several drafter tokens, for SLRS-n; None for other methods.
         likeliest: Only so many most likely drafter tokens are drawn from; None for all.
     """
 
     tokens: TokenMap
     lengths: torch.Tensor
     spell: Callable[[int], Sequence[int]]
-    merging: PairMerges | None = None
-    merge_span: MergeSpan = MergeSpan()  # noqa: RUF009 (a tuple)
     likeliest: int | None = None
+
+
+class Arrivals(NamedTuple):
+    """The first m arrivals in the races of n rows.
+
+    Attributes:
+        tokens: int64 [n, m], target ids.
+        fed: int64 [n, m], the drafter token to feed for each; any id if nothing arrives.
+        speeds: float32 [n, m], 1 / arrival times, decreasing; 0 if nothing arrives.
+        shares: float32 [n, m], probabilities of the tokens.
+    """
+
+    tokens: torch.Tensor
+    fed: torch.Tensor
+    speeds: torch.Tensor
+    shares: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        tokens: TokenMap,
+        psi: torch.Tensor,
+        seeds: torch.Tensor,
+        places: torch.Tensor,
+        count: int,
+    ) -> "Arrivals":
+        """Run the races of a drafter's rows; `seeds` and `places` as in `race`.
+
+        Args:
+            q: float32 [n, V_D] or wider, the drafter's distributions.
+            psi: float32 [n, V_T], draft_probs of q.
+        """
+        ids, speeds = first_arrivals(psi, seeds, places, count)
+        fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
+        return cls(ids, fed, speeds, psi.gather(1, ids))
 
 
 class BatchSampler:

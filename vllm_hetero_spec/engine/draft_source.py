@@ -2,7 +2,7 @@
 """Interface between a rank that drafts and the source of its drafts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.requests import Pool, RequestState
@@ -14,7 +14,7 @@ class DraftSource(Protocol):
     """Makes the drafts of one rank.
 
     Attributes:
-        pool: Accounts for the drafter's KV of each request.
+        pool: Accounts for the drafter's KV of each request. Its tables have a type of its own.
         max_length: Maximum drafter tokens of a request's context.
         most_steps: Maximum drafter tokens of a round.
         draws: True if drafts of sampled requests are sampled. Otherwise all drafts are greedy.
@@ -27,13 +27,13 @@ class DraftSource(Protocol):
     draws: bool
 
     @property
-    def pool(self) -> Pool: ...
+    def pool(self) -> Pool[Any]: ...
 
     @property
     def early(self) -> bool: ...
 
     def begin(
-        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
+        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState[Any]], control: Control
     ) -> None:
         """Begin a round, which `finish` ends.
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 
 class StepPlan(NamedTuple):
-    """What to do for the requests of a step.
+    """Plan for the requests of a step.
 
     Attributes:
         lookahead: Target tokens to draft for each request, in the batch's order.

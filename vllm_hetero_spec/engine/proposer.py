@@ -22,12 +22,11 @@ from vllm_hetero_spec.engine.seam import nodes, runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
-from vllm_hetero_spec.engine.seam.step_view import StepView, trees_of
+from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
 from vllm_hetero_spec.lookahead.controllers import Controller
-from vllm_hetero_spec.trees.layout import TreeRows
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -197,18 +196,9 @@ class HeteroProposer(Proposer):
         """Return the drafts of the current step: target tokens, one list for each request."""
         assert self._verifier is not None
         drafts = [] if self._drafting is None else self._drafting.finish()
-        trees = self._agreed(trees_of(drafts))  # a collective, so before what may fail on one rank
+        self.seam.expect_trees(drafts)  # a collective, so before what may fail on one rank
         self._verifier.expect(step, drafts)
-        self.seam.expect_trees(trees)
         return step.in_order(drafts)
-
-    def _agreed(self, trees: dict[str, TreeRows]) -> dict[str, TreeRows]:
-        """Broadcast the first rank's trees, because all ranks have to verify the same ones."""
-        group = get_tp_group()
-        if group.world_size == 1 or not self.options.tree_nodes:
-            return trees
-        agreed: dict[str, TreeRows] = group.broadcast_object(trees, src=0)
-        return agreed
 
     def _failed(self, error: Exception) -> None:
         logger.debug("proposing failed", exc_info=True)

@@ -98,7 +98,7 @@ def pair_file(seam: Runner, config: VllmConfig, options: HeteroOptions) -> PairF
 
 
 def _kernels(config: VllmConfig) -> tuple[object, ...]:
-    """What determines the speed of target steps besides its model and parallelism."""
+    """Return settings that change the target's speed, besides model and parallelism."""
     compilation = config.compilation_config
     return (
         compilation.mode,

@@ -21,11 +21,13 @@ Readable form: `slrs_n` of `tests/oracle/reference.py`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.slrs.pair_merges import PairMerges
 from vllm_hetero_spec.slrs.path import SlrsFeed, SlrsPath
@@ -50,6 +52,14 @@ class MergeSpan(NamedTuple):
     def name(self) -> str:
         """Name in results, for example slrs_2 or slrs_2_of_8."""
         return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlrsMethod(SampledMethod):
+    """A sampled drafting method that may use SLRS-n; `merging` has its longer target tokens."""
+
+    merging: PairMerges
+    merge_span: MergeSpan
 
 
 class Slrs:

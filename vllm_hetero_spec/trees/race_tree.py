@@ -10,51 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.trees.growth import TreeBuilder
-from vllm_hetero_spec.verify.race import first_arrivals
 
 # P[the child is next] of each child, from parents' numbers, ranks, depths, log leads of the first
 # arrival, and probabilities in the row.
 Chances = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-
-
-class Arrivals(NamedTuple):
-    """The first m arrivals in the races of n rows.
-
-    Attributes:
-        tokens: int64 [n, m], target ids.
-        fed: int64 [n, m], the drafter token to feed for each; any id if nothing arrives.
-        speeds: float32 [n, m], 1 / arrival times, decreasing; 0 if nothing arrives.
-        shares: float32 [n, m], probabilities of the tokens.
-    """
-
-    tokens: torch.Tensor
-    fed: torch.Tensor
-    speeds: torch.Tensor
-    shares: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        tokens: TokenMap,
-        psi: torch.Tensor,
-        seeds: torch.Tensor,
-        places: torch.Tensor,
-        count: int,
-    ) -> "Arrivals":
-        """Run the races of a drafter's rows; `seeds` and `places` as in `race`.
-
-        Args:
-            q: float32 [n, V_D] or wider, the drafter's distributions.
-            psi: float32 [n, V_T], draft_probs of q.
-        """
-        ids, speeds = first_arrivals(psi, seeds, places, count)
-        fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
-        return cls(ids, fed, speeds, psi.gather(1, ids))
 
 
 class RaceFeed(NamedTuple):

@@ -11,6 +11,7 @@ This is correct, because a walk visits each depth once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,24 @@ from vllm_hetero_spec.verify.drafts import FILLER, Verdict
 # Parents of rows that directly continue the request, and of rows that are no nodes: recomputed
 # tokens and padding of a draft.
 ROOT, NO_NODE = -1, -2
+
+
+class Walk(NamedTuple):
+    """Result of following the trees of a batch.
+
+    Attributes:
+        trees: bool [B], True for requests with a tree.
+        walks: bool [B], True for requests whose tree was followed.
+        tokens: int64 [B, K + 1], as in `Verdict`; undefined if `walks` is False.
+        accepted: int64 [B], as in `Verdict`; undefined if `walks` is False.
+        order: int64 [R]. In rows reordered by it, a request's token i was chosen in its row i.
+    """
+
+    trees: torch.Tensor
+    walks: torch.Tensor
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    order: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,22 @@ class TreeBatch:
     def width(self) -> int:
         """Length of the longest draft, K."""
         return max(self.lengths, default=0)
+
+    def walk(self, best: torch.Tensor, walks: torch.Tensor, place_of: torch.Tensor) -> Walk:
+        """Follow the trees of a mixed batch.
+
+        Args:
+            best: int64 [R], the target's choice in each row: its likeliest token or the race's.
+            walks: `Walk.walks`.
+            place_of: int64 [R], index of each row in its request.
+        """
+        verdict = greedy_walk(self, best)
+        visited = verdict.rows[self.request_of, place_of]
+        counts = walks[self.request_of] & (visited >= 0)
+        order = torch.where(counts, visited, torch.arange(len(best), device=best.device))
+        deepest = torch.zeros_like(self.depths[: self.size])
+        deepest = deepest.scatter_reduce(0, self.request_of, self.depths, "amax")
+        return Walk(deepest > 0, walks, verdict.tokens, verdict.accepted, order)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ pays. Otherwise the request has no draft for one step.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
@@ -63,7 +63,7 @@ class ProcessSource:
         drawn: SampledRecordDecoder | None,
     ) -> None:
         self.draws = drawn is not None
-        self._bridge, self._stats = pair.bridge, stats
+        self._stats = stats
         self._some_id = next(iter(bytes_of_tokens(pair)))
         self._process = SupervisedProcess(deployment)
         self._look = Lookup(self._process, pair, stats, drawn)
@@ -80,7 +80,7 @@ class ProcessSource:
         self._unheard = -1  # `Counts.beats` at the last wait without a result, or -1
 
     def begin(
-        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
+        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState[Any]], control: Control
     ) -> None:
         began = time.perf_counter()
         self._control, self._found = cast(WaitPolicy, control), []
@@ -146,7 +146,7 @@ class ProcessSource:
         stats.catch_up_tokens, stats.graph_forwards = counts.caught_up, counts.replays
         stats.reused_tokens, stats.forward_seconds = counts.reused, counts.seconds
 
-    def _admit(self, task: DraftTask, outside: Iterator[RequestState]) -> bool:
+    def _admit(self, task: DraftTask, outside: Iterator[RequestState[Any]]) -> bool:
         """Return True if the request has a slot. It may take the slot of one in `outside`."""
         text = text_of(task)
         while not self.pool.admit(text):
@@ -161,7 +161,8 @@ class ProcessSource:
         """Look up the precomputed draft of a request, and count the result."""
         text = text_of(task)
         if not text.serial or text.life != self._process.life:
-            self._begin_anew(task)
+            text.sent.clear()  # the current process does not have it
+            task.state.num_kv_valid = text.serial = 0
             return LookupResult(task, missing="not_ready" if task.lookahead else "")
         found = self._look.behind(task)
         if task.lookahead:
@@ -179,37 +180,28 @@ class ProcessSource:
         beats = self._process.counts.beats
         if not told or beats == self._unheard:
             return []
-        ratios = [ids_for_each(of.task) for of in told]
         lookaheads = {of.task.req_id: of.task.lookahead for of in told}
         unread = sum(of.text.unread for of in told)
         wrong = {of.task.req_id for of in told if of.missing == "not_guessed"}
-        tokens, seconds = self._control.wait(lookaheads, max(ratios), unread, wrong)
+        each = max(ids_for_each(of.task) for of in told)
+        tokens, seconds = self._control.wait(lookaheads, each, unread, wrong)
         if not tokens:
             return []
-        began, came, left = (
-            time.perf_counter(),
-            list[LookupResult](),
-            list(zip(told, ratios, strict=True)),
-        )
+        began, came, left = time.perf_counter(), list[LookupResult](), told
         while left:
             time.sleep(_A_MOMENT)
             late = time.perf_counter() - began > seconds
-            looked = [(self._look.behind(of.task), ratio) for of, ratio in left]
-            ended = [late or self._look.done(of, math.ceil(tokens * ratio)) for of, ratio in looked]
-            came += [of for (of, _), end in zip(looked, ended, strict=True) if end and of.ids]
-            left = [pair for pair, end in zip(looked, ended, strict=True) if not end]
+            looked, left = [self._look.behind(of.task) for of in left], []
+            for of in looked:
+                if not late and not self._look.done(of, math.ceil(tokens * ids_for_each(of.task))):
+                    left.append(of)
+                elif of.ids:
+                    came.append(of)
         self._unheard = -1 if came else self._process.counts.beats
         self._stats.drafts_waited += len(came)
         self._stats.wait_seconds += time.perf_counter() - began
         self._look.translate(came)
         return came
-
-    def _begin_anew(self, task: DraftTask) -> None:
-        """Mark a request as unsent, because the current process does not have it."""
-        text, state = text_of(task), task.state
-        assert state.sequence is not None
-        state.sequence.kv_ids.clear()
-        state.num_kv_valid = text.serial = 0
 
     def _commit(self, found: Sequence[LookupResult]) -> None:
         """Send the new state of each request, with the draft that the target verifies next."""
@@ -218,20 +210,11 @@ class ProcessSource:
         if len(found) > MOST_ROWS:  # those sent most recently wait for the next step
             found = sorted(found, key=lambda of: of.text.serial)[:MOST_ROWS]
         for of in found:
-            state, text = of.task.state, of.text
             if room <= 0:
                 break
-            ids = state.context.ids[state.num_kv_valid :][:room]
-            whole = state.num_kv_valid + len(ids) == len(state.context.ids)
-            drafted = of.ids if whole and not of.known else []
-            room -= len(ids) + len(drafted)
-            wanted = self._wanted(of.task, 2) if whole else 0
-            beside = self._wanted(of.task, 1) if whole else 0
-            branches = guesses if beside else 0
-            at_stake = of.ends[-1] if drafted and of.ends else 0
-            keep = state.num_kv_valid if text.serial else -1
-            told = (text.slot, keep, ids, [*drafted], wanted, at_stake, beside, branches, text.salt)
-            rows.append(RequestUpdate(*told, of.task.draw))
+            row = self._update_of(of, room, guesses)
+            rows.append(row)
+            room -= len(row.ids) + len(row.drafted)
         if not self._process.send(UpdateBatch(self._serial, [*self.pool.closed], rows)):
             return  # earlier messages are unread: try again in the next step
         self.pool.closed.clear()
@@ -245,6 +228,27 @@ class ProcessSource:
             text.serial, text.life, text.gone = self._serial, self._process.life, []
             text.drafted, text.peaks = row.drafted, [*of.peaks[: len(row.drafted)]]
             text.rows, text.seen = [*of.rows[: len(row.drafted)]], min(text.seen, row.at_stake)
+
+    def _update_of(self, of: LookupResult, room: int, guesses: int) -> RequestUpdate:
+        """Make the update of a request, with at most `room` new ids of its text."""
+        state, text = of.task.state, of.text
+        ids = state.context.ids[state.num_kv_valid :][:room]
+        whole = state.num_kv_valid + len(ids) == len(state.context.ids)
+        drafted = [*of.ids] if whole and not of.known else []
+        wanted = self._wanted(of.task, 2) if whole else 0
+        beside = self._wanted(of.task, 1) if whole else 0
+        return RequestUpdate(
+            slot=text.slot,
+            keep=state.num_kv_valid if text.serial else -1,
+            ids=ids,
+            drafted=drafted,
+            wanted=wanted,
+            at_stake=of.ends[-1] if drafted and of.ends else 0,
+            beside=beside,
+            guesses=guesses if beside else 0,
+            salt=state.salt,
+            draw=of.task.draw,
+        )
 
     def _guesses(self, found: Sequence[LookupResult]) -> int:
         """Choose the number of branches beside each chain."""

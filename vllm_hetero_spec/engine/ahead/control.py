@@ -11,7 +11,6 @@ catches up. After that, the target waits for them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
@@ -26,7 +25,6 @@ class PrecomputedDrafts:
     """A `WaitPolicy` between a step or a round and the `LookaheadControl` that learns from it."""
 
     can_stop_early = False  # the drafter's process does not consult the controller
-    race_chances: Any = None  # all drafts are chains
 
     def __init__(self, control: LookaheadControl) -> None:
         self._control = control

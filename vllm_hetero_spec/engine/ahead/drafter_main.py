@@ -18,8 +18,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_hetero_spec.engine.ahead.answers import Ready
     from vllm_hetero_spec.engine.ahead.deployment import Deployment
+    from vllm_hetero_spec.engine.ahead.messages import Ready
     from vllm_hetero_spec.engine.ahead.server import DraftingServer
     from vllm_hetero_spec.engine.ahead.table import DraftTable
 
@@ -36,7 +36,7 @@ def main() -> None:
     cores = set(map(int, sys.argv[3:]))
     if cores:
         os.sched_setaffinity(0, cores)
-    from vllm_hetero_spec.engine.ahead.answers import Failed, encode
+    from vllm_hetero_spec.engine.ahead.messages import Failed, encode
     from vllm_hetero_spec.errors import ConfigError
 
     with contextlib.suppress(ConnectionError):  # the engine may end during loading
@@ -94,13 +94,14 @@ def _load(
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_hetero_spec.engine.ahead.answers import Ready
+    from vllm_hetero_spec.engine.ahead.messages import Ready
     from vllm_hetero_spec.engine.ahead.server import RIVALS, DraftingServer
     from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.drafter.recording import Recording
+    from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
     from vllm_hetero_spec.engine.seam.drafter_config import (
         drafter_vllm_config,
         drafting_mode,
@@ -131,17 +132,16 @@ def _load(
         worker.init_device()
     length = given.drafter_config.max_model_len
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
-    drafter = Drafter(
-        model,
-        given.banned,
-        given.vocab_size,
-        options.num_speculative_tokens,
-        most_rows,
-        None if given.tokens is None else first_token_sampling(given.tokens, worker.device),
+    tokens, device = given.tokens, worker.device
+    rules = PickConfig(
+        vocab_size=given.vocab_size,
+        banned=torch.tensor(sorted(given.banned), dtype=torch.long, device=device),
         ends=given.ends,
+        sampling=None if tokens is None else first_token_sampling(tokens, device),
         confidences=True,
         beside=RIVALS,
     )
+    drafter = Drafter(model, rules, options.num_speculative_tokens, most_rows)
     recording = Recording(drafter, drafting_mode(options, target), measured=False)
     recording.read_most(given.most_tokens, most_rows)
     recording.record()
@@ -154,8 +154,7 @@ def serve(server: "DraftingServer", messages: socket.socket) -> None:
     """Draft until the engine closes the socket."""
     from vllm.utils.system_utils import set_process_title
 
-    from vllm_hetero_spec.engine.ahead.answers import LONGEST
-    from vllm_hetero_spec.engine.ahead.messages import update_batch_of
+    from vllm_hetero_spec.engine.ahead.messages import LONGEST, update_batch_of
 
     set_process_title(_TITLE)
 

@@ -3,10 +3,10 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_hetero_spec.draft.draft import Draft, DraftProbs, confidences_of
+from vllm_hetero_spec.draft.draft import Draft, confidences_of
 from vllm_hetero_spec.engine.ahead.continuations import find_drawn, find_remainder
 from vllm_hetero_spec.engine.ahead.remote_requests import RemoteRequest
 from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
@@ -27,11 +27,11 @@ class LookupResult:
         peaks: For each id, the drafter's largest probability at its position.
         rank: Index of the continuation; the chain is 0.
         missing: Reason if a draft is missing, see `REASONS`; otherwise "".
-        proposal: The draft in target tokens.
-        ends: For each target token, how many leading `ids` it needs.
         first: Tokens of the continuation before `ids`.
         rows: For each id, the row it was sampled from, see `DraftRecord`; empty if it is certain,
             as a greedy token is.
+        draft: The draft in target tokens; `Lookup.translate` sets it.
+        ends: For each of its tokens, how many leading `ids` it needs.
     """
 
     task: DraftTask
@@ -40,22 +40,15 @@ class LookupResult:
     peaks: Sequence[float] = ()
     rank: int = 0
     missing: str = ""
-    proposal: Sequence[int] = ()
-    ends: Sequence[int] = ()
     first: int = 0
     rows: Sequence[bytes] = ()
-    draft_probs: DraftProbs | None = None
+    draft: Draft = field(init=False, compare=False, repr=False)
+    ends: Sequence[int] = ()
 
     @property
     def text(self) -> RemoteRequest:
         """The request's state as last sent to the drafter process."""
         return text_of(self.task)
-
-    @property
-    def draft(self) -> Draft:
-        """The draft, with the drafter's confidence in each token."""
-        confidences = confidences_of(self.peaks, self.ends)
-        return Draft.chain(self.task.req_id, list(self.proposal), confidences, self.draft_probs)
 
 
 class Lookup:
@@ -120,7 +113,7 @@ class Lookup:
         return len(ids) >= enough or bool(ids and ids[-1] in self._bridge.drafter_eos)
 
     def translate(self, found: Sequence[LookupResult]) -> None:
-        """Add the target tokens to the results."""
+        """Add the drafts to the results."""
         began = time.perf_counter()
         proposals = self._bridge.to_target(
             [of.task.state.context for of in found],
@@ -130,12 +123,14 @@ class Lookup:
         )
         self._stats.translate_seconds += time.perf_counter() - began
         for of, proposal in zip(found, proposals, strict=True):
-            of.proposal, of.ends = proposal, self._bridge.ids_covering(of.ids, proposal, of.known)
+            of.ends = self._bridge.ids_covering(of.ids, proposal, of.known)
+            confidences = confidences_of(of.peaks, of.ends)
+            of.draft = Draft.chain(of.task.req_id, [*proposal], confidences)
         if self._drawn is not None:
             self._spell(found, self._drawn)
 
     def _spell(self, found: Sequence[LookupResult], drawn: SampledRecordDecoder) -> None:
-        """Add the target tokens and `draft_probs` of sampled drafts."""
+        """Replace the drafts of sampled requests, which have `draft_probs`."""
         own = [of for of in found if of.task.draw is not None and of.ids]
         if not own:
             return
@@ -143,8 +138,8 @@ class Lookup:
             [of.task for of in own], [of.ids for of in own], [of.rows for of in own]
         )
         for of, draft in zip(own, drafts, strict=True):
-            of.proposal, of.draft_probs = draft.tokens, draft.draft_probs
             of.ends = drawn.ends(of.ids)[: len(draft.tokens)]
+            of.draft = draft._replace(confidences=confidences_of(of.peaks, of.ends))
             of.text.seen = of.first + len(of.ids)
 
     def _lines(
@@ -221,6 +216,5 @@ def bytes_of_tokens(pair: TokenizerPair) -> dict[int, bytes]:
 def text_of(task: DraftTask) -> RemoteRequest:
     """Return a request's state as last sent to the drafter process."""
     assert task.state.sequence is not None
-    table = task.state.sequence.table
-    assert isinstance(table, RemoteRequest)
-    return table
+    text: RemoteRequest = task.state.sequence.table
+    return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages from an engine to its drafter process. Drafts come back through a table in memory.
+"""Messages between an engine and its drafter process. Drafts come back through a table in memory.
 
 Messages contain drafter ids. Text and target tokens stay in the engine.
 """
@@ -11,6 +11,8 @@ from vllm_hetero_spec.draft.sampling import DraftSampling
 # Maximum ids and requests of a message, so that it fits into a socket's buffer. Kernels usually
 # limit that to 2 * 208 KiB.
 MOST_IDS, MOST_ROWS = 8192, 1024
+# Bytes; the largest message in either direction.
+LONGEST = 1 << 20
 
 
 class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
@@ -56,4 +58,24 @@ class UpdateBatch(msgspec.Struct, array_like=True, frozen=True):
     rows: list[RequestUpdate]
 
 
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The answer of the process: the drafter is loaded.
+
+    Attributes:
+        num_blocks: KV blocks of the drafter, including block 0, which is never used.
+        block_size: Tokens per block.
+    """
+
+    num_blocks: int
+    block_size: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The drafter cannot be loaded; `sentence` names the cause and the remedy."""
+
+    sentence: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+answer_of = msgspec.msgpack.Decoder(Ready | Failed).decode
 update_batch_of = msgspec.msgpack.Decoder(UpdateBatch).decode

@@ -4,12 +4,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-
 
 @dataclass
-class RemoteRequest(BlockTable):
-    """State of one request; takes the place of its block table.
+class RemoteRequest:
+    """State of one request, from `open` to `close`.
 
     Attributes:
         slot: Its slot in the process; -1 if it has none.
@@ -39,7 +37,7 @@ class RemoteRequest(BlockTable):
 
 
 class RemoteRequests:
-    """Slots of the drafter process; takes the place of a `KVPool` of `capacity` blocks."""
+    """Slots of a drafter process whose KV pool has `capacity` blocks; a `Pool`."""
 
     def __init__(self, slots: int, capacity: int, block_size: int) -> None:
         self.capacity, self.block_size = capacity, block_size
@@ -48,7 +46,7 @@ class RemoteRequests:
         self.closed: set[int] = set()  # slots given back, but not sent yet
 
     def open(self, ids: Sequence[int], salt: str | None) -> tuple[RemoteRequest, int]:
-        text = RemoteRequest(salt)
+        text = RemoteRequest()
         self.admit(text)
         return text, 0
 
@@ -58,13 +56,11 @@ class RemoteRequests:
             text.slot = self._free.pop()
         return text.slot >= 0
 
-    def rollback(self, table: BlockTable, num_tokens: int) -> int:
-        assert isinstance(table, RemoteRequest)
+    def rollback(self, table: RemoteRequest, num_tokens: int) -> int:
         table.gone[:0] = table.sent[num_tokens:]
         return num_tokens
 
-    def close(self, table: BlockTable) -> None:
-        assert isinstance(table, RemoteRequest)
+    def close(self, table: RemoteRequest) -> None:
         if table.slot >= 0:
             self._free.append(table.slot)
             self.closed.add(table.slot)

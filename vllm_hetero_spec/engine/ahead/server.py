@@ -14,27 +14,27 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack
-from vllm_hetero_spec.engine.ahead.guesses import choose_guesses
 from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
-from vllm_hetero_spec.engine.ahead.server_requests import Continuation, ServerRequest
+from vllm_hetero_spec.engine.ahead.server_requests import (
+    Continuation,
+    ServerRequest,
+    choose_guesses,
+)
 from vllm_hetero_spec.engine.ahead.table import Counts, DraftRecord, DraftTable
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
-from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
+from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.staging import Receiver
 
 # Number of most likely tokens kept of each drafter row. Only these can become guesses.
 RIVALS = 8
 
-_Ranked = tuple[ServerRequest, int, Continuation]
-
 
 class _Work(NamedTuple):
     """A chain or branch in a forward."""
 
     text: ServerRequest
-    rank: int
     line: Continuation
     row: DraftRow
 
@@ -67,7 +67,7 @@ class DraftingServer:
     @property
     def busy(self) -> bool:
         """True if a chain or branch needs a forward."""
-        return any(line.has_work for _, _, line in self._lines())
+        return any(line.has_work for _, line in self._lines())
 
     def take(self, commit: UpdateBatch) -> None:
         """Apply an update. Each request in it is drafted anew from its new text."""
@@ -83,7 +83,7 @@ class DraftingServer:
             if text.chain.ids:  # drafted while the update was on its way
                 if text.chain.ids[-1] in self._ends:
                     text.chain.wanted = 0
-                self._put(text, 0, text.chain)
+                self._put(text, text.chain)
             self._guess(text)
         self._count()
 
@@ -104,14 +104,14 @@ class DraftingServer:
             of.row.sequence.table.sound = bool(of.row.steps)  # otherwise its logits were not read
             if not made.finite:
                 self._pool.suspect()
-            elif not of.rank:
+            elif not of.line.rank:
                 state = of.line.state
                 stable = min(state.num_kv_valid, of.text.num_text) - UNSTABLE_TAIL
                 self._pool.publish(of.row.sequence.table, state.context.ids, stable)
             if of.row.steps:
-                self._put(of.text, of.rank, of.line)
+                self._put(of.text, of.line)
         for of in work:
-            if not of.rank:
+            if not of.line.rank:
                 self._guess(of.text)
         self._count()
 
@@ -129,31 +129,30 @@ class DraftingServer:
         )
         self._table.count(done)
 
-    def _lines(self) -> Iterator[_Ranked]:
+    def _lines(self) -> Iterator[tuple[ServerRequest, Continuation]]:
         for text in self._texts.values():
-            for rank, line in enumerate(text.lines):
-                yield text, rank, line
+            for line in text.lines:
+                yield text, line
 
     def _chosen(self) -> list[_Work]:
         """Choose sequences for the next forward: chains first, then the shortest prefill."""
         work, tokens = list[_Work](), self._budget
-        waiting = [of for of in self._lines() if of[2].has_work]
-        for text, rank, line in sorted(
-            waiting, key=lambda of: (of[1] > 0, of[2].state.num_uncached)
-        ):
+        waiting = [of for of in self._lines() if of[1].has_work]
+        waiting.sort(key=lambda of: (of[1].rank > 0, of[1].state.num_uncached))
+        for text, line in waiting:
             if not tokens or len(work) == self._most_rows:
                 break
-            row = self._row(text, rank, tokens)
+            row = self._row(text, line, tokens)
             if row is None:
                 line.state.close(self._pool)
                 continue
-            work.append(_Work(text, rank, line, row))
+            work.append(_Work(text, line, row))
             tokens -= len(row.pending)
         return work
 
-    def _put(self, text: ServerRequest, rank: int, line: Continuation) -> None:
+    def _put(self, text: ServerRequest, line: Continuation) -> None:
         drafted = DraftRecord(text.serial, line.place, line.ids, line.peaks, line.rows)
-        self._table.write(text.slot, rank, drafted)
+        self._table.write(text.slot, line.rank, drafted)
 
     def _guess(self, text: ServerRequest) -> None:
         """Start branches once the drafter's rows for all positions under verification exist."""
@@ -176,8 +175,7 @@ class DraftingServer:
                 break
             if fork.copy is not None:
                 copies.append(fork.copy)
-            line = text.begin_beside(guess, fork.table)
-            self._put(text, len(text.lines) - 1, line)
+            self._put(text, text.begin_beside(guess, fork.table))
         if copies:
             self._drafter.model.copy_blocks(copies)
 
@@ -193,9 +191,8 @@ class DraftingServer:
             for probs in proposals
         ]
 
-    def _row(self, text: ServerRequest, rank: int, budget: int) -> DraftRow | None:
+    def _row(self, text: ServerRequest, line: Continuation, budget: int) -> DraftRow | None:
         """The next input of a chain or branch; None if there is no room for it."""
-        line = text.lines[rank]
         state = line.state
         assert state.sequence is not None
         start = state.num_kv_valid
@@ -208,19 +205,15 @@ class DraftingServer:
             lender = self._lender()
             if lender is None:
                 return None
-            lender.close(self._pool)
-        draw = text.draw_of(rank, self._drafter.max_length)
+            lender.state.close(self._pool)
+        draw = text.draw_of(line, self._drafter.max_length)
         return DraftRow(DraftTask(state, steps, draw=draw, paths=1), state.sequence, pending, steps)
 
-    def _lender(self) -> RequestState | None:
-        """A sequence without work that can give up its KV; branches come first."""
-        resting = [
-            (rank > 0, line.state)
-            for _, rank, line in self._lines()
-            if line.state.sequence is not None and not line.has_work
-        ]
-        lender = max(resting, key=lambda of: of[0], default=None)
-        return lender and lender[1]
+    def _lender(self) -> Continuation | None:
+        """A chain or branch without work that can give up its KV; branches come first."""
+        lines = [line for _, line in self._lines()]
+        resting = [of for of in lines if of.state.sequence is not None and not of.has_work]
+        return max(resting, key=lambda of: of.rank > 0, default=None)
 
     def _close(self, slot: int) -> None:
         text = self._texts.pop(slot, None)

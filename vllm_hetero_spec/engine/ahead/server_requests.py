@@ -1,16 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of the drafter process, each with a chain and its branches."""
 
+import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from vllm_hetero_spec.draft.sampling import DraftSampling
-from vllm_hetero_spec.engine.ahead.guesses import Alternative, BranchPoint
 from vllm_hetero_spec.engine.ahead.messages import RequestUpdate
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.text.context import IdentityContext
+
+
+class BranchPoint(NamedTuple):
+    """A guess: a token that may replace the chain's token at one position.
+
+    Attributes:
+        place: Number of chain tokens before it.
+        token: Drafter id; differs from the chain's token there.
+        probability: Probability that the target follows the chain up to here, then emits `token`.
+    """
+
+    place: int
+    token: int
+    probability: float
+
+
+class Alternative(NamedTuple):
+    """The drafter's most likely tokens at one position of its chain.
+
+    Attributes:
+        chosen: The chain's token there.
+        tokens: The most likely tokens.
+        shares: Their probabilities.
+    """
+
+    chosen: int
+    tokens: Sequence[int]
+    shares: Sequence[float]
+
+    @property
+    def share(self) -> float:
+        """Probability of the chain's token; 0 if it is not among the most likely."""
+        return dict(zip(self.tokens, self.shares, strict=True)).get(self.chosen, 0.0)
 
 
 @dataclass
@@ -19,6 +55,7 @@ class Continuation:
 
     Attributes:
         state: The ids of the request's text and of the continuation, with their KV.
+        rank: 0 for the chain, then the number of the branch.
         place: Ids after the text that are not its own: the update's `drafted`, or the chain's.
         wanted: Number of own ids to draft.
         ids: Own ids, including the guess.
@@ -28,6 +65,7 @@ class Continuation:
     """
 
     state: RequestState
+    rank: int = 0
     place: int = 0
     wanted: int = 0
     ids: list[int] = field(default_factory=list)
@@ -155,15 +193,15 @@ class ServerRequest:
             for at in range(self.num_text, last + 1)
         ]
 
-    def draw_of(self, rank: int, longest: int) -> DraftSampling | None:
+    def draw_of(self, line: Continuation, longest: int) -> DraftSampling | None:
         """Sampling parameters of the next token of a continuation, with a draw number of its own.
 
         `longest` is the maximum number of ids in a text with its continuation.
         """
         if self.draw is None:
             return None
-        place = len(self.lines[rank].state.context.ids) - self.num_text
-        return replace(self.draw, first=rank * longest + place)
+        place = len(line.state.context.ids) - self.num_text
+        return replace(self.draw, first=line.rank * longest + place)
 
     def begin_beside(self, guess: BranchPoint, table: BlockTable) -> Continuation:
         """Start a branch at a guess. `table` is a fork of the chain's up to there."""
@@ -172,7 +210,8 @@ class ServerRequest:
         context.ids = [*chain.context.ids[:at], guess.token]
         sequence = DraftSequence(table, context.ids[:at])
         state = RequestState(chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=at)
-        line = Continuation(state, guess.place, self._beside, [guess.token], [guess.probability])
+        own = [guess.token], [guess.probability]
+        line = Continuation(state, len(self.lines), guess.place, self._beside, *own)
         self.lines.append(line)
         return line
 
@@ -180,6 +219,32 @@ class ServerRequest:
         """Give back all KV blocks."""
         for line in self.lines:
             line.state.close(pool)
+
+
+def choose_guesses(
+    rivals: Sequence[Alternative], follows: Sequence[float], budget: int
+) -> list[BranchPoint]:
+    """Return the most probable guesses. As they exclude each other, this maximizes the hit rate.
+
+    Args:
+        rivals: For each position of the chain, from the first that is not verified.
+        follows: For each position, the probability that the target follows the chain there, given
+            that it has followed it before.
+        budget: Maximum number of guesses.
+
+    Returns:
+        The most probable first; of equal ones, the earlier position first.
+    """
+    survival = accumulate(follows, mul, initial=1.0)
+    guesses = (
+        BranchPoint(place, token, reached * share)
+        for place, (reached, (chosen, tokens, shares)) in enumerate(
+            zip(survival, rivals, strict=False)
+        )
+        for token, share in zip(tokens, shares, strict=True)
+        if token != chosen
+    )
+    return heapq.nlargest(budget, guesses, key=lambda guess: guess.probability)
 
 
 def _same(first: Sequence[int], second: Sequence[int], start: int) -> int:

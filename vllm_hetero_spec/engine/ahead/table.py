@@ -45,7 +45,7 @@ class DraftRecord(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the writer has done so far.
+    """Counts of the writer so far.
 
     Attributes:
         beats: Signs of life; grows even if nothing is written.
@@ -127,7 +127,7 @@ class DraftTable:
     def read(self, slot: int, rank: int = 0) -> DraftRecord | None:
         """Return a record; None if it is being written."""
         # Bytes, because calls of NumPy would take longer than the work on so few numbers.
-        start = self._at(slot, rank)
+        start = self._start + slot * self._of_slot + rank * self._of_record
         _, _, _, count, num_drawn = _head_of(self._bytes, start)
         tokens = _tokens_of(count)
         drawn = tokens.size + 4 * _HEAD
@@ -142,10 +142,6 @@ class DraftTable:
         starts = range(drawn, len(record), 4 * _ROW)
         rows = tuple([record[start : start + 4 * _ROW] for start in starts])
         return DraftRecord(serial, place, ids, peaks, rows)
-
-    def _at(self, slot: int, rank: int) -> int:
-        start: int = self._start + slot * self._of_slot + rank * self._of_record
-        return start
 
 
 def make_file(slots: int, longest: int, branches: int, drawn: int = 0) -> int:

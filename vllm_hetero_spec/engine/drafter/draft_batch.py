@@ -15,20 +15,16 @@ from typing import NamedTuple
 from vllm_hetero_spec.draft.draft import Draft, confidences_of
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_length import DraftLength
-from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
+from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import UNSTABLE_TAIL, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import (
     Control,
-    DrafterBranch,
     DrafterTokens,
     DraftRow,
     DraftTask,
     DraftTiming,
-    TopCandidates,
 )
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.trees.drafts import BranchTokens, TreeDrafts
-from vllm_hetero_spec.engine.trees.forks import Forks
 from vllm_hetero_spec.text.bridge import Bridge
 
 # steps; pause of a request after the pool had no blocks for it.
@@ -37,26 +33,18 @@ _STEPS_BETWEEN_TRIES = 8
 
 @dataclass(slots=True)
 class _Greedy:
-    """A greedy draft in progress, over one or more rounds.
-
-    `row` belongs to the newest round, and `beside` has the top candidates of `drafted` in parts. A
-    chain has neither `beside` nor `forks`.
-    """
+    """A greedy draft in progress, over one or more rounds; `row` belongs to the newest one."""
 
     row: DraftRow
     steps: int
     drafted: Sequence[int]
     known: int
     peaks: Sequence[float]
-    beside: Sequence[TopCandidates]
-    forks: Sequence[DrafterBranch]
     proposal: list[int] = field(init=False)
 
     def go_on(self, tokens: DrafterTokens) -> None:
         self.drafted = [*self.drafted, *tokens.tokens]
         self.peaks = [*self.peaks, *tokens.confidences]
-        if tokens.beside is not None:
-            self.beside = [*self.beside, tokens.beside]
 
 
 class _Round(NamedTuple):
@@ -81,9 +69,6 @@ class DraftBatchRunner:
         self._stats = stats
         self._budget = budget
         self._length = DraftLength(bridge, drafter)
-        self._forks = Forks(pool, stats)
-        self._lent = BlockTable()  # blocks of this round's SLRS-n side branches
-        self._trees = TreeDrafts(bridge, drafter.sampling, stats)
         self._round: _Round | None = None
 
     def begin(
@@ -101,10 +86,9 @@ class DraftBatchRunner:
         """
         before, began = self._counts(), time.perf_counter()
         rows = self._admit(tasks, outside)
-        if self._drafter.merges:
-            rows = self._lend_side_blocks(rows)
-        rows = self._forks.lend(rows, self._drafter.has_room)
         if rows:
+            for extension in self._drafter.extensions:
+                extension.admit(rows)
             self._drafter.begin(rows, control)
         self._round = _Round(rows, control, before, began, time.perf_counter() - began)
 
@@ -119,27 +103,25 @@ class DraftBatchRunner:
             # In a step without drafts the target's forward hides that host work.
             began = current.began if self._drafter.may_wait else began - current.seconds
             took = time.perf_counter() - began
-            seconds, tree_seconds, *counts = (
+            seconds, apart, *counts = (
                 now - then for now, then in zip(self._counts(), current.before, strict=True)
             )
-            forwards, picked, caught_up, trees = map(int, counts)
-            overhead = max(0.0, took - seconds - tree_seconds)
-            timing = DraftTiming(
-                seconds, overhead, forwards, picked, caught_up, trees, tree_seconds
-            )
+            forwards, picked, caught_up, completed = map(int, counts)
+            overhead = max(0.0, took - seconds - apart)
+            timing = DraftTiming(seconds, overhead, forwards, picked, caught_up, completed, apart)
             current.control.drafted(timing, drafts)
         return drafts
 
     def _counts(self) -> tuple[float, ...]:
-        drafter, stats, trees = self._drafter, self._stats, self._trees
-        seconds = drafter.forward_seconds, trees.seconds
-        return *seconds, drafter.forwards, stats.drafter_tokens, stats.catch_up_tokens, trees.count
+        drafter, stats = self._drafter, self._stats
+        seconds = sum([of.seconds for of in drafter.extensions])
+        completed = sum([of.completed for of in drafter.extensions])
+        counts = drafter.forwards, stats.drafter_tokens, stats.catch_up_tokens, completed
+        return drafter.forward_seconds, seconds, *counts
 
     def _drafts(self, current: "_Round") -> list[Draft]:
         rows, control = current.rows, current.control
         drafted = self._drafter.finish()
-        self._pool.close(self._lent)
-        self._forks.close()
         self._publish(rows, drafted)
         drafts: list[Draft] = []
         greedy: list[_Greedy] = []
@@ -148,14 +130,14 @@ class DraftBatchRunner:
                 continue
             self._count(row.task, tokens)
             if tokens.proposal is None:
-                beside = () if tokens.beside is None else (tokens.beside,)
-                made = tokens.tokens, tokens.known, tokens.confidences, beside, tokens.forks
+                made = tokens.tokens, tokens.known, tokens.confidences
                 greedy.append(_Greedy(row.greedy(), row.steps, *made))
-            elif tokens.beside is not None and control is not None:
-                drafts.append(self._trees.raced(row.task, tokens, control.race_chances))
             else:
                 drafts.append(tokens.proposal)
-        return drafts + self._cover(greedy, control) if greedy else drafts
+        drafts += self._cover(greedy, control) if greedy else []
+        for extension in self._drafter.extensions:
+            drafts = extension.complete(drafts, control)
+        return drafts
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Assign token budget and KV blocks: requests to draft first, shortest catch-up first."""
@@ -181,7 +163,7 @@ class DraftBatchRunner:
             budget -= pending
             assert state.sequence is not None
             choose = None
-            if judged and steps and (task.draw is None or drafter.token_healing):
+            if judged and steps and (task.draw is None or drafter.rules.token_healing):
                 choose = partial(self._bridge.first_choice, state.context)
             ids = known[start : start + pending]
             rows.append(DraftRow(task, state.sequence, ids, steps, choose))
@@ -198,29 +180,6 @@ class DraftBatchRunner:
                 return False
             other.close(self._pool)
         return True
-
-    def _lend_side_blocks(self, rows: list[DraftRow]) -> list[DraftRow]:
-        """Lend blocks for SLRS-n side branches, as long as budget, blocks and `max_lines` permit.
-
-        A side branch also feeds again the tokens that share its block, at most one block of tokens.
-        """
-        self._lent, tokens = BlockTable(), self._budget
-        lines = self._drafter.model.max_lines - len(rows)
-        with_blocks = list(rows)
-        for index, row in enumerate(rows):
-            branches = self._drafter.span(row.task).candidates - 1
-            if not branches or not row.steps:
-                continue
-            blocks = len(self._lent.blocks) + branches
-            tokens -= branches * self._pool.block_size
-            if (
-                tokens < 0
-                or blocks > lines
-                or not self._pool.grow(self._lent, blocks * self._pool.block_size)
-            ):
-                break
-            with_blocks[index] = row._replace(side_blocks=self._lent.blocks[-branches:])
-        return with_blocks
 
     def _publish(self, rows: Sequence[DraftRow], drafted: Sequence[DrafterTokens]) -> None:
         """Publish the KV of the caught-up context for prefix reuse."""
@@ -242,14 +201,10 @@ class DraftBatchRunner:
                 self._count(made.row.task, tokens)
                 made.go_on(tokens)
             self._translate(making)
-        drafts = [
+        return [
             Draft.chain(made.row.task.req_id, made.proposal, self._confidences(made))
             for made in every
         ]
-        if not any(made.beside for made in every):
-            return drafts
-        followed = [BranchTokens(m.row.task, m.drafted, m.beside, m.forks) for m in every]
-        return self._trees.greedy(followed, drafts)
 
     def _translate(self, drafts: Sequence[_Greedy]) -> None:
         began = time.perf_counter()
@@ -289,10 +244,7 @@ class DraftBatchRunner:
         return confidences_of(made.peaks, covering)
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:
-        count = len(tokens.tokens)
-        if tokens.forks:
-            count += sum([len(fork.tokens) - fork.leaves for fork in tokens.forks])
-        self._stats.drafter_tokens += count
+        self._stats.drafter_tokens += len(tokens.tokens)
         if not tokens.finite:
             self._skip(task, "nan_logits")
             self._pool.suspect()

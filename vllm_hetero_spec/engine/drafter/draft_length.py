@@ -45,9 +45,11 @@ class DraftLength:
         """
         if not task.lookahead:
             return 0
-        if task.draw is not None:  # one step per sampled target token, or half of its merge span
-            span = max(2, self._drafter.span(task).tokens)
-            return min(room, task.lookahead * span // 2)
+        if task.draw is not None:  # one step per sampled target token
+            steps = task.lookahead
+            for extension in self._drafter.extensions:
+                steps = extension.steps(task, steps)
+            return min(room, steps)
         if self._drafter.waits:
             return min(room, max(1, round(task.lookahead * mean_ratio)))
         # One more step completes the last target token. It costs less than another round.

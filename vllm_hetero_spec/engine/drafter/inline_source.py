@@ -11,12 +11,15 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
 from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.requests import RequestState
+from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
+from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
@@ -25,7 +28,9 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 )
 from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
+from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.options import HeteroOptions
+from vllm_hetero_spec.slrs.slrs import SlrsMethod
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -76,29 +81,33 @@ class InlineSource:
         ranks = 1 if solo else group.world_size
         sampling = sampling_of(options, pair, width, device, ranks, likeliest)
         self.draws = sampling is not None
-        self.drafter = Drafter(
-            model,
-            pair.bridge.banned,
-            pair.drafter.vocab_size,
-            options.num_speculative_tokens,
-            scheduler.max_num_seqs,
-            sampling,
-            pair.bridge.drafter_eos,
+        rules = PickConfig(
+            vocab_size=pair.drafter.vocab_size,
+            banned=torch.tensor(sorted(pair.bridge.banned), dtype=torch.long, device=device),
+            ends=pair.bridge.drafter_eos,
+            sampling=sampling,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
             token_healing=pair.token_healing,
         )
+        lookahead = options.num_speculative_tokens
+        self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
         self.drafter.may_wait = scheduler.async_scheduling  # `begin` and `finish` run together
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
         # vLLM's sleep mode allocator keeps freed memory, so that graphs could not use it.
         measured = vllm_config.cache_config.kv_cache_memory_bytes is None
         measured = measured and not vllm_config.model_config.enable_cumem_allocator
         mode = drafting_mode(options, vllm_config)
-        rows = scheduler.max_num_seqs * options.num_speculative_tokens if self.draws else 0
+        rows = scheduler.max_num_seqs * lookahead if self.draws else 0
         later = 4 * width * min(rows, most_rows(width))  # bytes; the draft_probs of a round
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
+        if isinstance(sampling, SlrsMethod):
+            self.drafter.extensions.append(SlrsSpans(self.drafter, self.pool, sampling, budget))
+        if options.tree_nodes:
+            trees = TreeBranches(self.drafter, self.pool, pair.bridge, stats)
+            self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
         with self._alone:
             self._recording.read_most(budget, scheduler.max_num_seqs)
@@ -124,11 +133,11 @@ class InlineSource:
 
     def step(self, batch: int) -> None:
         with self._alone:
-            self.drafter.step(batch)
+            idle_step(self.drafter, batch)
 
     def read(self, tokens: int) -> None:
         with self._alone:
-            self.drafter.read(tokens)
+            idle_prefill(self.drafter, tokens)
 
     def reset(self) -> None:
         self.pool.reset()

@@ -26,6 +26,7 @@ class BlockTable:
         row: int32 copy of `blocks` for the attention kernels, padded at the end.
         names: Names of the leading full blocks that this sequence, or another one, has published.
         sound: False if the last forward of this sequence was not checked for finite logits.
+        checked: Number of leading names whose blocks are finite: logits behind them were.
     """
 
     salt: str | None = None
@@ -33,6 +34,7 @@ class BlockTable:
     row: np.ndarray = field(default_factory=lambda: np.zeros(16, np.int32))
     names: list[object] = field(default_factory=list)
     sound: bool = True
+    checked: int = 0
 
     @property
     def parent(self) -> object:
@@ -134,7 +136,7 @@ class KVPool:
             self._refs[block] += 1
             table.push(block)
             table.names.append(self._uid_of[block])
-        reused = len(table.blocks) * size
+        table.checked, reused = len(table.names), len(table.blocks) * size
         self.reused_tokens += reused
         return table, reused
 
@@ -172,6 +174,8 @@ class KVPool:
                 self._uid_of[block] = self._next_uid
                 self._next_uid += 1
             table.names.append(self._uid_of[block])
+        if table.sound:
+            table.checked = len(table.names)
 
     def fork(self, table: BlockTable, num_tokens: int) -> ForkedTable | None:
         """Create a second sequence after the first `num_tokens` tokens of a table.
@@ -205,6 +209,7 @@ class KVPool:
         """
         keep = num_tokens // self.block_size
         del table.names[keep:]
+        table.checked = min(table.checked, keep)
         for block in table.blocks[keep:]:
             if self._refs[block] > 1 or block in self._name_of:  # shared or findable
                 break
@@ -217,13 +222,14 @@ class KVPool:
         """Release all blocks. Published ones stay findable until eviction."""
         self._give_back(table, 0)
         table.names.clear()
-        table.sound = True
+        table.sound, table.checked = True, 0
 
     def _give_back(self, table: BlockTable, keep: int) -> None:
-        """Release all blocks from index `keep` on; mark those of an unsound table for cleaning."""
+        """Release all blocks from index `keep` on; clean and forget those that were not checked."""
         if not table.sound:
-            self._suspect.update(table.blocks[keep:])
-            self._forget([block for block in table.blocks[keep:] if self._refs[block] == 1])
+            unchecked = table.blocks[max(keep, table.checked) :]
+            self._suspect.update(unchecked)
+            self._forget([block for block in unchecked if self._refs[block] == 1])
         for block in reversed(table.blocks[keep:]):
             self._release(block)
         del table.blocks[keep:]

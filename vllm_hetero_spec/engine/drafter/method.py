@@ -6,7 +6,6 @@ the method. The method applies to all other requests.
 """
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.slrs import MergeSpan
+from vllm_hetero_spec.slrs.slrs import MergeSpan, SlrsMethod
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import PairMeter, documents_of
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps, default_cache
@@ -75,9 +74,12 @@ def sampling_of(
         logger.info("Drafts are sampled from the drafter's top %d tokens.", likeliest)
     if maps is None or not method.merges or not options.merge_candidates or likeliest is not None:
         return sampled
-    merging = PairMerges(pair.target, pair.drafter, maps, device)
-    return replace(
-        sampled, merging=merging, merge_span=MergeSpan(span(size), options.merge_candidates)
+    return SlrsMethod(
+        tokens,
+        lengths,
+        spelling.tokens,
+        merging=PairMerges(pair.target, pair.drafter, maps, device),
+        merge_span=MergeSpan(span(size), options.merge_candidates),
     )
 
 

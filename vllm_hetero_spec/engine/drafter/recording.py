@@ -15,6 +15,7 @@ from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
+from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
 from vllm_hetero_spec.errors import ConfigError, one_line
@@ -43,7 +44,7 @@ class Recording:
         most = max((requests for requests, _ in mode.shapes), default=0)
         of = drafter.model.config.model_config
         logits = most * of.get_vocab_size() * of.dtype.itemsize
-        self._bytes = _BYTES * (2 if drafter.beside else 1) + _LOGITS * logits
+        self._bytes = _BYTES * (2 if drafter.rules.beside else 1) + _LOGITS * logits
         self._done = False
         self._set_aside: torch.Tensor | None = None
         device = drafter.model.device
@@ -67,7 +68,7 @@ class Recording:
         compiled = model.config.compilation_config.mode != CompilationMode.NONE
         largest = model.device.type != "cpu" or compiled
         try:
-            self._drafter.read(min(budget, requests * model.max_length) if largest else 1)
+            idle_prefill(self._drafter, min(budget, requests * model.max_length) if largest else 1)
         except torch.OutOfMemoryError:  # vLLM's message has the remedy
             raise
         except Exception as error:
@@ -77,7 +78,7 @@ class Recording:
                 "vLLM can run alone here."
             ) from error
         if self._graphs is not None:
-            self._graphs.rehearse(lambda: self._drafter.read(1))
+            self._graphs.rehearse(lambda: idle_prefill(self._drafter, 1))
 
     def record(self) -> int:
         """Record the graphs, or log why the drafter runs eagerly. Return their device bytes.

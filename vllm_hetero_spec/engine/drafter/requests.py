@@ -4,9 +4,10 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Generic, Protocol
 
 import torch
+from typing_extensions import TypeVar
 
 from vllm_hetero_spec.draft.penalties import TokenCounts
 from vllm_hetero_spec.draft.sampling import DraftSampling
@@ -19,9 +20,12 @@ from vllm_hetero_spec.text.bridge import Bridge, Context
 # their KV is not published for reuse.
 UNSTABLE_TAIL = 32
 
+# What a pool keeps of a sequence: its KV blocks, unless another process manages them.
+Table = TypeVar("Table", default=BlockTable)
 
-class Pool(Protocol):
-    """Accounts for the drafter's KV blocks; the part of `KVPool` that requests use."""
+
+class Pool(Protocol[Table]):
+    """Accounts for the drafter's KV; the part of `KVPool` that requests use."""
 
     block_size: int
 
@@ -29,26 +33,26 @@ class Pool(Protocol):
     def capacity(self) -> int:
         """Number of blocks in total."""
 
-    def open(self, ids: Sequence[int], salt: str | None) -> tuple[BlockTable, int]:
+    def open(self, ids: Sequence[int], salt: str | None) -> tuple[Table, int]:
         """Create a table; also return its number of leading tokens whose KV exists."""
 
-    def rollback(self, table: BlockTable, num_tokens: int) -> int:
+    def rollback(self, table: Table, num_tokens: int) -> int:
         """Keep the KV of at most the first `num_tokens` tokens; return the kept number."""
 
-    def close(self, table: BlockTable) -> None:
+    def close(self, table: Table) -> None:
         """Release all blocks."""
 
 
 @dataclass
-class DraftSequence:
+class DraftSequence(Generic[Table]):
     """The drafter's KV of one request: blocks, and the ids written (context, then draft tokens)."""
 
-    table: BlockTable
+    table: Table
     kv_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
-class RequestState:
+class RequestState(Generic[Table]):
     """One request, from its first step to its end.
 
     Attributes:
@@ -68,7 +72,7 @@ class RequestState:
     salt: str | None = None
     num_prompt: int = 0
     num_media: int = 0
-    sequence: DraftSequence | None = None
+    sequence: DraftSequence[Table] | None = None
     num_kv_valid: int = 0
     last_target: int = -1
     retired: str = ""
@@ -92,19 +96,19 @@ class RequestState:
             return None
         return request.since(known)
 
-    def close(self, pool: Pool) -> None:
+    def close(self, pool: Pool[Table]) -> None:
         """Release the KV."""
         if self.sequence is not None:
             pool.close(self.sequence.table)
         self.sequence = None
         self.num_kv_valid = 0
 
-    def retire(self, reason: str, pool: Pool) -> None:
+    def retire(self, reason: str, pool: Pool[Table]) -> None:
         """Stop drafting for this request."""
         self.retired = reason
         self.close(pool)
 
-    def align(self, pool: Pool, unchanged: int) -> None:
+    def align(self, pool: Pool[Table], unchanged: int) -> None:
         """Keep the written KV that agrees with the context. At least one id stays without KV.
 
         The first `unchanged` context ids have not changed since the last call.
@@ -158,7 +162,7 @@ class RequestState:
 class Requests:
     """The states of all live requests. A request keeps at most `longest` drafter ids."""
 
-    def __init__(self, bridge: Bridge, pool: Pool, stats: DraftStats, longest: int) -> None:
+    def __init__(self, bridge: Bridge, pool: Pool[Any], stats: DraftStats, longest: int) -> None:
         self._bridge = bridge
         self._pool = pool
         self._stats = stats

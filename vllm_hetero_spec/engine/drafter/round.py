@@ -3,15 +3,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
-from vllm_hetero_spec.engine.drafter.tasks import DrafterBranch, DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_choice import RowPickers
-from vllm_hetero_spec.engine.drafter.token_healing import Candidates, HealedStart
 from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
 from vllm_hetero_spec.staging import Fetched
+
+
+class Candidates(NamedTuple):
+    """Candidates for the first tokens of n requests, in transfer to the host.
+
+    Attributes:
+        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
+            the position of the last token, and the bits of their float32 logits.
+        num_next: c.
+    """
+
+    fetched: Fetched
+    num_next: int
+
+
+class HealedStart(NamedTuple):
+    """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
+
+    If it replaces the last token, `confidence` is its probability among all candidates that fit.
+    """
+
+    id: int
+    known: int
+    confidence: float
 
 
 @dataclass
@@ -19,16 +43,16 @@ class Round:
     """A round in progress.
 
     Attributes:
-        rows: Its requests, sorted: SLRS-n requests last, before them by falling number of steps.
+        rows: Its requests, those with more steps first, then those that an extension drafts.
         order: Index of each row in the caller's order.
         taken: Queued steps, catch-up included; 0 if nothing is drafted.
         confidences: Confidences so far by request id, if a controller reads them.
         candidates: Candidates for the first tokens, in transfer to the host.
-        others: First tokens that were replaced before sampling; None if they were not checked then.
+        others: First tokens that are replaced before the steps; None if they are not checked then.
         cut: Replaced first tokens by row, for drafts that consist of this token only. Their steps
             followed the drafter's own first token.
         known: By row, if the draft replaces the last token of its request: the bytes of that token.
-        spans: Finished drafts of the SLRS-n requests.
+        picked: All picked tokens, after `drafted`.
     """
 
     rows: list[DraftRow]
@@ -43,7 +67,7 @@ class Round:
     known: dict[int, int] = field(default_factory=dict)
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
-    spans: list[DrafterTokens] = field(default_factory=list)
+    picked: PickedTokens | None = None
 
     def looked_at(self, number: int, peaks: Sequence[float]) -> dict[str, list[float]]:
         """Return the confidences so far of the requests that still draft in step `number`.
@@ -63,7 +87,7 @@ class Round:
         assert self.fetched is not None
         active = self.plan.active[: self.taken]
         packet = self.fetched.wait()[:, :, : max(active)]
-        picked = PickedTokens(packet, confidences=confidences)
+        picked = self.picked = PickedTokens(packet, confidences=confidences)
         drafted = []
         for index, (row, ids, peaks, sound) in enumerate(
             zip(self.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
@@ -78,13 +102,7 @@ class Round:
             row.sequence.kv_ids += ids[:-1]
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
-                forks = [
-                    DrafterBranch(picked.ids[at][:sound], picked.beside(at, sound), leaves)
-                    for at, leaves in self.plan.forks_of(index)
-                    if wanted > leaves + 1  # it was fed its own first token
-                    and (sound := min(wanted, picked.sound[at])) > leaves + 1
-                ]
-                tokens = tokens._replace(beside=picked.beside(index, count), forks=forks)
+                tokens = tokens._replace(beside=picked.beside(index, count))
             drafted.append(tokens)
         for index, known in self.known.items():
             drafted[index] = drafted[index]._replace(known=known)

@@ -20,11 +20,27 @@ from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 NOWHERE = -1
 # tokens; a row of a block table covers a multiple of this, as in vLLM.
 _WHOLE_TOKENS = 128
-# Column of a fork's own token among the top candidates. Column 0 is the chain's token.
-_SECOND = 1
 
 # drafter tokens per target token of a draft; upper bound.
 STEPS_PER_TOKEN = 8
+
+
+class Fork(NamedTuple):
+    """A further sequence of a request that drafts beside the request's own chain.
+
+    Attributes:
+        row: Index of the request.
+        sequence: Its KV, with room for as many steps as the request has.
+        leaves: Step after which it leaves the chain.
+        column: Column of `TopCandidates` with its own first token.
+        copy: (source, destination) KV blocks to copy after the catch-up forward, or None.
+    """
+
+    row: int
+    sequence: DraftSequence
+    leaves: int
+    column: int
+    copy: tuple[int, int] | None = None
 
 
 class BatchFeed(NamedTuple):
@@ -66,8 +82,8 @@ class RoundPlan:
             catch-up forward, is unused.
         active: For each of the S steps, the number of leading rows that are still drafted; later
             rows need not be computed. The first is n if all requests draft.
-        forks: int64 [3, F]: for each fork its request, the step after which it leaves the request's
-            chain, and the column of `TopCandidates` with its own first token.
+        forks: int64 [3, F]: `row`, `leaves` and `column` of each fork.
+        copies: (source, destination) KV blocks to copy after the catch-up forward.
         uniform: True if every row feeds the same number of tokens, idle rows included.
     """
 
@@ -78,6 +94,7 @@ class RoundPlan:
     places: np.ndarray
     active: Sequence[int]
     forks: np.ndarray
+    copies: Sequence[tuple[int, int]] = ()
     uniform: bool = False
 
     @property
@@ -112,7 +129,7 @@ class Planner:
         steps: Sequence[int],
         size: int = 0,
         width: int = 0,
-        forks: Sequence[Sequence[DraftSequence]] = (),
+        forks: Sequence[Fork] = (),
         *,
         back: bool = False,
     ) -> RoundPlan:
@@ -125,13 +142,11 @@ class Planner:
             width: Feed exactly this many tokens in every row: the last tokens of its sequence. No
                 request may have more pending ids. Tokens that already have KV are read again
                 without writing KV. 0 feeds the pending ids only.
-            forks: KV of each request's forks. They draft as many steps as the request. Each fork
-                leaves the chain one token later than the one before.
+            forks: Sorted by request. They draft as many steps as their request.
             back: Same as `BatchFeed.back`. If one token is pending, the one before is read again.
         """
         count, rounds = len(sequences), max(1, steps[0])
-        pairs = [(line, step) for line, own in enumerate(forks) for step in range(len(own))]
-        table = self.table([*sequences, *chain.from_iterable(forks)], size)
+        table = self.table([*sequences, *(fork.sequence for fork in forks)], size)
         size = len(table)
         cached = [len(sequence.kv_ids) for sequence in sequences]
         after = [start + len(ids) for start, ids in zip(cached, pending, strict=True)]
@@ -140,7 +155,7 @@ class Planner:
         else:
             feed = self.ragged(table, cached, pending)
             feed = self._one_before(feed, sequences) if back else feed
-        lines = [*range(count), *(line for line, _ in pairs)]
+        lines = [*range(count), *(fork.row for fork in forks)]
         idle = [0] * (size - len(lines))
         begin = np.array([after[line] - 1 for line in lines] + idle)
         step = np.arange(rounds)[:, None]
@@ -157,13 +172,14 @@ class Planner:
         if uneven:
             slots[ended] = NOWHERE
         lengths = (positions + 1).astype(np.int32)
-        if pairs:
+        if forks:
             lengths[0, count:] = 1  # forks begin after the catch-up forward
-            forking = [sum([steps[line] > n for line, _ in pairs]) for n in range(1, rounds)]
+            forking = [sum([steps[fork.row] > n for fork in forks]) for n in range(1, rounds)]
             active[1:] = [count + n if n else k for n, k in zip(forking, active[1:], strict=True)]
         return RoundPlan(
             count, feed._replace(back=back), table, lengths, places, active,
-            np.array([(*pair, _SECOND) for pair in pairs], np.int64).reshape(-1, 3).T, width > 0,
+            np.array([(of.row, of.leaves, of.column) for of in forks], np.int64).reshape(-1, 3).T,
+            [fork.copy for fork in forks if fork.copy], width > 0,
         )  # fmt: skip
 
     def nowhere(self, lengths: Sequence[int]) -> list[DraftSequence]:

@@ -5,49 +5,97 @@ A side branch writes KV to blocks that are lent for the round. The tokens of the
 block are fed again there. Its KV is discarded after the round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
-from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.extension import RoundExtension
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.slrs.path import SlrsPath
-from vllm_hetero_spec.slrs.slrs import Slrs
-from vllm_hetero_spec.staging import Send
-
-# Arguments: tokens, KV blocks int32 [n, W], lengths after the forward int32 [n]. Result: logits
-# [n, V_D].
-Forward = Callable[[BatchFeed, np.ndarray, np.ndarray], torch.Tensor]
+from vllm_hetero_spec.slrs.slrs import Slrs, SlrsMethod
 
 
-class SlrsSpans:
+class SlrsSpans(RoundExtension):
+    """Drafts the requests of a drafter that use SLRS-n.
+
+    SLRS-n supports neither race verification nor penalties.
+    """
+
+    def __init__(self, drafter: Drafter, pool: KVPool, method: SlrsMethod, budget: int) -> None:
+        self._drafter, self._pool, self._method, self._budget = drafter, pool, method, budget
+        self._lent = BlockTable()  # blocks of this round's side branches
+        self._side_blocks: dict[str, Sequence[int]] = {}  # by request, one per side branch
+        self._drafted: list[DrafterTokens] = []
+
+    def steps(self, task: DraftTask, steps: int) -> int:
+        # half of the merge span per target token
+        return steps * max(2, self._method.merge_span.tokens) // 2 if _merges(task) else steps
+
+    def admit(self, rows: Sequence[DraftRow]) -> None:
+        """Lend blocks for side branches, as long as budget, blocks and `max_lines` permit.
+
+        A side branch also feeds again the tokens that share its block, at most one block of tokens.
+        """
+        self._lent, self._side_blocks, tokens = BlockTable(), {}, self._budget
+        lines = self._drafter.model.max_lines - len(rows)
+        branches = self._method.merge_span.candidates - 1
+        for index in self.drafts(rows) if branches else ():
+            blocks = len(self._lent.blocks) + branches
+            tokens -= branches * self._pool.block_size
+            if (
+                tokens < 0
+                or blocks > lines
+                or not self._pool.grow(self._lent, blocks * self._pool.block_size)
+            ):
+                break
+            self._side_blocks[rows[index].task.req_id] = self._lent.blocks[-branches:]
+
+    def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
+        return [index for index, row in enumerate(rows) if row.steps and _merges(row.task)]
+
+    def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
+        if rows := [current.rows[index] for index in self.drafts(current.rows)]:  # the last ones
+            spans = _SpanRound(rows, self._side_blocks, self._drafter, self._method)
+            self._drafted = spans.run(logits[-len(rows) :])
+
+    def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
+        if self._drafted:
+            drafted[-len(self._drafted) :] = self._drafted
+            self._drafted = []
+        self._pool.close(self._lent)
+
+
+def _merges(task: DraftTask) -> bool:
+    return task.draw is not None and not task.draw.races and task.penalty is None
+
+
+class _SpanRound:
     """The SLRS-n requests of one round, after catch-up."""
 
     def __init__(
         self,
         rows: Sequence[DraftRow],
-        rules: PickConfig,
-        planner: Planner,
-        forward: Forward,
-        send: Send,
+        side_blocks: Mapping[str, Sequence[int]],
+        drafter: Drafter,
+        method: SlrsMethod,
     ) -> None:
-        self._rows, self._rules, self._planner, self._forward = rows, rules, planner, forward
-        self._table = planner.table([row.sequence for row in rows])
-        self._draws = rules.draws(rows, send, range(len(rows)), keep=False)
+        self._rows, self._rules, self._drafter, self._method = rows, drafter.rules, drafter, method
+        self._table = drafter.planner.table([row.sequence for row in rows])
+        self._draws = self._rules.draws(rows, drafter.send, range(len(rows)), keep=False)
         self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
-        self._paths = [_path_of(row) for row in rows]
+        self._side_blocks = [side_blocks.get(row.task.req_id, ()) for row in rows]
+        self._paths = list(map(_path_of, rows, map(len, self._side_blocks)))
 
     def run(self, logits: torch.Tensor) -> list[DrafterTokens]:
         """Draft from the logits [n, V_D] at the end of each request's context."""
-        sampling = self._rules.sampling
-        assert sampling is not None
-        assert sampling.merging is not None
         finite = logits.isfinite().any(-1).tolist()
-        span = sampling.merge_span.tokens
-        slrs = Slrs(sampling.tokens, sampling.merging, self._rules.ends, span)
+        method, ends = self._method, self._rules.ends
+        slrs = Slrs(method.tokens, method.merging, ends, method.merge_span.tokens)
         first = self._drawn_from(logits, list(range(len(self._rows))))
         probs = slrs.draft(first, self._paths, self._feed)
         peaks = probs.amax(-1).tolist() if self._rules.confidences and len(probs) else []
@@ -75,8 +123,8 @@ class SlrsSpans:
         paths = self._paths
         cached = self._cached[indices] + [paths[index].written for index in indices]
         pending, lines = list(ids), self._table[indices]
-        size = self._planner.block_size
-        spare = [iter(row.side_blocks) for row in self._rows] if side_branches else []
+        size = self._drafter.planner.block_size
+        spare = [*map(iter, self._side_blocks)] if side_branches else []
         for line in range(len(indices) - side_branches, len(indices)):
             index, block = indices[line], cached[line] // size
             lines[line, block] = next(spare[index])
@@ -85,14 +133,12 @@ class SlrsSpans:
             path = paths[index]
             drafted = path.drafted[max(0, start - self._cached[index]) : path.fed]
             pending[line] = [*before, *drafted, *ids[line]]
-        feed = self._planner.ragged(lines, cached.tolist(), pending)
+        feed = self._drafter.planner.ragged(lines, cached.tolist(), pending)
         lengths = (cached + np.diff(feed.starts)).astype(np.int32)
-        return self._drawn_from(self._forward(feed, lines, lengths), indices)
+        return self._drawn_from(self._drafter.feed(feed, lines, lengths), indices)
 
 
-def _path_of(row: DraftRow) -> SlrsPath:
+def _path_of(row: DraftRow, side_branches: int) -> SlrsPath:
     draw = row.task.draw
     assert draw is not None
-    return SlrsPath(
-        row.steps, row.task.lookahead, len(row.side_blocks), seed=draw.seed, place=draw.place
-    )
+    return SlrsPath(row.steps, row.task.lookahead, side_branches, seed=draw.seed, place=draw.place)

@@ -2,7 +2,7 @@
 """Inputs and results of a drafting round."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.text.drafts import FirstToken
-from vllm_hetero_spec.trees.race_tree import Chances
 
 
 class DraftTask(NamedTuple):
@@ -20,10 +19,10 @@ class DraftTask(NamedTuple):
     Attributes:
         lookahead: Largest useful number of target tokens; 0 only catches up.
         draw: Sampling parameters; None for a greedy draft.
-        paths: Number of drafter paths for a tree; 0 for a chain.
+        paths: Number of drafter paths for a tree; 0 for a chain, which keeps no top candidates.
     """
 
-    state: RequestState
+    state: RequestState[Any]
     lookahead: int
     penalty: Penalty | None = None
     draw: DraftSampling | None = None
@@ -43,10 +42,6 @@ class DraftRow(NamedTuple):
         steps: Number of drafter tokens to draft; 0 only writes the KV of `pending`.
         choose: Picks the first token. Its arguments are the likeliest next ids, and the likeliest
             ids at the position of the last token, or none if unknown. None picks the likeliest id.
-        side_blocks: KV blocks for SLRS-n side branches, one block per branch.
-        forks: Sequences of the tree's other paths, with room for as many tokens. Each leaves the
-            chain one token later than the one before.
-        copies: (source, destination) KV blocks of the forks, to copy after `pending` is written.
     """
 
     task: DraftTask
@@ -54,9 +49,6 @@ class DraftRow(NamedTuple):
     pending: Sequence[int]
     steps: int
     choose: Callable[[Sequence[int], Sequence[int]], FirstToken] | None = None
-    side_blocks: Sequence[int] = ()
-    forks: Sequence[DraftSequence] = ()
-    copies: Sequence[tuple[int, int]] = ()
 
     def greedy(self) -> "DraftRow":
         """Return the row with a greedy draft instead of a sampled one."""
@@ -89,18 +81,6 @@ class TopCandidates(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-class DrafterBranch(NamedTuple):
-    """A branch of a draft tree in drafter tokens, from the end of the context.
-
-    It shares its first `leaves` tokens with the chain. `beside` has its top candidates, unused at
-    the shared positions.
-    """
-
-    tokens: list[int]
-    beside: TopCandidates
-    leaves: int
-
-
 class DrafterTokens(NamedTuple):
     """Result of the decode loop for one row.
 
@@ -110,7 +90,7 @@ class DrafterTokens(NamedTuple):
         confidences: For each token, the largest probability at its position, known before the token
             was picked. Empty without confidences.
         proposal: The draft in target tokens of a sampled row. Greedy rows are translated later.
-        beside: Top candidates at the positions of `tokens`, if the draft may be a tree.
+        beside: Top candidates at the positions of `tokens`, if the task has `paths`.
         known: Leading bytes of the first token that the context already has, because the token
             replaces its last one. 0 if the draft follows the context.
     """
@@ -120,7 +100,6 @@ class DrafterTokens(NamedTuple):
     confidences: Sequence[float] = ()
     proposal: Draft | None = None
     beside: TopCandidates | None = None
-    forks: Sequence[DrafterBranch] = ()
     known: int = 0
 
 
@@ -149,10 +128,6 @@ class Control(Protocol):
     """Controls drafting, and receives its timing."""
 
     can_stop_early: bool
-
-    @property
-    def race_chances(self) -> Chances:
-        """Function that returns the probability of raced tokens to be the next one."""
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         """Return True if the drafter should run another step. Called if `can_stop_early`.

@@ -4,19 +4,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties
 from vllm_hetero_spec.draft.sampling import BatchSampler, SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
-from vllm_hetero_spec.slrs.slrs import MergeSpan
 from vllm_hetero_spec.staging import Send
-
-_ONE_TOKEN = MergeSpan(1)
-_FED = 2  # index of `TopCandidates.fed` among its fields
 
 
 @dataclass(frozen=True)
@@ -27,27 +22,17 @@ class PickConfig:
         vocab_size: Ids of the drafter's tokenizer. Embedding rows beyond are no tokens.
         banned: int64 ids that are never picked.
         ends: Ids that end a draft.
-        beside: Number of top candidates per position, for draft trees.
+        beside: Number of top candidates per position; 0 if no task has `paths`.
+        token_healing: Allow drafts that replace the last token of a request by a longer one.
     """
 
     vocab_size: int
     banned: torch.Tensor
-    ends: frozenset[int]
-    sampling: SampledMethod | None
+    ends: frozenset[int] = frozenset()
+    sampling: SampledMethod | None = None
     confidences: bool = False
     beside: int = 0
     token_healing: bool = False
-
-    def span(self, task: DraftTask) -> MergeSpan:
-        """Return the merge span of a request; one token if the request does not use SLRS-n.
-
-        SLRS-n supports neither race verification nor penalties.
-        """
-        draw, sampling = task.draw, self.sampling
-        if sampling is None or sampling.merging is None or draw is None:
-            return _ONE_TOKEN
-        plain = not draw.races and task.penalty is None
-        return sampling.merge_span if plain else _ONE_TOKEN
 
     def draws(
         self,
@@ -84,8 +69,8 @@ class PickConfig:
 class RowPickers:
     """Picks tokens for the rows of a round that are sampled or have penalties.
 
-    For forks of raced requests, the constructor changes the column in `plan.forks` to
-    `TopCandidates.fed`. `drawn` are the indices of the sampled rows, and `draws` is their sampler.
+    `drawn` are the indices of the sampled rows, `forked` those of their forks, and `draws` is the
+    sampler of both.
     """
 
     def __init__(
@@ -101,15 +86,13 @@ class RowPickers:
             for index, row in enumerate(rows)
             if row.steps and (penalty := row.task.penalty) is not None
         ]
-        self._plan, self._steps = plan, [row.steps for row in rows]
+        self._steps = [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
         forked = []
         if plan is not None and self.drawn:
             owners = enumerate(plan.forks[0].tolist(), plan.count)
             forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
-            raced = np.array([row.task.draw is not None for row in rows])[plan.forks[0]]
-            plan.forks[2] += _FED * rules.beside * raced
-        self._forked = [at for at, _ in forked]
+        self.forked = [at for at, _ in forked]
         self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
         self._penalties: Penalties | None = None
         if penalised:
@@ -137,22 +120,6 @@ class RowPickers:
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
-    def branch_off(self, picked: PickBuffers, step: int, forks: torch.Tensor) -> None:
-        """Let forks leave the chain after a step. Forks of raced requests leave with an arrival."""
-        if self._plan is None or not self._plan.forks.size:
-            return
-        if not (self._plan.forks[1] >= step).any():
-            return
-        draws, drawn, first = self.draws, len(self.drawn), self._plan.count
-        if draws is None or not self._forked:
-            picked.branch_off(step, first, forks)
-            return
-        ids, places = picked.ids(step, self._forked[-1] + 1), draws.index[drawn:]
-        if step:
-            draws.skip(drawn, ids[places], -1)
-        picked.branch_off(step, first, forks)
-        draws.skip(drawn, ids[places])
-
     def feed(self, ids: torch.Tensor) -> None:
         """Count int32 ids [n] of the first n rows for penalties, before they are fed."""
         if self._penalties is not None:
@@ -175,9 +142,9 @@ class RowPickers:
         equal steps.
         """
         requests = sum(self._steps[index] > step for index in self.drawn)
-        return requests + len(self._forked) * (step > 0 and requests > 0)
+        return requests + len(self.forked) * (step > 0 and requests > 0)
 
 
 def wide(rows: Sequence[DraftRow]) -> bool:
-    """Return True if a round needs top candidates, because some drafts may be trees."""
+    """Return True if a round keeps top candidates for some of its tasks."""
     return any(row.task.paths for row in rows)

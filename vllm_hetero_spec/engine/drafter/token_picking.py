@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.sampling import Arrivals
 from vllm_hetero_spec.engine.drafter.tasks import TopCandidates
 from vllm_hetero_spec.fast_argmax import fast_argmax
-from vllm_hetero_spec.trees.race_tree import Arrivals
 
 _FIRST_BESIDE = 3  # index of the first top candidate in axis 1 of `PickBuffers.packet`
 

@@ -53,7 +53,7 @@ _FADE = 0.3  # weight of the newest steps in `off_fraction`
 
 @dataclass(frozen=True)
 class Metric:
-    """How a front end exports a field of `DraftStats`.
+    """Export of a field of `DraftStats` by a front end.
 
     Attributes:
         kind: "counter" only grows, "gauge" goes up and down, "seconds" is a duration, exported as

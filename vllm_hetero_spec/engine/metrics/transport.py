@@ -111,7 +111,7 @@ def install() -> None:
 
 
 require = harmless(install)
-"""`install` where a drafter of ours is asked for: what is missing costs the metrics alone."""
+"""`install` for our drafters. If a hooked name is missing, only the metrics are lost."""
 
 
 def _worker_stats(worker: "WorkerBase") -> Counted:

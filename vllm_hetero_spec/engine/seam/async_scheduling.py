@@ -8,13 +8,13 @@ draft length with a step's output; it takes effect one or two steps later.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 logger = logging.getLogger("vllm.hetero_spec")
+
+# Keys that limit the tokens of one request in a step; 0 or None is no limit.
+_ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
 
 _FIELD = "hetero_spec_ahead"
 _PADDING = "hetero_spec_padding"
@@ -66,13 +69,18 @@ def buckets_of(config: "VllmConfig") -> list[int]:
     return buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 
 
-def install() -> None:
-    """Install the hooks in a process that builds configurations or schedules. Idempotent."""
+def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
+    """Install the hooks in a process that builds configurations or schedules. Idempotent.
+
+    `reserve_rows` sets the `num_speculative_tokens` of a configuration of ours to the rows of its
+    longest draft.
+    """
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    patching.replace(VllmConfig, "__post_init__", "asynchronous", _wrap_post_init)
+    made = partial(_wrap_post_init, reserve_rows)
+    patching.replace(VllmConfig, "__post_init__", "asynchronous", made)
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
     patching.replace(RequestSpecDecodeMetrics, "observe", "asynchronous", _wrap_observe)
@@ -178,6 +186,12 @@ def _wrap_candidates(original: patching.Function) -> patching.Function:
     return _init_candidates
 
 
+def narrowest(config: "VllmConfig") -> tuple[int, str]:
+    """Return the largest number of a request's tokens in a step, and the key that limits it."""
+    given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
+    return min((room, key) for room, key in given if room)
+
+
 def _check_room(config: "VllmConfig") -> None:
     """Raise ConfigError if drafts are longer than a step, with synchronous scheduling.
 
@@ -188,7 +202,7 @@ def _check_room(config: "VllmConfig") -> None:
     rows = 1 + spec.num_speculative_tokens
     own = spec.hetero.num_speculative_tokens
     given = "num_speculative_tokens" if rows == 1 + own else "tree_nodes"  # a tree has more rows
-    room, key = scratch.narrowest(config)
+    room, key = narrowest(config)
     if room < rows:
         raise ConfigError(
             f"{key} is {room}, too few for drafts of {rows - 1} tokens; it must be at least "
@@ -196,12 +210,14 @@ def _check_room(config: "VllmConfig") -> None:
         )
 
 
-def _wrap_post_init(original: patching.Function) -> patching.Function:
+def _wrap_post_init(
+    reserve_rows: Callable[["VllmConfig"], None], original: patching.Function
+) -> patching.Function:
     def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
         spec, scheduler = self.speculative_config, self.scheduler_config
         if not hasattr(spec, "hetero"):
             return original(self, *args, **kwargs)
-        scratch.reserve_rows(self)
+        reserve_rows(self)
         asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM refuses it
         # An engine core runs this again on its configuration and finds the earlier decision.
         reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")

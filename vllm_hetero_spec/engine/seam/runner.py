@@ -6,13 +6,13 @@
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.staging import Mark
-from vllm_hetero_spec.trees.layout import TreeRows
 
 
 class Runner(Protocol):
@@ -29,8 +29,8 @@ class Runner(Protocol):
     def on_drafts_taken(self) -> None:
         """Note that vLLM has the step's drafts and that the target's next step begins."""
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        """Set the draft trees of the step, by request. All other drafts of the step are chains."""
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        """Note the draft trees among a step's drafts. Every rank has to call this."""
 
     def check_trees(self) -> None:
         """Disable draft trees if a rank does not support them. Every rank has to call this."""

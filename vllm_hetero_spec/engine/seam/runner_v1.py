@@ -2,21 +2,20 @@
 """Access to Model Runner V1: views of its batch, and changes to its samplers."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import StepClock
 from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
-from vllm_hetero_spec.engine.trees import support
-from vllm_hetero_spec.engine.trees.scratch import nodes_of
-from vllm_hetero_spec.trees.layout import TreeRows
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -26,30 +25,21 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.trees.attention_v1 import BranchSequencesV1
-
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class RunnerV1:
-    """`Runner` with Model Runner V1. `branches` has its draft trees; None if drafts are chains."""
+    """`Runner` with Model Runner V1. `trees` is None if drafts are chains."""
 
-    def __init__(self, runner: "GPUModelRunner") -> None:
+    def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         self._runner = runner
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
         self._clock = StepClock()
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
         hetero = runner.speculative_config.hetero
         self._longest = int(hetero.num_speculative_tokens)
-        self.branches: BranchSequencesV1 | None = None
-        if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.trees import attention_v1
-
-            self.branches = attention_v1.BranchSequencesV1(runner)
-            # vLLM captures full CUDA graphs for the rows of chains, not for the rows of trees.
-            for planner in (runner, runner.cudagraph_dispatcher):
-                planner.uniform_decode_query_len = 1 + self._longest
+        self.trees = trees
         self._lengths: dict[str, int] = {}  # tokens by request, in the last view
         # vLLM disables drafts of the whole batch if one request nears this length. Our drafter has
         # a limit for each request instead.
@@ -65,11 +55,11 @@ class RunnerV1:
     def max_num_tokens(self) -> int:
         return int(self._runner.max_num_tokens)
 
-    def commit_accepted_branch_kv(self, sampled: Sequence[Sequence[int]]) -> None:
-        """Copy the KV of accepted branch tokens to the request's blocks, before another forward."""
-        if self.branches is not None and self.branches.uneven:
+    def after_sampling(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Let draft trees commit their KV. Must run before another forward."""
+        if self.trees is not None and self.trees.uneven:
             req_ids = self._runner.input_batch.req_ids
-            self.branches.commit_accepted_branch_kv(dict(zip(req_ids, sampled, strict=True)))
+            self.trees.after_sampling(dict(zip(req_ids, sampled, strict=True)))
 
     def view(
         self, scheduler_output: "SchedulerOutput", sampled: Sequence[Sequence[int]]
@@ -83,9 +73,9 @@ class RunnerV1:
         batch, states = runner.input_batch, runner.requests
         requests = []
         lengths = batch.num_tokens_no_spec[: len(sampled)].tolist()
-        if self.branches is not None:
+        if self.trees is not None:
             self._lengths = dict(zip(batch.req_ids, lengths, strict=False))
-        nodes = {} if self.branches is None else self.branches.nodes
+        nodes = {} if self.trees is None else self.trees.nodes
         token_ids = batch.token_ids_cpu
         for index, (req_id, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
             state, places = states[req_id], drafted.get(req_id, ())
@@ -118,8 +108,8 @@ class RunnerV1:
             target_seconds=times.target,
             step_seconds=times.step,
             trees=None
-            if self.branches is None
-            else self.branches.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
+            if self.trees is None
+            else self.trees.room(len(requests), scheduler_output.num_spec_tokens_to_schedule),
             preempted=scheduler_output.preempted_req_ids or (),
             early_bonus=True,
         )
@@ -137,27 +127,23 @@ class RunnerV1:
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._clock.on_drafts_taken()
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        if self.branches is not None:
-            takes = {req_id for req_id in trees if self._takes_trees(req_id)}
-            drafts = {
-                req_id: trees[req_id].tokens if req_id in takes else () for req_id in self._lengths
-            }
-            self.branches.on_drafts_taken(drafts, trees, self._lengths)
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        if self.trees is not None:
+            self.trees.expect(drafts, self._keeps_chain)
+            self.trees.on_drafts_taken(None, self._lengths)
 
-    def _takes_trees(self, req_id: str) -> bool:
+    def _keeps_chain(self, req_id: str) -> bool:
         params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
-        return not params.keeps_chain
+        return bool(params.keeps_chain)
 
     def check_trees(self) -> None:
-        if self.branches is not None:
-            supported = support.agree(self._runner, self.branches, support.GRAPHS_V1)
-            self.branches = self.branches if supported else None
+        if self.trees is not None and not self.trees.agree():
+            self.trees = None
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
         """Attach the rows that trees compute twice. V1 has no asynchronous scheduling."""
-        if self.branches is not None:
-            leave_out(output, self.branches.again)
+        if self.trees is not None:
+            leave_out(output, self.trees.again)
 
     def batch(self) -> BatchView:
         """Return the batch for which tokens are being sampled."""
@@ -170,7 +156,7 @@ class RunnerV1:
                 for req_id, state in zip(req_ids, seen, strict=True)
             ],
             num_output_tokens=[len(state.output_token_ids) for state in seen],
-            trees=None if self.branches is None else self.branches.view(),
+            trees=None if self.trees is None else self.trees.view(),
         )
 
     def replace_rejection_sampler(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
@@ -21,10 +22,8 @@ from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, StepClock
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
 from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
-from vllm_hetero_spec.engine.trees import support
-from vllm_hetero_spec.engine.trees.scratch import nodes_of
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Receiver
-from vllm_hetero_spec.trees.layout import TreeRows
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-    from vllm_hetero_spec.engine.trees.attention_v2 import BranchSequencesV2
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
@@ -49,9 +46,10 @@ class RunnerV2:
         staged: True if vLLM sends the drafts to other pipeline stages right after `propose`.
         ended: `StepView.ended`.
         inputs: The target's inputs, to which drafts are written.
+        trees: Draft trees; None if drafts are chains.
     """
 
-    def __init__(self, runner: "GPUModelRunner") -> None:
+    def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         self._runner = runner
         self._new: dict[str, NewRequestData] = {}  # newest data of all live requests
         self._params: dict[str, RequestParams] = {}
@@ -64,12 +62,7 @@ class RunnerV2:
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
         self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self._branches: BranchSequencesV2 | None = None  # None: only chains
-        if nodes_of(runner.vllm_config):
-            from vllm_hetero_spec.engine.trees import state_v2
-
-            self._branches = state_v2.branches_of(runner)
-        self._trees: Mapping[str, TreeRows] = {}  # of the drafts that vLLM gets next
+        self.trees = trees
         self._lengths: dict[str, int] = {}  # tokens by request, in the last view
         self._clock = StepClock()
         self._device_clock = DeviceClock(runner.device)  # with asynchronous scheduling
@@ -104,8 +97,8 @@ class RunnerV2:
             for of in (self._params, self._drafted):
                 of.pop(each.req_id, None)
         self._count_drafts()
-        if self._branches is not None:
-            self._branches.update_from(scheduler_output)
+        if self.trees is not None:
+            self.trees.on_step_start(scheduler_output)
         return bool(new)
 
     def _count_drafts(self) -> None:
@@ -119,11 +112,13 @@ class RunnerV2:
     def plan_trees(self, batch: "BatchReqState") -> bool:
         """Plan the step's trees. Return True if attention gets more sequences than requests."""
         lengths = batch.num_draft_tokens_np
-        if self._branches is None or lengths is None:
+        if self.trees is None or lengths is None:
             return False
-        self._branches.plan(batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist())
-        self._verified |= self._branches.nodes
-        return self._branches.uneven
+        self.trees.before_forward(
+            batch.req_ids, batch.num_scheduled_tokens.tolist(), lengths.tolist()
+        )
+        self._verified |= self.trees.nodes
+        return self.trees.uneven
 
     def sampled(self, batch: "InputBatch", num_sampled: torch.Tensor) -> SampledStep:
         """Describe the step that has just been queued, and start to copy its counts to the host.
@@ -145,16 +140,13 @@ class RunnerV2:
             times=times,
         )
 
-    def commit_accepted_branch_kv(self, step: SampledStep) -> None:
-        """Copy the KV of accepted branch tokens to the request's blocks, before the next forward.
-
-        Waits for the device.
-        """
-        if self._branches is None or not self._branches.uneven:
+    def after_sampling(self, step: SampledStep) -> None:
+        """Let draft trees commit their KV, before the next forward. Waits for the device."""
+        if self.trees is None or not self.trees.uneven:
             return
         sampled, texts = self._texts(step)
         emitted = (text[len(text) - n :].tolist() for text, n in zip(texts, sampled, strict=True))
-        self._branches.commit_accepted_branch_kv(dict(zip(step.req_ids, emitted, strict=True)))
+        self.trees.after_sampling(dict(zip(step.req_ids, emitted, strict=True)))
 
     def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
         """Return each request's number of sampled tokens and token ids. Waits for the device."""
@@ -194,7 +186,7 @@ class RunnerV2:
             step_seconds=times.step,
             buckets=self.buckets,
             longest=self._longest if self.buckets else 0,
-            trees=None if self._branches is None else self._branches.room(len(requests), rows),
+            trees=None if self.trees is None else self.trees.room(len(requests), rows),
             preempted=output.preempted_req_ids or (),
             ended=self.ended,
         )
@@ -211,14 +203,14 @@ class RunnerV2:
         self._clock = StepClock()
         self._device_clock.idle()
 
-    def expect_trees(self, trees: Mapping[str, TreeRows]) -> None:
-        chains = {req_id for req_id in trees if self._params_of(req_id).keeps_chain}
-        self._trees = {req_id: trees[req_id] for req_id in trees.keys() - chains}
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        if self.trees is not None:
+            self.trees.expect(drafts, lambda req_id: bool(self._params_of(req_id).keeps_chain))
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
         """Attach padding, the next draft length, and the rows that trees compute twice."""
-        if self._branches is not None:
-            leave_out(output, self._branches.again)
+        if self.trees is not None:
+            leave_out(output, self.trees.again)
         if not self.buckets or self._output is None:
             return
         padding = {
@@ -231,7 +223,7 @@ class RunnerV2:
     def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
         """Return True if vLLM can prepare the step's other inputs before its drafts are ready."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        alone = bool(self.buckets) and not self.staged and self._branches is None
+        alone = bool(self.buckets) and not self.staged and self.trees is None
         return computes and alone and self.inputs.may_follow
 
     def take_drafts(
@@ -252,10 +244,9 @@ class RunnerV2:
             others |= {each.req_id for each in self._output.scheduled_new_reqs}
         pairs = zip(batch.req_ids, map(list, drafts), strict=True)
         self._drafted |= {req_id: draft for req_id, draft in pairs if req_id not in others}
-        if self._branches is not None:
+        if self.trees is not None:
             handed_out = dict(zip(batch.req_ids, drafts, strict=True))
-            self._branches.on_drafts_taken(handed_out, self._trees, self._lengths)
-            self._trees = {}
+            self.trees.on_drafts_taken(handed_out, self._lengths)
         req_ids = list(self._drafted) if self.staged else batch.req_ids
         return DraftTokenIds(req_ids, [list(self._drafted.get(req_id, ())) for req_id in req_ids])
 
@@ -276,7 +267,7 @@ class RunnerV2:
         """Return the batch for which tokens are being sampled; its seeds are on the device."""
         if all(req_id in self._new for req_id in batch.req_ids):
             lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
-            trees = None if self._branches is None else self._branches.view()
+            trees = None if self.trees is None else self.trees.view()
             asked = self._runner.sampler.logprob_token_ids_state
             named = asked.max_num_token_ids(batch.idx_mapping_np)
             return BatchView(batch.req_ids, lengths=lengths, trees=trees, named=named)
@@ -313,9 +304,8 @@ class RunnerV2:
         map_adapters_by_row(self._runner.lora_state, lambda: self._output)
 
     def check_trees(self) -> None:
-        if self._branches is not None:
-            supported = support.agree(self._runner, self._branches, support.GRAPHS_V2)
-            self._branches = self._branches if supported else None
+        if self.trees is not None and not self.trees.agree():
+            self.trees = None
 
     @torch.inference_mode()
     def target_forward(self, rows: int) -> None:

@@ -95,5 +95,6 @@ def install_hooks() -> None:
     )
     from vllm_hetero_spec.engine.trees import scratch
 
-    for part in (cache_salt, params_check, runner_choice, async_scheduling, scratch):
+    for part in (cache_salt, params_check, runner_choice, scratch):
         part.install()
+    async_scheduling.install(scratch.reserve_rows)

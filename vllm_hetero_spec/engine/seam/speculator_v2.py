@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 from vllm_hetero_spec.engine.seam.sampled_step import MOST_UNREAD, SampledStep
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -47,9 +48,9 @@ class HeteroSpeculator(BaseSpeculator):
         self._drafts_taken: DraftTokenIds | None = None
         self._begun = False  # True if new requests began in the present step
 
-    def load(self, runner: "GPUModelRunner") -> None:
+    def load(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         """Load the drafter next to the runner's model, and install our parts in the runner."""
-        self._seam = RunnerV2(runner)
+        self._seam = RunnerV2(runner, trees)
         self.proposer.bind(self._seam)
         self._seam.replace_drafts_handler(self)
         self._seam.map_adapters_by_row()
@@ -103,7 +104,7 @@ class HeteroSpeculator(BaseSpeculator):
         if self._sampled is None:
             return
         (batch, step), self._sampled = self._sampled, None
-        self.seam.commit_accepted_branch_kv(step)
+        self.seam.after_sampling(step)
         if self.proposer.skip_step(batch.num_reqs, self.seam.without_drafts, self._begun):
             if self.seam.buckets:
                 self._unread = [*self._unread, step][-MOST_UNREAD:]

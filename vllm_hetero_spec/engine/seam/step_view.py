@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
-from vllm_hetero_spec.trees.layout import TreeRows
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeRoom, TreesView
 
 
 class RequestView(NamedTuple):
@@ -77,20 +76,6 @@ class RequestView(NamedTuple):
     def begins(self) -> bool:
         """True until the step in which it samples its first token, inclusive."""
         return len(self.token_ids) - self.num_prompt_tokens <= len(self.new_tokens)
-
-
-class TreeRoom(NamedTuple):
-    """Limits of draft trees in a step.
-
-    Attributes:
-        nodes: Draft tokens of a tree; a path has at most `StepView.lookahead`.
-        rows: Rows of a draft, including tokens that are computed again.
-        branches: Branches of a request.
-    """
-
-    nodes: int
-    rows: int
-    branches: int
 
 
 @dataclass(frozen=True)
@@ -182,21 +167,6 @@ class StepView:
         return tokens
 
 
-class TreesView(NamedTuple):
-    """Draft trees of a batch.
-
-    Attributes:
-        parents: Parent of each row after the root's of each request, as in
-            `trees.walk.TreeBatch.of`; NO_NODE for the rows of a chain.
-        planned: [B], True for requests with a tree.
-        is_tree: bool [B] on the device, True for requests with a tree that can be verified.
-    """
-
-    parents: Sequence[Sequence[int]]
-    planned: Sequence[bool]
-    is_tree: torch.Tensor
-
-
 @dataclass(frozen=True)
 class BatchView:
     """Batch for which tokens are being sampled; empty while vLLM profiles with dummy requests.
@@ -218,8 +188,3 @@ class BatchView:
     lengths: Sequence[int] = ()
     trees: TreesView | None = None
     named: int = 0
-
-
-def trees_of(drafts: Sequence[Draft]) -> dict[str, TreeRows]:
-    """Return the rows of the drafts that are trees, by request."""
-    return {draft.req_id: draft.rows for draft in drafts if draft.rows is not None}

@@ -18,6 +18,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -133,11 +134,11 @@ def _hook_v1() -> type:
     patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
     patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
-    def branches_of(runner: object) -> attention_v1.BranchSequencesV1 | None:
+    def trees_of(runner: object) -> TreeAdapter | None:
         drafter = _ours(runner)
-        return None if drafter is None else getattr(drafter.seam, "branches", None)
+        return None if drafter is None else getattr(drafter.seam, "trees", None)
 
-    attention_v1.install(branches_of)
+    attention_v1.install(trees_of)
     return GPUModelRunner
 
 
@@ -170,7 +171,9 @@ def _ours(runner: object, name: str = "drafter") -> Proposer | None:
 def _load(original: _Original) -> _Original:
     def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         if drafter := _ours(runner):
-            drafter.bind(RunnerV1(runner))
+            from vllm_hetero_spec.engine.trees import attention_v1
+
+            drafter.bind(RunnerV1(runner, attention_v1.trees_of(runner)))
         return original(runner, *args, **kwargs)
 
     return load_model
@@ -222,7 +225,7 @@ def propose_hook(original: _Original) -> _Original:
         if drafter is None:
             return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
         assert isinstance(drafter.seam, RunnerV1)
-        drafter.seam.commit_accepted_branch_kv(sampled_token_ids)
+        drafter.seam.after_sampling(sampled_token_ids)
         batch = len(sampled_token_ids)
         if drafter.skip_step(batch, None, drafter.seam.begins(scheduler_output)):
             drafter.seam.untimed()
@@ -267,7 +270,9 @@ def _load_v2(original: _Original) -> _Original:
         answer = original(runner, *args, **kwargs)
         if drafter := _ours(runner.speculator, "proposer"):
             runner.drafter = drafter  # the same attribute as on V1
-            runner.speculator.load(runner)
+            from vllm_hetero_spec.engine.trees import state_v2
+
+            runner.speculator.load(runner, state_v2.trees_of(runner))
         return answer
 
     return load_model

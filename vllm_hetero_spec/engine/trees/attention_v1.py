@@ -15,7 +15,9 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
+from vllm_hetero_spec.engine.trees.scratch import nodes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,6 +45,8 @@ class _Shown(NamedTuple):
 class BranchSequencesV1(BranchSequences):
     """Branch sequences of one worker of Model Runner V1."""
 
+    graphs = support.GRAPHS_V1
+
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
         self._shown: _Shown | None = None
@@ -51,18 +55,20 @@ class BranchSequencesV1(BranchSequences):
         table = self._runner.input_batch.block_table[group].block_table.np
         return int(table[request, column])
 
-    def update_from(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
+    def plan_step(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
         """Plan the trees of a step, before the runner prepares its inputs."""
-        assert not self.uneven, "a step has ended, and nobody has brought home what its sides hold"
-        self.begins()
+        assert not self.uneven, "accepted branch KV of the previous step was not committed"
+        self.begin()
         batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
         self.keep(self._runner.requests)
         drafts = [drafted.get(req_id, []) for req_id in batch.req_ids]
         for req_id, draft, start in zip(
             batch.req_ids, drafts, batch.num_computed_tokens_cpu, strict=False
         ):
-            self.check(req_id, draft, int(start))
-        self.plan(list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts])
+            self.match(req_id, draft, int(start))
+        self.before_forward(
+            list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts]
+        )
 
     def lay_out(self) -> None:
         """Add the branches to the step's inputs, after the runner has prepared them."""
@@ -126,7 +132,18 @@ class BranchSequencesV1(BranchSequences):
                 table.block_table = own
 
 
-def install(branches_of: Any) -> None:
+def trees_of(runner: "GPUModelRunner") -> BranchSequencesV1 | None:
+    """Create a runner's draft trees; return None if its drafts are chains."""
+    if not nodes_of(runner.vllm_config):
+        return None
+    # vLLM captures full CUDA graphs for the rows of chains, not for the rows of trees.
+    longest = int(runner.speculative_config.hetero.num_speculative_tokens)
+    for planner in (runner, runner.cudagraph_dispatcher):
+        planner.uniform_decode_query_len = 1 + longest
+    return BranchSequencesV1(runner)
+
+
+def install(bound_to: Any) -> None:
     """Patch the model runners of this process. Idempotent; no effect without trees."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -134,10 +151,10 @@ def install(branches_of: Any) -> None:
         def _prepare_inputs(
             self: Any, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
         ) -> Any:
-            branches: BranchSequencesV1 | None = branches_of(self)
+            branches: BranchSequencesV1 | None = bound_to(self)
             if branches is None:
                 return original(self, scheduler_output, num_scheduled_tokens)
-            branches.update_from(scheduler_output, num_scheduled_tokens)
+            branches.plan_step(scheduler_output, num_scheduled_tokens)
             made = original(self, scheduler_output, num_scheduled_tokens)
             branches.lay_out()
             return made
@@ -146,7 +163,7 @@ def install(branches_of: Any) -> None:
 
     def graph(original: patching.Function) -> patching.Function:
         def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-            branches: BranchSequencesV1 | None = branches_of(self)
+            branches: BranchSequencesV1 | None = bound_to(self)
             if branches is None or not branches.uneven:
                 return original(self, *args, **kwargs)
             found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
@@ -158,7 +175,7 @@ def install(branches_of: Any) -> None:
 
     def metadata(original: patching.Function) -> patching.Function:
         def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-            branches: BranchSequencesV1 | None = branches_of(self)
+            branches: BranchSequencesV1 | None = bound_to(self)
             if branches is None or not branches.uneven:
                 return original(self, *args, **kwargs)
             with branches.shown() as others:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.trees.layout import BranchPlan
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 class BranchSequencesV2(BranchSequences):
     """Branch sequences of one worker of Model Runner V2."""
 
+    graphs = support.GRAPHS_V2
+
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
         # Block ids of each request by KV cache group; V2 has block tables on the device only.
@@ -32,9 +35,8 @@ class BranchSequencesV2(BranchSequences):
         assert self._step is not None
         return self._blocks[self._step.req_ids[request]][group][column]
 
-    def update_from(self, output: "SchedulerOutput") -> None:
-        """Begin a step: update the requests and their blocks from the scheduler's output."""
-        self.begins()
+    def on_step_start(self, output: "SchedulerOutput") -> None:
+        self.begin()
         for req_id in output.finished_req_ids:
             self._blocks.pop(req_id, None)
             self.forget(req_id)

@@ -7,27 +7,50 @@ adds. Once the step's tokens are known, the KV of accepted branch tokens is copi
 request's own blocks.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from vllm_hetero_spec.engine.seam.step_view import TreeRoom, TreesView
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeRoom
+from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.scratch import (
     block_sizes_of,
     branches_per_request,
     nodes_of,
     scratch_of,
 )
-from vllm_hetero_spec.staging import Sender
+from vllm_hetero_spec.staging import Send, Sender
 from vllm_hetero_spec.trees.layout import BranchPlan, TreeRows, plan_branches, scratch_blocks
-from vllm_hetero_spec.trees.walk import NO_NODE
+from vllm_hetero_spec.trees.walk import NO_NODE, TreeBatch
 
 if TYPE_CHECKING:
-    pass
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class BatchTrees(NamedTuple):
+    """`TreesView` of a batch.
+
+    `parents` has the parent of each row after the root's of each request, as in `TreeBatch.of`;
+    NO_NODE for the rows of a chain.
+    """
+
+    parents: Sequence[Sequence[int]]
+    planned: Sequence[bool]
+    is_tree: torch.Tensor
+
+    def num_rows(self, part: slice) -> int:
+        parents = self.parents[part]
+        return len(parents) + sum(map(len, parents))
+
+    def rows(self, fed: torch.Tensor, part: slice, send: Send) -> TreeBatch:
+        return TreeBatch.of(fed, self.parents[part], send)
 
 
 class _PendingTree(NamedTuple):
@@ -48,13 +71,14 @@ class _Step:
 
 
 class BranchSequences:
-    """Branch sequences of one worker, for the worker's lifetime.
+    """`TreeAdapter` of one worker, for the worker's lifetime.
 
     Attributes:
-        nodes: Number of verified tree tokens by request, in the present step.
-        again: Number of recomputed rows by request, if not 0, in the present step.
+        graphs: Modes of CUDA graphs that steps with trees can use.
         taken: Number of walks that ended on a branch so far.
     """
+
+    graphs: Collection[CUDAGraphMode] = ()
 
     def __init__(self, runner: Any) -> None:
         self.nodes: dict[str, int] = {}
@@ -62,17 +86,19 @@ class BranchSequences:
         self.taken = 0
         self._runner = runner
         self._send = Sender(runner.device).send
+        self._expected: dict[str, TreeRows] = {}  # of the drafts that vLLM gets next
         self._drafted: dict[str, _PendingTree] = {}  # until they are verified
         self._step: _Step | None = None
         self._is_tree: torch.Tensor | None = None  # `TreesView.is_tree`
 
+    def agree(self) -> bool:
+        return support.agree(self._runner, self, self.graphs)
+
     @property
     def uneven(self) -> bool:
-        """True if the present step has more sequences than requests."""
         return self._step is not None
 
     def room(self, requests: int, rows: int) -> TreeRoom | None:
-        """Return the limits of the next trees; None without scratch blocks."""
         config, nodes, scratch, sizes = self._bounds
         if not scratch:
             return None
@@ -88,7 +114,7 @@ class BranchSequences:
         """Return a block id of a request, by its index in the batch."""
         raise NotImplementedError
 
-    def begins(self) -> None:
+    def begin(self) -> None:
         """Begin a step: reset the state of the previous one."""
         self._step, self._is_tree, self.nodes, self.again = None, None, {}, {}
 
@@ -96,17 +122,28 @@ class BranchSequences:
         """Drop the pending draft of a request that has finished or starts again."""
         self._drafted.pop(req_id, None)
 
+    def on_step_start(self, output: "SchedulerOutput") -> None:
+        self.begin()
+
+    def expect(self, drafts: Sequence[Draft], keeps_chain: Callable[[str], bool]) -> None:
+        trees = {draft.req_id: draft.rows for draft in drafts if draft.rows is not None}
+        group = get_tp_group()
+        if group.world_size > 1:  # all ranks have to verify the same trees
+            trees = group.broadcast_object(trees, src=0)
+        self._expected = {
+            req_id: rows
+            for req_id, rows in trees.items()
+            if isinstance(rows, TreeRows) and not keeps_chain(req_id)
+        }
+
     def on_drafts_taken(
-        self,
-        drafts: Mapping[str, Sequence[int]],
-        trees: Mapping[str, TreeRows],
-        lengths: Mapping[str, int],
+        self, drafts: Mapping[str, Sequence[int]] | None, lengths: Mapping[str, int]
     ) -> None:
-        """Record the drafts that vLLM gets; ignore a tree whose tokens differ from its draft."""
-        for req_id, tokens in drafts.items():
+        expected, self._expected = self._expected, {}
+        for req_id in lengths if drafts is None else drafts:
             self._drafted.pop(req_id, None)
-            rows = trees.get(req_id)
-            if rows is not None and rows.tokens == tokens:
+            rows = expected.get(req_id)
+            if rows is not None and (drafts is None or rows.tokens == drafts[req_id]):
                 self._drafted[req_id] = _PendingTree(rows, lengths[req_id] - 1)
 
     def keep(self, live: Container[str]) -> None:
@@ -114,16 +151,15 @@ class BranchSequences:
         for req_id in [req_id for req_id in self._drafted if req_id not in live]:
             self.forget(req_id)
 
-    def check(self, req_id: str, draft: Sequence[int], start: int) -> None:
+    def match(self, req_id: str, draft: Sequence[int], start: int) -> None:
         """Drop a request's tree unless it matches the draft to verify and the tokens with KV."""
         tree = self._drafted.get(req_id)
         if tree is not None and (tree.start != start or tree.rows.tokens[: len(draft)] != draft):
             self.forget(req_id)
 
-    def plan(
+    def before_forward(
         self, req_ids: Sequence[str], scheduled: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Plan the step's branches from scheduled tokens and draft lengths of its requests."""
         if not self._drafted:
             return
         _, _, scratch, sizes = self._bounds
@@ -157,8 +193,7 @@ class BranchSequences:
         self._is_tree = is_tree
         self.copy_tails()
 
-    def view(self) -> TreesView | None:
-        """Return the trees to verify in this step; None if there are none."""
+    def view(self) -> "BatchTrees | None":
         if self._step is None:
             return None
         assert self._is_tree is not None
@@ -166,15 +201,11 @@ class BranchSequences:
             [NO_NODE] * length if tree is None else tree.rows.parents
             for tree, length in zip(self._step.trees, self._step.lengths, strict=True)
         ]
-        return TreesView(parents, [tree is not None for tree in self._step.trees], self._is_tree)
+        return BatchTrees(parents, [tree is not None for tree in self._step.trees], self._is_tree)
 
-    def commit_accepted_branch_kv(self, emitted: Mapping[str, Sequence[int]]) -> None:
-        """Copy the KV of accepted branch tokens into the requests' own blocks.
-
-        Must run before the next forward.
-        """
+    def after_sampling(self, emitted: Mapping[str, Sequence[int]]) -> None:
         step = self._step
-        assert step is not None, "no side was planned"
+        assert step is not None, "no branch was planned"
         sizes = block_sizes_of(self._runner.kv_cache_config)
         pairs: list[tuple[int, int]] = []
         for request, (req_id, tree) in enumerate(zip(step.req_ids, step.trees, strict=True)):
@@ -194,7 +225,7 @@ class BranchSequences:
 
     def copy_tails(self) -> None:
         """Copy the requests' last partial blocks to the first scratch block of each branch."""
-        assert self._step is not None, "no side was planned"
+        assert self._step is not None, "no branch was planned"
         self._copy(
             (self.own_block(request, group, column), block)
             for group, plan in enumerate(self._step.plans)

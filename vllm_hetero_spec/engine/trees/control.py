@@ -21,7 +21,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
-from vllm_hetero_spec.trees.growth import Children, ScoredTree
+from vllm_hetero_spec.trees.growth import Children, ScoredTree, TreeCandidates
 from vllm_hetero_spec.trees.layout import TreeRows, lay_out
 from vllm_hetero_spec.trees.pricing import PricedTree, trim
 from vllm_hetero_spec.trees.values import (
@@ -232,7 +232,8 @@ class TreePolicy:
         if draft.req_id in self._valued:
             return self._valued[draft.req_id]
         assert draft.explored is not None
-        tree, leads, shares = draft.explored
+        explored: TreeCandidates = draft.explored
+        tree, leads, shares = explored
         children, raced = tree.children(), leads is not None
         evidence = greedy_evidence(children.shares)
         if leads is not None:

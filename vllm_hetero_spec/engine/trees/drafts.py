@@ -3,18 +3,14 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.sampling import SampledMethod
-from vllm_hetero_spec.engine.drafter.tasks import (
-    DrafterBranch,
-    DrafterTokens,
-    DraftTask,
-    TopCandidates,
-)
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask, TopCandidates
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
 from vllm_hetero_spec.trees.growth import TreeBuilder, TreeCandidates
@@ -26,18 +22,31 @@ from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
 _LEAVES = 12
 
 
-class BranchTokens(NamedTuple):
-    """Drafter tokens of a greedy request.
+class DrafterBranch(NamedTuple):
+    """A branch of a draft tree in drafter tokens, from the end of the context.
+
+    It shares its first `leaves` tokens with the chain. `beside` has its top candidates, unused at
+    the shared positions.
+    """
+
+    tokens: list[int]
+    beside: TopCandidates
+    leaves: int
+
+
+@dataclass(slots=True)
+class BranchTokens:
+    """Drafter tokens of one request, over one or more rounds.
 
     Attributes:
         chain: Drafter ids.
-        beside: Top candidates of the chain's rows, in parts; empty if the draft stays a chain.
+        beside: Top candidates of the chain's rows, in parts.
     """
 
     task: DraftTask
-    chain: Sequence[int]
-    beside: Sequence[TopCandidates]
-    forks: Sequence[DrafterBranch] = ()
+    chain: list[int] = field(default_factory=list)
+    beside: list[TopCandidates] = field(default_factory=list)
+    forks: list[DrafterBranch] = field(default_factory=list)
 
 
 class TreeDrafts:
@@ -45,47 +54,39 @@ class TreeDrafts:
 
     def __init__(self, bridge: Bridge, sampling: SampledMethod | None, stats: DraftStats) -> None:
         self._bridge, self._sampling, self._stats = bridge, sampling, stats
-        self.count, self.seconds = 0, 0.0
         proposed, ends = bridge.special.proposed, bridge.drafter_eos
         self._ends = ends
         self._target_ends = frozenset(proposed[end] for end in ends if end in proposed)
 
     def greedy(self, followed: Sequence[BranchTokens], drafts: Sequence[Draft]) -> list[Draft]:
         """Return greedy drafts with their candidates, translated in one call."""
-        drafts = list(drafts)
-        growing = [place for place, of in enumerate(followed) if of.beside]
-        if not growing:
-            return drafts
         began = time.perf_counter()
         trees = text_trees(
-            [self._grown(followed[at]) for at in growing],
-            [followed[at].task.state.context for at in growing],
-            [followed[at].task.lookahead for at in growing],
+            [self._grown(of) for of in followed],
+            [of.task.state.context for of in followed],
+            [of.task.lookahead for of in followed],
             self._bridge.to_target,
             _LEAVES,
         )
-        for at, tree in zip(growing, trees, strict=True):
-            drafts[at] = drafts[at]._replace(explored=TreeCandidates(tree))
-        self._took(len(growing), began)
+        drafts = [
+            draft._replace(explored=TreeCandidates(tree))
+            for draft, tree in zip(drafts, trees, strict=True)
+        ]
         self._stats.translate_seconds += time.perf_counter() - began
         return drafts
 
-    def raced(self, task: DraftTask, tokens: DrafterTokens, chances: Chances) -> Draft:
+    def raced(self, followed: BranchTokens, draft: Draft, chances: Chances) -> Draft:
         """Return a raced draft with its candidates."""
         assert self._sampling is not None
-        assert tokens.proposal is not None
-        assert tokens.beside is not None
-        began = time.perf_counter()
+        lookahead = followed.task.lookahead
         growth = RaceTreeBuilder(self._sampling.spell, chances, self._target_ends)
-        self._race_along(growth, tokens.tokens, tokens.beside, 0, task.lookahead)
-        for path, rows, leaves in tokens.forks:
-            self._race_along(growth, path, rows, leaves + 1, task.lookahead)
-        near = np.flatnonzero(growth.tree.children().depth < task.lookahead).tolist()
-        self._took(1, began)
+        (beside,) = followed.beside
+        self._race_along(growth, followed.chain, beside, 0, lookahead)
+        for path, rows, leaves in followed.forks:
+            self._race_along(growth, path, rows, leaves + 1, lookahead)
+        near = np.flatnonzero(growth.tree.children().depth < lookahead).tolist()
         leads, shares = ([of[n] for n in near] for of in (growth.leads, growth.shares))
-        return tokens.proposal._replace(
-            explored=TreeCandidates(growth.tree.only(near), leads, shares)
-        )
+        return draft._replace(explored=TreeCandidates(growth.tree.only(near), leads, shares))
 
     def _race_along(
         self,
@@ -103,10 +104,6 @@ class TreeDrafts:
                 return
             growth.arrived(node, arrivals)
             node = None if drafted in self._ends else growth.to_feed([drafted], node)
-
-    def _took(self, trees: int, began: float) -> None:
-        self.count += trees
-        self.seconds += time.perf_counter() - began
 
     def _grown(self, followed: BranchTokens) -> TreeBuilder:
         beside = TopCandidates.joined(followed.beside)

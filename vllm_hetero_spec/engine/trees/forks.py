@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks: further drafter paths of a request, with KV blocks of their own after the shared context.
+"""Draft trees in drafting rounds: forks, and the candidates beside each path.
 
+A fork is a further drafter path of a request, with KV blocks of its own after the shared context.
 Fork i has the chain's first i tokens (i = 0, 1, ...), then the second most likely token. Drafters
 are wrong most often at the first tokens. The positions are known before drafting, so forks are
 planned, sent and captured like chains. Before it leaves the chain, a fork is fed the chain's tokens
@@ -8,30 +9,56 @@ into its own KV. Measured on a pair of code models: with two forks, trees accept
 that feed the best nodes in every step.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from typing import Protocol, cast
 
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round_plan import Fork
+from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, TopCandidates
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
+from vllm_hetero_spec.engine.trees.drafts import BranchTokens, DrafterBranch, TreeDrafts
+from vllm_hetero_spec.text.bridge import Bridge
+from vllm_hetero_spec.trees.race_tree import Chances
+
+# Column of a fork's own token among the top candidates. Column 0 is the chain's token.
+_SECOND = 1
+_FED = TopCandidates._fields.index("fed")
+
+_Fork = tuple[DraftSequence, int, int, tuple[int, int] | None]  # a `Fork` without its row
 
 
-class Forks:
-    """Allocates and frees the KV of forks for each drafting round."""
+class TreeControl(Protocol):
+    """A `Control` for rounds with raced trees; `race_chances` values their tokens."""
 
-    def __init__(self, pool: KVPool, stats: DraftStats) -> None:
-        self._pool, self._stats = pool, stats
+    @property
+    def race_chances(self) -> Chances: ...
+
+
+class TreeBranches(RoundExtension):
+    """Drafts the forks of each round, and adds their tokens to the drafts."""
+
+    def __init__(self, drafter: Drafter, pool: KVPool, bridge: Bridge, stats: DraftStats) -> None:
+        self._drafter, self._pool, self._stats = drafter, pool, stats
+        self._trees = TreeDrafts(bridge, drafter.rules.sampling, stats)
+        self._forks: dict[str, list[_Fork]] = {}  # by request, for the next `forks`
         self._lent: list[DraftSequence] = []
+        self._found: dict[str, BranchTokens] = {}
+        self.completed, self.seconds = 0, 0.0
 
-    def lend(self, rows: Sequence[DraftRow], has_room: Callable[[int], bool]) -> list[DraftRow]:
-        """Return the rows of a round with their forks, as far as KV blocks are free.
+    def admit(self, rows: Sequence[DraftRow]) -> None:
+        """Allocate the KV of forks, as far as blocks are free.
 
-        `has_room` returns True if a round may have so many rows and forks. If not, the rows with
-        the most forks get fewer.
+        If buffers or graphs have no room for all forks, the rows with the most get fewer.
         """
-        self._lent, rows = [], list(rows)
+        self._forks, self._lent, self._found = {}, [], {}
         if all(row.task.paths <= 1 for row in rows):
-            return rows
+            return
         # Forks of sampled requests draw in the same batch, so all these rows must end together.
         together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
         able = (row.task.draw is None or together for row in rows)
@@ -39,27 +66,109 @@ class Forks:
         most = [max(0, min(row.task.paths, row.steps) - 1) for row in rows]
         most = [count * can for count, can in zip(most, able, strict=True)]
         wanted = most
-        while any(wanted) and not has_room(len(rows) + sum(wanted)):
+        while any(wanted) and not self._has_room(len(rows) + sum(wanted)):
             wanted = [min(count, max(wanted) - 1) for count in wanted]
-        for place, (row, count) in enumerate(zip(rows, wanted, strict=True)):
-            forks, copies = list[DraftSequence](), list[tuple[int, int]]()
-            length = len(row.sequence.kv_ids) + len(row.pending)
-            for _ in range(count):
-                fork = self._pool.fork(row.sequence.table, length)
-                if fork is None:
-                    break
-                if not self._pool.grow(fork.table, length + row.steps):
-                    self._pool.close(fork.table)
-                    break
-                forks.append(DraftSequence(fork.table))
-                copies += [fork.copy] if fork.copy else []
-            self._lent += forks
-            rows[place] = row._replace(forks=forks, copies=copies)
+        for row, count in zip(rows, wanted, strict=True):
+            if count:
+                self._forks[row.task.req_id] = self._forked(row, count)
         self._stats.paths_without_room += sum(most) - len(self._lent)
-        return rows
 
-    def close(self) -> None:
-        """End the round: free the KV of its forks."""
+    def forks(self, rows: Sequence[DraftRow]) -> Sequence[Fork]:
+        forks, self._forks = self._forks, {}  # a round that continues drafts has none
+        if not forks:
+            return ()
+        return [
+            Fork(index, *fork)
+            for index, row in enumerate(rows)
+            for fork in forks.get(row.task.state.req_id, ())
+        ]
+
+    def after_step(self, current: Round, number: int) -> None:
+        """Let forks leave the chain; those of raced requests leave with an arrival."""
+        plan, own, steps = current.plan, current.own, self._drafter.steps
+        if not (plan.forks[1] >= number).any():
+            return
+        draws, drawn = own.draws, len(own.drawn)
+        if draws is None or not own.forked:
+            steps.picked.branch_off(number, plan.count, steps.forks)
+            return
+        ids, places = steps.picked.ids(number, own.forked[-1] + 1), draws.index[drawn:]
+        if number:
+            draws.skip(drawn, ids[places], -1)
+        steps.picked.branch_off(number, plan.count, steps.forks)
+        draws.skip(drawn, ids[places])
+
+    def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
+        for index, (row, tokens) in enumerate(zip(current.rows, drafted, strict=True)):
+            if tokens.beside is None:
+                continue
+            found = self._found.get(row.task.state.req_id)
+            if found is None:
+                found = self._found[row.task.state.req_id] = BranchTokens(row.task)
+            found.chain += tokens.tokens
+            found.beside.append(tokens.beside)
+            if current.plan.forks.size and index not in current.cut:
+                found.forks = _branches(current, index)
+                own = [len(branch.tokens) - branch.leaves for branch in found.forks]
+                self._stats.drafter_tokens += sum(own)
         for sequence in self._lent:
             self._pool.close(sequence.table)
         self._lent = []
+
+    def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
+        if not self._found:
+            return drafts
+        began, drafts, greedy = time.perf_counter(), list(drafts), list[int]()
+        for place, draft in enumerate(drafts):
+            found = self._found.get(draft.req_id)
+            if found is None:
+                continue
+            if draft.draft_probs is None:
+                greedy.append(place)
+            elif control is not None:
+                chances = cast(TreeControl, control).race_chances
+                drafts[place] = self._trees.raced(found, draft, chances)
+                self.completed += 1
+        if greedy:
+            followed = [self._found[drafts[place].req_id] for place in greedy]
+            trees = self._trees.greedy(followed, [drafts[place] for place in greedy])
+            for place, draft in zip(greedy, trees, strict=True):
+                drafts[place] = draft
+            self.completed += len(greedy)
+        self.seconds += time.perf_counter() - began
+        return drafts
+
+    def _forked(self, row: DraftRow, count: int) -> list[_Fork]:
+        forks: list[_Fork] = []
+        length = len(row.sequence.kv_ids) + len(row.pending)
+        column = _SECOND
+        if row.task.draw is not None:
+            column += _FED * self._drafter.rules.beside
+        for leaves in range(count):
+            fork = self._pool.fork(row.sequence.table, length)
+            if fork is None:
+                break
+            if not self._pool.grow(fork.table, length + row.steps):
+                self._pool.close(fork.table)
+                break
+            sequence = DraftSequence(fork.table)
+            self._lent.append(sequence)
+            forks.append((sequence, leaves, column, fork.copy))
+        return forks
+
+    def _has_room(self, places: int) -> bool:
+        """Return True if a round of this many requests and forks fits buffers and graphs."""
+        steps = self._drafter.steps
+        size, recorded = steps.picked.packet.shape[2], steps.shape(1, 1, 1).size > 0
+        return places <= size and (not recorded or steps.shape(places, 1, 1).size > 0)
+
+
+def _branches(current: Round, index: int) -> list[DrafterBranch]:
+    """Return the branches of a request whose own first tokens were fed."""
+    picked, wanted = current.picked, min(current.rows[index].steps, current.taken)
+    assert picked is not None
+    return [
+        DrafterBranch(picked.ids[at][:sound], picked.beside(at, sound), leaves)
+        for at, leaves in current.plan.forks_of(index)
+        if wanted > leaves + 1 and (sound := min(wanted, picked.sound[at])) > leaves + 1
+    ]

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
+from vllm_hetero_spec.engine.seam.async_scheduling import narrowest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,8 +23,6 @@ logger = logging.getLogger("vllm.hetero_spec")
 
 _BRANCHES = 32  # largest number of branches in a step
 _SHARE = 20  # at most one block in 20 is scratch
-# Keys that limit the tokens of one request in a step; 0 or None is no limit.
-_ROOMS = "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"
 
 
 def install() -> None:
@@ -74,12 +73,6 @@ def why_not(config: "VllmConfig") -> str:
         and scheduler.max_num_batched_tokens < wanted,
     }
     return next((reason for reason, found in reasons.items() if found), "")
-
-
-def narrowest(config: "VllmConfig") -> tuple[int, str]:
-    """Return the largest number of a request's tokens in a step, and the key that limits it."""
-    given = ((getattr(config.scheduler_config, key), key) for key in _ROOMS)
-    return min((room, key) for room, key in given if room)
 
 
 def _custom_processors(config: "VllmConfig") -> bool:

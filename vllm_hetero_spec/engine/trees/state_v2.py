@@ -45,8 +45,10 @@ class TreeModelState(DefaultModelState):
         return metadata
 
 
-def branches_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
-    """Create a runner's branch sequences; return None and log if its target supports none."""
+def trees_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
+    """Create a runner's draft trees; return None, and log why if its target supports none."""
+    if not nodes_of(runner.vllm_config):
+        return None
     state = runner.model_state
     if not isinstance(state, TreeModelState):
         logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)

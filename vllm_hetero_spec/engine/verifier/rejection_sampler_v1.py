@@ -23,16 +23,16 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
-from vllm_hetero_spec.engine.seam.step_view import BatchView, TreesView
+from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreesView, Walk
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
-from vllm_hetero_spec.engine.verifier.verdict import Rule, Walk, verdict_of, walk_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.walk import TreeBatch
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
@@ -195,7 +195,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         """
         fed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         fed[metadata.target_logits_indices + 1] = drafts.tokens
-        trees = TreeBatch.of(fed, view.parents, self._send)
+        trees = view.rows(fed, slice(None), self._send)
         best, walks, of = fast_argmax(logits), view.is_tree, trees.request_of
         if self._racing is None:
             walks = walks & is_greedy  # a walk follows the likeliest tokens
@@ -215,7 +215,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
             )
         starts = metadata.cu_num_sampled_tokens - drafts.counts - 1
         place_of = torch.arange(len(fed), device=fed.device) - starts[of]
-        return walk_of(trees, best, walks, place_of)
+        return trees.walk(best, walks, place_of)
 
 
 def _in_order(

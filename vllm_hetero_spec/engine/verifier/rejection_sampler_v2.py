@@ -27,13 +27,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeRows
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of, walk_of
+from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
-from vllm_hetero_spec.trees.walk import TreeBatch
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 
@@ -142,7 +142,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             else:
                 walks = walks & is_greedy  # a walk follows the likeliest tokens
             if chosen is not None:
-                walk = walk_of(trees, chosen, walks, expanded_local_pos.long())
+                walk = trees.walk(chosen, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -200,14 +200,13 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )
 
-    def _trees(self, part: slice) -> TreeBatch | None:
+    def _trees(self, part: slice) -> TreeRows | None:
         """Return the next requests' drafts as trees, with all rows; None without trees."""
         if self._view.trees is None:
             return None
-        parents = self._view.trees.parents[part]
-        count = len(parents) + sum(map(len, parents))
+        count = self._view.trees.num_rows(part)
         fed, self._fed = self._fed[:count], self._fed[count:]
-        return TreeBatch.of(fed, parents, self._send)
+        return self._view.trees.rows(fed, part, self._send)
 
     def _drafts(
         self,

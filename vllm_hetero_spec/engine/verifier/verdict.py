@@ -2,11 +2,9 @@
 """Verdict over a batch of greedy and sampled requests, for both model runners."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.rules import greedy_rule
 
@@ -45,41 +43,3 @@ def verdict_of(
         torch.where(is_greedy[:, None], greedy.tokens, verdict.tokens),
         torch.where(is_greedy, greedy.accepted, verdict.accepted),
     )
-
-
-class Walk(NamedTuple):
-    """Result of following the trees of a batch.
-
-    Attributes:
-        trees: bool [B], True for requests with a tree.
-        walks: bool [B], True for requests whose tree was followed.
-        tokens: int64 [B, K + 1], as in `Verdict`; undefined if `walks` is False.
-        accepted: int64 [B], as in `Verdict`; undefined if `walks` is False.
-        order: int64 [R]. In rows reordered by it, a request's token i was chosen in its row i.
-    """
-
-    trees: torch.Tensor
-    walks: torch.Tensor
-    tokens: torch.Tensor
-    accepted: torch.Tensor
-    order: torch.Tensor
-
-
-def walk_of(
-    trees: TreeBatch, best: torch.Tensor, walks: torch.Tensor, place_of: torch.Tensor
-) -> Walk:
-    """Follow the trees of a mixed batch.
-
-    Args:
-        trees: All R rows of all requests.
-        best: int64 [R], the target's choice in each row: its likeliest token, or a race's winner.
-        walks: `Walk.walks`.
-        place_of: int64 [R], index of each row in its request.
-    """
-    verdict = greedy_walk(trees, best)
-    visited = verdict.rows[trees.request_of, place_of]
-    counts = walks[trees.request_of] & (visited >= 0)
-    order = torch.where(counts, visited, torch.arange(len(best), device=best.device))
-    deepest = torch.zeros_like(trees.depths[: trees.size])
-    deepest = deepest.scatter_reduce(0, trees.request_of, trees.depths, "amax")
-    return Walk(deepest > 0, walks, verdict.tokens, verdict.accepted, order)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extension point of drafting rounds. Without extensions, each request drafts one chain."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round_plan import Fork
+from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
+
+
+class RoundExtension:
+    """Optional behavior of drafting rounds; this base class changes nothing.
+
+    `DraftBatchRunner` calls `steps`, `admit` and `complete`, and `Drafter` the other methods. An
+    extension keeps its data of a round itself, by request id.
+
+    Attributes:
+        completed: Number of drafts that `complete` has changed so far.
+        seconds: Seconds that `complete` took so far, which are not in `DraftTiming.overhead`.
+    """
+
+    completed: int = 0
+    seconds: float = 0.0
+
+    def steps(self, task: DraftTask, steps: int) -> int:
+        """Return the number of drafter steps for a sampled draft that would have `steps`."""
+        return steps
+
+    def admit(self, rows: Sequence[DraftRow]) -> None:
+        """Reserve KV blocks for a new round. `collect` releases them."""
+
+    def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
+        """Return the indices of the rows that `after_prefill` drafts. The steps leave them out."""
+        return ()
+
+    def forks(self, rows: Sequence[DraftRow]) -> Sequence[Fork]:
+        """Return the forks of the rows that draft step by step, sorted by row."""
+        return ()
+
+    def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
+        """Called after the first tokens were picked from logits [n, V_D]."""
+
+    def after_step(self, current: Round, number: int) -> None:
+        """Called in a round with forks after each step has picked its tokens; 0 is catch-up."""
+
+    def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
+        """Change the results of a finished round, in the order of its rows, in place."""
+
+    def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
+        """Return the drafts of a batch, in target tokens, changed."""
+        return drafts
