@@ -60,5 +60,5 @@ def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter
 
 def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft that was not foreseen is waited for."""
-    control = proposer_of(llm).drafting.control
-    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
+    observer = proposer_of(llm).drafting.observer
+    monkeypatch.setattr(observer, "wait", lambda missing, *_: (max(missing.values()), 10.0))

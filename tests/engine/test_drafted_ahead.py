@@ -91,8 +91,8 @@ def slow_target(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft that is not there is waited for, whatever that costs."""
-    control = proposer_of(pair.load.llm).drafting.control
-    monkeypatch.setattr(control, "wait", lambda missing, *_: (max(missing.values()), 10.0))
+    observer = proposer_of(pair.load.llm).drafting.observer
+    monkeypatch.setattr(observer, "wait", lambda missing, *_: (max(missing.values()), 10.0))
 
 
 def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:

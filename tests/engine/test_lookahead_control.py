@@ -20,8 +20,10 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.lookahead.controllers import (
     ConfidenceStop,
     Controller,
@@ -32,6 +34,8 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions
+from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
+from vllm_hetero_spec.trees.values import TreeValues
 
 
 class Scripted(Fixed):
@@ -167,33 +171,38 @@ def test_other_batches_come_before_a_draft_is_verified() -> None:
 NOTHING = DraftTiming(0.1, 0.01, 0, 0, 0)
 
 
+def precomputed(controller: Controller) -> tuple[LookaheadControl, PrecomputedDrafts]:
+    control = LookaheadControl(controller, can_stop_early=False)
+    return control, PrecomputedDrafts(control)
+
+
 def test_drafts_that_were_not_there_are_learnt_from() -> None:
     """But for what a request asks for. Nothing has a price here: nothing is waited for."""
     controller = Scripted(4)
-    control = PrecomputedDrafts(controller, can_stop_early=False)
+    control, ahead = precomputed(controller)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
-    control.observe(step)
+    ahead.observe(step)
     control.plan(step, [0, 0, 0])
-    control.drafted(NOTHING, drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
+    ahead.drafted(NOTHING, drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
     assert controller.verified == [(0, 0)]
-    assert control.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)
-    assert control.guesses(2, 4, 1.0, 8) == 8
+    assert ahead.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)
+    assert ahead.guesses(2, 4, 1.0, 8) == 8
 
 
 def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
     """Nothing is waited for but by one that the drafter is not done with in two steps."""
     controller = Scripted(3, 3, 0, probe=True)
-    control = PrecomputedDrafts(controller, can_stop_early=False)
+    control, ahead = precomputed(controller)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
 
     def planned() -> list[int]:
-        control.observe(step)
+        ahead.observe(step)
         return list(control.plan(step, [0, 0, 0]).lookahead)
 
     def not_there(missing: dict[str, int], wrong: set[str] | None = None) -> tuple[int, float]:
-        waited = control.wait(missing, 1.0, 0, wrong or set())
+        waited = ahead.wait(missing, 1.0, 0, wrong or set())
         there = {name: 0 if name in missing else 3 for name in "abc"}
-        control.drafted(NOTHING, drafts_of(there, 0.9))
+        ahead.drafted(NOTHING, drafts_of(there, 0.9))
         return waited
 
     both = {"a": 3, "b": 3}
@@ -221,21 +230,21 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
     """Prices come from what was seen: what is not exposed costs nothing, and is still timed."""
     costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
-    control = PrecomputedDrafts(Goodput(known), can_stop_early=False)
+    control, ahead = precomputed(Goodput(known))
     for _ in range(100):
         step = step_of({"a": [1]})
-        control.observe(step)
+        ahead.observe(step)
         control.plan(step, [0])
         timing = DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0)
-        control.drafted(timing, drafts_of({"a": 4}, 0.9))
+        ahead.drafted(timing, drafts_of({"a": 4}, 0.9))
     assert costs.drafter(1) == pytest.approx(0.008, rel=0.3)  # of a forward, beside the target
     assert costs.drafting(1, known.steps.expected(4)) == pytest.approx(0.003, abs=0.003)
     while not known.acceptance.late.due:
-        assert control.wait({"a": 4}, 1.0, 0) == (0, 0.0)
-    tokens, seconds = control.wait({"a": 4}, 1.0, 0)
+        assert ahead.wait({"a": 4}, 1.0, 0) == (0, 0.0)
+    tokens, seconds = ahead.wait({"a": 4}, 1.0, 0)
     assert tokens > 0
     assert seconds < 0.2
-    assert control.wait({"a": 4}, 20.0, 0) == (0, 0.0)
+    assert ahead.wait({"a": 4}, 20.0, 0) == (0, 0.0)
 
 
 def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
@@ -245,23 +254,23 @@ def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     late = known.acceptance.late
     late.observe(4, 4, False)
     before = late.rates(False)
-    control = PrecomputedDrafts(Goodput(known), can_stop_early=False)
+    control, ahead = precomputed(Goodput(known))
     step = step_of({"a": [1], "b": [1], "c": [1]})
-    control.observe(step)
+    ahead.observe(step)
     control.plan(step, [0, 0, 0])
-    tokens, _ = control.wait({"a": 4, "c": 4}, 1.0, 0)
+    tokens, _ = ahead.wait({"a": 4, "c": 4}, 1.0, 0)
     assert tokens > 0
     drafts = drafts_of({"a": 4, "b": 4, "c": 0}, 0.9)
-    control.drafted(DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0), drafts)
+    ahead.drafted(DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0), drafts)
     lengths = {draft.req_id: len(draft.tokens) for draft in control.trim(drafts)}
     assert lengths["a"] > 1
     others = step_of({"b": [1, 2], "c": [1]}, {"b": lengths["b"], "c": 0})
-    control.observe(replace(others, live=set("abc")))
+    ahead.observe(replace(others, live=set("abc")))
     assert late.rates(False) == before
-    control.observe(step_of({"a": [1]}, {"a": lengths["a"]}))
+    ahead.observe(step_of({"a": [1]}, {"a": lengths["a"]}))
     assert late.rates(False)[0] < before[0]
     known_now = late.rates(False)
-    control.observe(step_of({"a": [1, 2]}, {"a": 0}))
+    ahead.observe(step_of({"a": [1, 2]}, {"a": 0}))
     assert late.rates(False) == known_now
 
 
@@ -306,11 +315,12 @@ def test_who_has_ended_is_left_alone() -> None:
 
 def test_the_controller_is_told_whether_trees_have_room() -> None:
     controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, branches=2)
-    control = LookaheadControl(controller, can_stop_early=False)
-    assert controller.branches is not None
+    branches = BranchStatistics()
+    policy = TreePolicy(TreeValues.unknown(), branches, DraftStats())
+    control = LookaheadControl(controller, can_stop_early=False, policy=policy)
     for trees in (room, room._replace(branches=0), None, room):
         control.plan(replace(step_of({"a": [1]}), trees=trees), [0])
-        assert controller.branches.room == (trees is room)
+        assert branches.room == (trees is room)
 
 
 def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:

@@ -100,7 +100,7 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
         source: Any = SimpleNamespace(
             step=lambda batch: None, read=lambda tokens: None, max_length=64
         )
-        drafting: Any = SimpleNamespace(source=source)
+        drafting: Any = SimpleNamespace(source=source, parts=None)
         known = known_of_pair(file, seam, drafting, config, options)
         assert known is not None  # to go on from, and to be kept
         assert known.costs.knows_target != (experts and rank == 1)

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import reference as ref
 from toy_drafter import VOCAB
-from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, emitted, planned, step_of
+from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, controlled, emitted, planned, step_of
 
 from vllm_hetero_spec import staging
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.draft.sampling import DraftSampling
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import StepView, TreeRoom
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
-from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
+from vllm_hetero_spec.engine.trees.control import TreePolicy
+from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Trees
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.policy import Trees
 from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 
@@ -112,7 +113,7 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     """A target that always goes on with the second child: its value rises above the first's."""
     monkeypatch.setattr(drafts_module, "_LEAVES", 24)
     values = TreeValues.unknown()
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     world, texts = World(), {name: list(text) for name, text in TEXTS.items()}
     control.observe(step_of(texts))
     control.plan(step_of(texts), [0] * 3)
@@ -149,7 +150,7 @@ def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: b
     for of_kind in values:
         of_kind._taken[:] = 0.0
         of_kind._taken[: len(rates)] = np.array(rates) * of_kind._nodes
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     step, world = step_of(TEXTS, room=room, raced=raced), World(raced=raced)
     control.observe(step)
     control.plan(step, [0] * 3)
@@ -181,7 +182,7 @@ def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, .
 
 def test_trees_that_were_cut_teach_nothing() -> None:
     values = TreeValues.unknown()
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False, values=values)
+    control, _ = controlled(Fixed(LOOKAHEAD), values)
     world = World()
     control.observe(step_of(TEXTS))
     control.plan(step_of(TEXTS), [0] * 3)
@@ -243,7 +244,7 @@ def test_dear_rows_are_not_verified() -> None:
 
 
 def test_a_request_of_its_own_lookahead_is_not_trimmed_by_price() -> None:
-    control = LookaheadControl(Priced(2.0), can_stop_early=False)
+    control, _ = controlled(Priced(2.0))
     step = step_of({"a": TEXTS["a"]})
     asking = step.requests[0]._replace(params=RequestParams(0, lookahead=2))
     control.plan(StepView([asking], {}, {"a"}, LOOKAHEAD, 100, 1, trees=ROOM), [0])
@@ -256,7 +257,10 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     """A chain's acceptance stays that of a chain, whatever the tree had besides."""
     controller, world = Priced(0.0), World()
     texts = {"a": list(TEXTS["a"])}
-    control = planned(step_of(texts, room=TreeRoom(64, 300, 60)), controller)
+    control, policy = controlled(controller)
+    step = step_of(texts, room=TreeRoom(64, 300, 60))
+    control.observe(step)
+    control.plan(step, [0])
     (chain,) = world.draft(texts, control).values()
     (tree,) = control.trim([chain])
     assert tree.rows is not None
@@ -276,13 +280,13 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
     control.learn()
     again = (len(tree.rows.counts) - 1) * len(TEXTS["a"])
     assert controller.told == [(LOOKAHEAD, 1), (1, rows, again)]
-    assert control.side_tokens_accepted == 1
+    assert policy.side_tokens_accepted == 1
     assert tree.depth == LOOKAHEAD
 
 
 def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
     """As many as the last trees had use for; more, if those had no more room."""
-    control = LookaheadControl(Fixed(LOOKAHEAD), can_stop_early=False)
+    control, _ = controlled(Fixed(LOOKAHEAD))
     world, buckets = World(), (0, 8, 16)
 
     def asked(rows: int, nodes: int) -> int:
@@ -348,7 +352,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
             return super().plan(*of)._replace(**change)
 
     world, controller, values = World(), Looking(0.0), TreeValues.unknown()
-    control = LookaheadControl(controller, can_stop_early=False, values=values)
+    control, policy = controlled(controller, values)
     step = step_of(TEXTS)
     control.observe(step)
     assert control.plan(step, [0] * 3).paths == DEFAULT_TREE_WIDTH
@@ -364,7 +368,32 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     control.trim(list(drafts.values()))
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))
     assert values.greedy.to_dict()["nodes"] == 3
-    assert control.side_tokens_accepted == 0
+    assert policy.side_tokens_accepted == 0
+
+
+def test_requests_that_keep_chains_are_counted() -> None:
+    """One reason each, the request's own first; none where nothing is drafted."""
+    world, stats = World(), DraftStats()
+    policy = TreePolicy(TreeValues.unknown(), None, stats)
+    step = step_of(TEXTS)
+    parameters = [RequestParams(0), RequestParams(1, 0.9), RequestParams(2, structured=True)]
+    views = zip(step.requests, parameters, strict=True)
+    step = replace(step, requests=[view._replace(params=params) for view, params in views])
+
+    def paths(step: StepView, planned: int, **changes: Any) -> list[int]:
+        policy.begin(step)
+        tasks = [task._replace(**changes) for task in world.tasks(TEXTS)]
+        return [policy.paths_of(task, planned) for task in tasks]
+
+    assert paths(step, 2) == [2, 0, 0]
+    assert stats.chains == {"drawn": 1, "grammar": 1}
+    raced = DraftSampling(1.0, seed=0, place=0, races=True)
+    assert paths(step, 2, draw=raced) == [2, 2, 0]
+    assert paths(step, 0, draw=raced) == [0, 0, 0]
+    assert paths(replace(step, trees=ROOM._replace(branches=0)), 2, draw=raced) == [0, 0, 0]
+    assert stats.chains == {"drawn": 1, "grammar": 4, "not_worth_it": 2, "no_room": 2}
+    assert paths(step, 2, lookahead=0) == paths(replace(step, trees=None), 2) == [0, 0, 0]
+    assert stats.chains.total() == 9
 
 
 @pytest.mark.parametrize("raced", [False, True])

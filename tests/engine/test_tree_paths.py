@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from toy_drafter import SIZE, VOCAB
-from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, emitted, planned, step_of
+from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, controlled, emitted, planned, step_of
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.text.drafts import FirstToken
@@ -163,7 +162,7 @@ class Stopping(Fixed):
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rounds_that_end_early(length: int) -> None:
     """What was not fed is not looked for; and a path that has just left was not fed."""
-    control = LookaheadControl(Stopping(length), can_stop_early=True)
+    control, _ = controlled(Stopping(length), can_stop_early=True)
     control.observe(step_of(TEXTS))
     control.plan(step_of(TEXTS), [0] * 3)
     for draft in World().draft(TEXTS, control, paths=3).values():

@@ -22,11 +22,13 @@ from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
+from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
+from vllm_hetero_spec.trees.values import RankValues, TreeValues
 from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import race
 
@@ -147,8 +149,20 @@ def step_of(
     return StepView(requests, {}, texts, LOOKAHEAD, 100, len(texts), 0.1, 0.1, trees=room)
 
 
+def controlled(
+    controller: Controller,
+    values: TreeValues | RankValues | None = None,
+    *,
+    can_stop_early: bool = False,
+) -> tuple[LookaheadControl, TreePolicy]:
+    """The statistics are the controller's attribute `branches`, if it has one."""
+    branches = getattr(controller, "branches", None)
+    trees = TreePolicy(values or TreeValues.unknown(), branches, DraftStats())
+    return LookaheadControl(controller, can_stop_early=can_stop_early, policy=trees), trees
+
+
 def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
-    control = LookaheadControl(controller or Fixed(LOOKAHEAD), can_stop_early=False)
+    control, _ = controlled(controller or Fixed(LOOKAHEAD))
     control.observe(step)
     paths = control.plan(step, [0] * len(step.requests)).paths
     assert paths == DEFAULT_TREE_WIDTH * (step.trees is not None)

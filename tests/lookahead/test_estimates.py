@@ -11,6 +11,7 @@ from simulation import Clock, Machine, Outcome, Phase, run
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.trees.values import TREE_PARTS, TreeValues
 
 LONGEST = 8
 GOOD, FAIR, USELESS = Text(0.95, 0.5), Text(0.9, 0.3, 0.5), Text(0.02, 0.01, 0.5)
@@ -33,7 +34,7 @@ def calibrated(on: Machine) -> Estimates:
 
 def kept(known: Estimates) -> Estimates:
     """As a later run reads it."""
-    return Estimates.from_dict(json.loads(json.dumps(known.to_dict())), LONGEST)
+    return Estimates.from_dict(json.loads(json.dumps(known.to_dict())), LONGEST, TREE_PARTS)
 
 
 def serve(known: Estimates, phase: Phase, seed: int = 0) -> tuple[Outcome, Goodput]:
@@ -106,6 +107,7 @@ def test_what_is_learnt_stays_the_same_but_for_its_weight() -> None:
 def spoilt(path: str, value: Any) -> dict[str, Any]:
     on = machine("gpu")
     known = calibrated(on)
+    TreeValues.of(known)  # which become a part
     serve(known, Phase(1, 1.0, GOOD, on))
     saved: dict[str, Any] = json.loads(json.dumps(known.to_dict()))
     *folders, name = path.split(".")
@@ -142,7 +144,7 @@ def spoilt(path: str, value: Any) -> dict[str, Any]:
 )
 def test_what_is_spoilt_is_refused(path: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        Estimates.from_dict(spoilt(path, value), LONGEST)
+        Estimates.from_dict(spoilt(path, value), LONGEST, TREE_PARTS)
 
 
 def test_another_lookahead_is_refused() -> None:

@@ -10,7 +10,9 @@ from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
+from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
+from vllm_hetero_spec.trees.policy import TreeChoice
 
 GREEDY, RANDOM = [False], [True]
 
@@ -61,7 +63,9 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
     regimes = []
     for beside in (False, True):
         costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.02)], overhead=[(1, 0.0005)])
-        controller = Goodput(Estimates.of(costs, 4), clock=lambda: 0.0)
+        known = Estimates.of(costs, 4)
+        choice = TreeChoice(known, DEFAULT_TREE_WIDTH)
+        controller = Goodput(known, choice=choice, clock=lambda: 0.0)
         for _ in range(80):
             plan = controller.plan(1, [4])
             (length,) = plan.lookahead
@@ -69,7 +73,7 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
                 controller.observe_draft(1, length, 0.02 * length)
                 controller.observe_acceptance(length, 0, [0.3] * length, length)
                 if beside:
-                    controller.branches.add([1, 2], [0.7, 0.6], [1, 0], 50, False)
+                    choice.branches.add([1, 2], [0.7, 0.6], [1, 0], 50, False)
             controller.observe_step(1, 1 + length, 0.03)
             controller.emitted(1, 0.03 + 0.02 * length)
         regimes.append(controller.off)

@@ -50,7 +50,9 @@ class Engine:
         costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
         self.clock = Clock()
         known = Estimates.of(costs, 4)
-        self.controller = Goodput(known, width=self.width, clock=self.clock)
+        self.choice = TreeChoice(known, self.width)
+        choice = self.choice if self.width else None
+        self.controller = Goodput(known, choice=choice, clock=self.clock)
         self._luck = np.random.default_rng(0)
 
     def run(self, steps: int) -> list[LookaheadPlan]:
@@ -74,9 +76,9 @@ class Engine:
             self.clock.now += drafting + overhead
             if wide:
                 self.looking += drafting + overhead - STEP * length - AROUND
-                controller.branches.found(drafted, self.tree * drafted)
+                self.choice.branches.found(drafted, self.tree * drafted)
                 for _ in range(drafted):
-                    controller.branches.add(*self.beside, CONTEXT, False)
+                    self.choice.branches.add(*self.beside, CONTEXT, False)
                 self.clock.now += self.tree * drafted
                 self.looking += self.tree * drafted
             for wanted in plan.lookahead:
@@ -108,11 +110,11 @@ def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
 def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
     """Whatever is known of trees: nothing is expected of them, and none is looked for."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
-    ours.controller.branches.room = False
+    ours.choice.branches.room = False
     for number in range(40):
-        ours.controller.branches.add(*GOOD, CONTEXT, bool(number % 2))
+        ours.choice.branches.add(*GOOD, CONTEXT, bool(number % 2))
     assert ours.run(300) == chains.run(300)
-    ours.controller.branches.room = True
+    ours.choice.branches.room = True
     assert any(plan.trees.paths and not plan.trees.looks for plan in ours.run(100))
 
 

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.trees.values import (
     GREEDY_PRIOR,
     RACE_PRIOR,
+    TREE_PARTS,
     ChildChances,
     RankRates,
     TreeValues,
@@ -115,6 +118,20 @@ def test_what_was_learnt_comes_back() -> None:
         again.greedy.observe(*news)
     test = visited(generator, 5000, ChildChances(TRUTHS[1]))
     assert loss(again.greedy, test) < loss(values.greedy, test)
+
+
+def test_values_are_part_of_the_estimates_of_a_pair() -> None:
+    """Those of an engine without trees have none, and new ones are added to them."""
+    known = Estimates.of(CostModel(), 4)
+    assert "trees" not in known.to_dict()
+    values = TreeValues.of(known)
+    assert TreeValues.of(known) is values
+    values.greedy.observe(*visited(np.random.default_rng(7), 8, None))
+    saved = json.loads(json.dumps(known.to_dict()))
+    again = Estimates.from_dict(saved, 4, TREE_PARTS)
+    assert TreeValues.of(again).to_dict() == values.to_dict()
+    del saved["trees"]
+    assert not Estimates.from_dict(saved, 4, TREE_PARTS).parts
 
 
 def test_evidence_is_finite() -> None:

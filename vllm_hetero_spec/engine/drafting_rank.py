@@ -30,12 +30,14 @@ from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
+from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
-from vllm_hetero_spec.trees.values import RankValues
+from vllm_hetero_spec.trees.policy import TreeChoice
+from vllm_hetero_spec.trees.values import TREE_PARTS, RankValues, TreeValues
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -46,22 +48,6 @@ logger = logging.getLogger("vllm.hetero_spec")
 _LONGEST_REST = 1024
 _STEPS_BETWEEN_GAUGES = 16
 _UNSEEN = 1.0  # seconds; longest time without reading a step while the drafter is idle
-
-
-def controller_of(options: HeteroOptions, known: Estimates, *, can_stop_early: bool) -> Controller:
-    """Build the controller that the user has chosen.
-
-    Args:
-        known: Estimates of the pair on this machine.
-        can_stop_early: True if drafting consults it between drafter steps.
-    """
-    longest = options.num_speculative_tokens
-    width = options.debug.tree_width if options.tree_nodes else 0
-    if options.controller == "fixed":
-        return Fixed(longest, width)
-    if isinstance(options.controller, ConfidenceOptions):
-        return ConfidenceStop(options.controller.threshold, longest, width)
-    return Goodput(known, can_stop_early=can_stop_early, width=width)
 
 
 class DraftingRank:
@@ -116,8 +102,11 @@ class DraftingRank:
         longest = length - min(self.source.most_steps, length // 2)  # room for drafts
         self.requests = Requests(bridge, pool, stats, longest)
         nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
+        self._trees: TreePolicy | None
+        self.observer: LookaheadControl | PrecomputedDrafts  # of steps and of rounds
         self.control = self._controlled(nothing)
         self._file: PairFile | None = None  # keeps the estimates
+        self.parts: Parts = TREE_PARTS if options.tree_nodes else {}  # of these estimates
         stats.kv_blocks = pool.capacity
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
@@ -175,7 +164,7 @@ class DraftingRank:
         Ranks that draft together may read different steps, so this changes no state of requests.
         """
         try:
-            self.control.observe(step)
+            self.observer.observe(step)
             self.control.plan(step, self.requests.num_unread(step))
             self.control.learn()
             self._show_gauges()
@@ -191,7 +180,8 @@ class DraftingRank:
     def show(self) -> None:
         """Update the counters that are kept elsewhere."""
         self._stats.requests_held = len(self.requests)
-        self._stats.side_tokens_accepted = self.control.side_tokens_accepted
+        if self._trees is not None:
+            self._stats.side_tokens_accepted = self._trees.side_tokens_accepted
         self.source.export_to(self._stats)
 
     def _failed(self, step: StepView, error: Exception) -> None:
@@ -208,14 +198,15 @@ class DraftingRank:
         self._looked = time.monotonic()
         self._stats.steps += 1
         self.requests.forget(step)
-        self.control.observe(step)
+        self.observer.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
-        self._count(plan)
+        self._stats.off_steps += not any(plan.lookahead)
+        self._show_gauges()
         began, known = time.perf_counter(), not step.started
         tasks = self._tasks(step, plan)
         # A new prompt is read once. The new tokens of other requests are a cost of each draft.
         self.control.prepared = time.perf_counter() - began if known else 0.0
-        self.source.begin(tasks, self.requests.outside(step), self.control)
+        self.source.begin(tasks, self.requests.outside(step), self.observer)
 
     def _finish(self, step: StepView) -> list[Draft]:
         self.control.learn()  # while a device drafts
@@ -236,18 +227,32 @@ class DraftingRank:
         return drafts
 
     def _controlled(self, known: Estimates) -> LookaheadControl:
+        """Compose the controller with the policies of optional features."""
+        options, asked = self._options, self._options.controller
+        longest = options.num_speculative_tokens
+        width = options.debug.tree_width if options.tree_nodes else 0
         # On a GPU, reading confidences between drafter steps would synchronize with the device.
-        asked, cpu = self._options.controller, self._device.type == "cpu"
-        ahead = self._options.draft_ahead  # the drafter process cannot be stopped early
-        can_stop = self._planning is None and not ahead
-        can_stop = can_stop and (
-            isinstance(asked, ConfidenceOptions) or (asked == "goodput" and cpu)
-        )
-        controller = controller_of(self._options, known, can_stop_early=can_stop)
-        by_rank = self._options.debug.tree_values == "rank"
-        values = RankValues.unknown() if by_rank else known.trees
-        kind = PrecomputedDrafts if ahead else LookaheadControl
-        return kind(controller, can_stop_early=can_stop, values=values)
+        quick = asked == "goodput" and self._device.type == "cpu"
+        can_stop = isinstance(asked, ConfidenceOptions) or quick
+        # Neither several ranks nor the drafter process can be stopped early.
+        can_stop = can_stop and self._planning is None and not options.draft_ahead
+        controller: Controller
+        choice = self._trees = None
+        if isinstance(asked, ConfidenceOptions):
+            controller = ConfidenceStop(asked.threshold, longest, width)
+        elif asked == "fixed":
+            controller = Fixed(longest, width)
+        else:
+            choice = TreeChoice(known, width) if width else None
+            controller = Goodput(known, can_stop_early=can_stop, choice=choice)
+        if width:
+            by_rank = options.debug.tree_values == "rank"
+            values = RankValues.unknown() if by_rank else TreeValues.of(known)
+            branches = None if choice is None else choice.branches
+            self._trees = TreePolicy(values, branches, self._stats)
+        control = LookaheadControl(controller, can_stop_early=can_stop, policy=self._trees)
+        self.observer = PrecomputedDrafts(control) if options.draft_ahead else control
+        return control
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """Broadcast the plan of the first rank to all ranks that draft together."""
@@ -255,10 +260,6 @@ class DraftingRank:
             return plan
         agreed: StepPlan = self._planning.broadcast_object(plan, src=0)
         return agreed
-
-    def _count(self, plan: StepPlan) -> None:
-        self._stats.off_steps += not any(plan.lookahead)
-        self._show_gauges()
 
     def _show_gauges(self) -> None:
         if self._stats.steps >= self._gauges_due:
@@ -283,21 +284,15 @@ class DraftingRank:
         longest = max(1, self._most_rows // (len(wanted) * max(1, plan.paths)))
         for index, state in self.requests.read(step, wanted):
             request = step.requests[index]
-            params, paths = request.params, 0
+            params = request.params
             useful = min(plan.lookahead[index], step.room[index])
             if params.min_tokens and step.early_bonus:
                 useful = min(useful, params.before_stops(request.num_output_tokens))
             draw = state.draw_of(request, races=self._races) if draws and useful else None
             if draw is not None:
                 useful = min(useful, longest)
-            if useful > 0 and step.trees is not None:
-                alike = not params.random or (draw is not None and draw.races)
-                because = params.keeps_chain if alike else "drawn"
-                because = because or ("" if step.trees.branches else "no_room")
-                because = because or ("" if plan.paths else "not_worth_it")
-                if because:
-                    self._stats.keep_chain(because)
-                else:
-                    paths = plan.paths
-            tasks.append(DraftTask(state, useful, params.penalty, draw, paths))
+            task = DraftTask(state, useful, params.penalty, draw)
+            if self._trees is not None:
+                task = task._replace(paths=self._trees.paths_of(task, plan.paths))
+            tasks.append(task)
         return tasks

@@ -20,7 +20,7 @@ import torch
 from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 from vllm_hetero_spec.machine import cpu_name
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -46,14 +46,17 @@ class PairFile:
         self._due = 0  # number of writes by `write_if_due`
         self._failed = False  # a failed write was logged
 
-    def read(self, positions: int) -> Estimates | None:
-        """Return the kept estimates for drafts of `positions` target tokens, if readable."""
+    def read(self, positions: int, parts: Parts | None = None) -> Estimates | None:
+        """Return the kept estimates for drafts of `positions` target tokens, if readable.
+
+        Args:
+            parts: As in `Estimates.from_dict`.
+        """
         if self._path is None:
             return None
         try:
-            return Estimates.from_dict(
-                json.loads(self._path.read_text(encoding="utf-8")), positions
-            )
+            saved = json.loads(self._path.read_text(encoding="utf-8"))
+            return Estimates.from_dict(saved, positions, parts)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -126,7 +126,7 @@ def known_of_pair(
     """
     group = get_tp_group()
     positions = options.num_speculative_tokens
-    known = _kept(file, positions) if group.is_first_rank else None
+    known = _kept(file, positions, drafting) if group.is_first_rank else None
 
     def agree(said: bool) -> bool:
         return bool(group.broadcast_object(said, src=0))
@@ -159,10 +159,10 @@ def known_of_pair(
     return known
 
 
-def _kept(file: PairFile, positions: int) -> Estimates | None:
+def _kept(file: PairFile, positions: int, drafting: DraftingRank | None) -> Estimates | None:
     """Return the kept estimates, if any. Never raises, because the other ranks wait."""
     try:
-        return file.read(positions)
+        return file.read(positions, None if drafting is None else drafting.parts)
     except Exception:
         logger.exception("The estimates of this pair cannot be read; measuring again.")
         return None

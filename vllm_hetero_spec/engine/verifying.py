@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of a draft until the target has verified it, to learn from the result."""
+"""Records of drafts until the target has verified them, to learn from the results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_hetero_spec.engine.seam.step_view import RequestView
+from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 
 
 class PendingDraft(NamedTuple):
@@ -28,3 +28,19 @@ class PendingDraft(NamedTuple):
         pairs = enumerate(zip(chain, request.new_tokens, strict=False))
         differs = (place for place, (drafted, emitted) in pairs if drafted != emitted)
         return len(chain), next(differs, min(len(chain), len(request.new_tokens)))
+
+
+class PendingDrafts(dict[str, PendingDraft]):
+    """The drafts under verification, by request."""
+
+    def take(self, step: StepView) -> list[tuple[PendingDraft, RequestView]]:
+        """Remove and return the drafts that a step has verified, with their requests."""
+        found = []
+        for request in step.requests if self else ():
+            draft = self.pop(request.req_id, None)
+            if draft is not None and request.new_tokens:
+                found.append((draft, request))
+        # With pipeline stages, drafts of live requests may be verified in later steps.
+        for req_id in self.keys() - step.live:
+            del self[req_id]
+        return found

@@ -11,8 +11,18 @@ from typing import NamedTuple
 
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
-from vllm_hetero_spec.trees.policy import Trees
+
+
+class Trees(NamedTuple):
+    """The kind of drafts of a step.
+
+    Attributes:
+        paths: Number of paths that the drafter follows for a tree; 0 if drafts are chains.
+        looks: True for a probe: trees are found and valued, but only chains are verified.
+    """
+
+    paths: int = 0
+    looks: bool = False
 
 
 class LookaheadPlan(NamedTuple):
@@ -69,13 +79,11 @@ class Controller(ABC):
     Attributes:
         regime: Short description of the present behavior; changes are logged.
         off: True if speculation is disabled at present, except for probes.
-        branches: Statistics of trees to update; None if the controller does not use them.
         policy: Prices of the present step; None if the controller has none.
     """
 
     regime = "drafting"
     off = False
-    branches: BranchStatistics | None = None
     policy: StepPolicy | None = None
 
     @property

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates for a pair of models on a machine; they can be saved for a later run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.trees.values import TreeValues
 
 VERSION = 2  # of what `to_dict` gives
 _WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs
-_NODES_OF_DRAFT = 2  # at which a tree is tested, about
+# By name of a part, the function that restores what its `to_dict` gave, or raises ValueError.
+Parts = Mapping[str, Callable[[Any], Any]]
 
 
 class Estimates(NamedTuple):
@@ -21,18 +21,18 @@ class Estimates(NamedTuple):
         costs: Costs of steps, in seconds.
         steps: Drafter steps per draft.
         acceptance: Statistics of past drafts.
-        trees: Models of the values of tree tokens.
+        parts: Estimates of optional features, by name. They have `to_dict`.
     """
 
     costs: CostModel
     steps: StepsOfDraft
     acceptance: AcceptanceStats
-    trees: TreeValues
+    parts: dict[str, Any]
 
     @classmethod
     def of(cls, costs: CostModel, positions: int) -> "Estimates":
         """Return estimates with costs only, for drafts of up to `positions` target tokens."""
-        return cls(costs, StepsOfDraft(), AcceptanceStats(positions), TreeValues.unknown())
+        return cls(costs, StepsOfDraft(), AcceptanceStats(positions), {})
 
     def summary(self) -> str:
         """A few words for the log."""
@@ -44,17 +44,20 @@ class Estimates(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimates as JSON values."""
-        return {
+        return {name: part.to_dict() for name, part in self.parts.items()} | {
             "version": VERSION,
             "costs": self.costs.to_dict(),
             "steps": self.steps.to_dict(),
             "acceptance": self.acceptance.to_dict(),
-            "trees": self.trees.to_dict(),
         }
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], positions: int) -> "Estimates":
+    def from_dict(
+        cls, saved: Mapping[str, Any], positions: int, parts: Parts | None = None
+    ) -> "Estimates":
         """Restore the result of `to_dict`; new drafts soon outweigh the old ones.
+
+        Parts that are not saved are left out.
 
         Raises:
             ValueError: Invalid data.
@@ -62,11 +65,14 @@ class Estimates(NamedTuple):
         try:
             if saved["version"] != VERSION:
                 raise ValueError(f"version {saved['version']!r} instead of {VERSION}")
+            restored = {
+                name: part(saved[name]) for name, part in (parts or {}).items() if name in saved
+            }
             return cls(
                 CostModel.from_dict(saved["costs"]),
                 StepsOfDraft.from_dict(saved["steps"], _WEIGHT),
                 AcceptanceStats.from_dict(saved["acceptance"], positions, _WEIGHT),
-                TreeValues.from_dict(saved["trees"], _NODES_OF_DRAFT * _WEIGHT),
+                restored,
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not what is known of a pair: {error!r}") from error

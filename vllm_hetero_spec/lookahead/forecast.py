@@ -9,15 +9,15 @@ verified and stops rounds early, at the same price of a second in tokens.
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from vllm_hetero_spec.lookahead.controllers import Trees
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 _HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
 _NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
@@ -53,6 +53,20 @@ class Throughput:
         return (tokens + prior_seconds * foreseen) / (seconds + prior_seconds)
 
 
+Price = Callable[[float], float]  # in tokens, of the last of so many rows
+
+
+class BranchGains(Protocol):
+    """Expected gains of draft trees over chains: `trees.branch_statistics.BranchStatistics`."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    def paying(
+        self, depth: int, row: float, price_of: Price, random: Sequence[bool], read: float
+    ) -> tuple[np.ndarray, float]: ...
+
+
 class Forecast(NamedTuple):
     """Rates in tokens per second over the whole batch, of lookahead 1, 2, ...; never empty.
 
@@ -84,7 +98,7 @@ def forecast(
     random: Sequence[bool],
     tokens_per_second: float,
     can_stop_early: bool,
-    branches: BranchStatistics | None = None,
+    branches: BranchGains | None = None,
     paths: int = 1,
     buckets: Sequence[int] = (),
 ) -> Forecast:
@@ -97,7 +111,7 @@ def forecast(
         random: One entry per request to draft for; True if it is sampled.
         tokens_per_second: Lambda.
         can_stop_early: True if drafting can end between drafter steps.
-        branches: Statistics of trees; None if drafts are chains.
+        branches: Gains of trees; None if drafts are chains.
         paths: Number of drafter paths per tree.
         buckets: As in `Controller.plan`: rows within a bucket have no additional cost.
     """
@@ -163,6 +177,41 @@ def forecast(
         ):
             break
     return found
+
+
+class Chains:
+    """Chooses the kind of drafts: always chains. `trees.policy.TreeChoice` may choose trees.
+
+    Args:
+        known: Estimates for the pair.
+    """
+
+    def __init__(self, known: Estimates) -> None:
+        self._known = known
+
+    def forecast(
+        self,
+        batch: int,
+        limits: Sequence[int],
+        random: Sequence[bool],
+        tokens_per_second: float,
+        can_stop_early: bool,
+        lookahead: int,
+        buckets: Sequence[int] = (),
+    ) -> Forecast:
+        """Return the rates of the better kind.
+
+        Args:
+            batch, limits, random, tokens_per_second, can_stop_early: As in `forecast`.
+            lookahead: The last draft length, in target tokens.
+            buckets: As in `forecast`, for chains only. Rows of trees are not padded.
+        """
+        load = batch, limits, random, tokens_per_second, can_stop_early
+        return forecast(self._known, *load, buckets=buckets)
+
+    def plan(self, now: float, drafted: int) -> Trees:
+        """Choose the kind of drafts of a step that drafts for `drafted` requests."""
+        return Trees()
 
 
 def filled_up(length: int, buckets: Sequence[int]) -> int:

@@ -14,13 +14,10 @@ from collections.abc import Callable, Sequence
 from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan, lookahead_of
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import Forecast, Throughput, filled_up, forecast
+from vllm_hetero_spec.lookahead.forecast import Chains, Forecast, Throughput, filled_up, forecast
 from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.lookahead.warm_up import WarmUp
-from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
-from vllm_hetero_spec.trees.policy import TreeChoice
 
 _GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
 _UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
@@ -53,25 +50,22 @@ class Goodput(Controller):
     Args:
         known: Estimates for the pair; updated in place.
         can_stop_early: True if the drafter calls `continue_drafting` between its steps.
-        width: Largest number of paths that the drafter follows for a tree; 0 if drafts are chains.
+        choice: Chooses the kind of drafts; None if all are chains.
         clock: Monotonic clock in seconds.
     """
-
-    branches: BranchStatistics
 
     def __init__(
         self,
         known: Estimates,
         *,
         can_stop_early: bool = False,
-        width: int = DEFAULT_TREE_WIDTH,
+        choice: Chains | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
         self._costs, self._acceptance = known.costs, known.acceptance
         self._positions = known.acceptance.positions
-        self._throughput, self._choice = Throughput(), TreeChoice(known, width)
-        self.branches = self._choice.branches
+        self._throughput, self._choice = Throughput(), choice or Chains(known)
         self._on_off, self.off, self.regime = OnOff(), True, "measuring"
         self._budget = ProbeBudget(clock())
         self._warm_up = WarmUp(known.acceptance)

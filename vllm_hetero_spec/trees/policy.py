@@ -8,10 +8,10 @@ its chain is verified. Probes take a small share of the time.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from vllm_hetero_spec.lookahead.controllers import Trees
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
+from vllm_hetero_spec.lookahead.forecast import Chains, Forecast, forecast
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 
 # Price of a row, in tokens, from which on trees are not probed. The less likely of two siblings is
@@ -24,27 +24,16 @@ _SHARE = 0.0025  # share of time for probes
 _APART = 0.25  # seconds, the shortest interval between two probes
 
 
-class Trees(NamedTuple):
-    """The kind of drafts of a step.
-
-    Attributes:
-        paths: Number of paths that the drafter follows for a tree; 0 if drafts are chains.
-        looks: True for a probe: trees are found and valued, but only chains are verified.
-    """
-
-    paths: int = 0
-    looks: bool = False
-
-
-class TreeChoice:
+class TreeChoice(Chains):
     """Chooses between chains and trees.
 
     Args:
-        width: Largest number of paths that the drafter follows for a tree; 0 disables trees.
+        width: Largest number of paths that the drafter follows for a tree.
     """
 
     def __init__(self, known: Estimates, width: int) -> None:
-        self._known, self._width = known, width
+        super().__init__(known)
+        self._width = width
         self.branches, self._paths = BranchStatistics(), 1
         self._pay = self._dear = False
         self._next_look, self._steps = -math.inf, 0.0  # drafter steps of a round
@@ -59,15 +48,8 @@ class TreeChoice:
         lookahead: int,
         buckets: Sequence[int] = (),
     ) -> Forecast:
-        """Return the rates of trees if they exceed those of chains, otherwise of chains.
-
-        Args:
-            batch, limits, random, tokens_per_second, can_stop_early: As in `forecast`.
-            lookahead: The last draft length, in target tokens.
-            buckets: As in `forecast`, for chains only. Rows of trees are not padded.
-        """
         load = batch, limits, random, tokens_per_second, can_stop_early
-        chains, self._pay = forecast(self._known, *load, buckets=buckets), False
+        chains, self._pay = super().forecast(*load, lookahead, buckets), False
         if not self._may_pay(batch, random, tokens_per_second, lookahead):
             return chains
         self._paths = self._nearly_free(batch, tokens_per_second)
@@ -79,7 +61,7 @@ class TreeChoice:
         self, batch: int, random: Sequence[bool], tokens_per_second: float, lookahead: int
     ) -> bool:
         """Return True if trees would pay if all their rows were as cheap as the first ones."""
-        if not (self._width and self.branches.room):
+        if not self.branches.room:
             return False
         costs = self._known.costs
         row = tokens_per_second * costs.row(2 * batch, batch, 2 * batch)
@@ -103,10 +85,9 @@ class TreeChoice:
         return self._width
 
     def plan(self, now: float, drafted: int) -> Trees:
-        """Choose the kind of drafts of a step."""
         if self._pay:
             return Trees(self._paths)
-        if self._dear or now < self._next_look or not (self._width and self.branches.room):
+        if self._dear or now < self._next_look or not self.branches.room:
             return Trees()
         takes = drafted * self.branches.seconds + self._steps * self._known.costs.beside(drafted)
         self._next_look = now + max(takes / _SHARE, _APART)

@@ -8,11 +8,13 @@ parent, from 0), `rank` (among its children; 0 is the most likely), `depth` (of 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import numbers
+from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 
 # Weights of: the two columns of evidence, is-first-child, offset, log of the depth. The greedy
 # prior gives a child without siblings the odds of its share.
@@ -25,6 +27,8 @@ _LEAST_SCORE, _LARGEST_SCORE = -12.0, 6.0  # logits, relative to "no child is ne
 _LEAST_SHARE, _LARGEST_LEAD = 1e-5, 12.0  # limits of evidence; beyond them it does not matter
 _PRIOR_RATES, _PRIOR_WEIGHT = (0.5, 0.15, 0.07, 0.04), 4.0  # by rank; weight in nodes
 _RANKS = 16  # ranks with a rate of their own
+_PART = "trees"  # name in the estimates of a pair
+_SAVED_WEIGHT = 64  # nodes that all observations before a restart count for
 
 
 def greedy_evidence(shares: np.ndarray) -> np.ndarray:
@@ -130,6 +134,12 @@ class TreeValues(NamedTuple):
         """Return models without observations."""
         return cls(ChildChances(GREEDY_PRIOR), ChildChances(RACE_PRIOR))
 
+    @classmethod
+    def of(cls, known: Estimates) -> "TreeValues":
+        """Return the models among these estimates. New ones become part of them."""
+        values: TreeValues = known.parts.setdefault(_PART, cls.unknown())
+        return values
+
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
         return {"greedy": self.greedy.to_dict(), "race": self.race.to_dict()}
@@ -142,6 +152,9 @@ class TreeValues(NamedTuple):
         """
         greedy, race = (ChildChances.from_dict(saved[kind], weight) for kind in ("greedy", "race"))
         return cls(greedy, race)
+
+
+TREE_PARTS: Parts = {_PART: partial(TreeValues.from_dict, weight=_SAVED_WEIGHT)}
 
 
 class RankRates:

@@ -21,62 +21,77 @@ _HELD = 2  # steps; the plan of a probe is kept so long before the target waits 
 _PROBE = 0.1  # seconds; longest wait for the drafts of a probe, which is useless without any
 
 
-class PrecomputedDrafts(LookaheadControl):
-    """A `LookaheadControl` for precomputed drafts; implements `WaitPolicy`."""
+class PrecomputedDrafts:
+    """A `WaitPolicy` between a step or a round and the `LookaheadControl` that learns from it."""
 
-    _held = 0  # steps for which the current probe's plan has been kept
-    _wrong: Collection[str] = ()  # requests whose precomputed drafts were all wrong in this step
-    _late: frozenset[str] = frozenset()  # requests whose draft was waited for, until it is verified
+    can_stop_early = False  # the drafter's process does not consult the controller
+
+    def __init__(self, control: LookaheadControl) -> None:
+        self._control = control
+        self._step: StepView | None = None
+        self._held = 0  # steps for which the current probe's plan has been kept
+        self._wrong: Collection[str] = ()  # requests whose precomputed drafts were all wrong
+        # Requests whose draft was waited for, until it is verified.
+        self._late: frozenset[str] = frozenset()
 
     def observe(self, step: StepView) -> None:
+        """Learn from drafts that the target waited for. Then the control observes the step."""
+        self._step = step
         for request in step.requests if self._late else ():
             if request.req_id not in self._late or not request.new_tokens:
                 continue
             self._late -= {request.req_id}
-            draft, policy = self._verifying.get(request.req_id), self.controller.policy
+            draft = self._control.pending.get(request.req_id)
+            policy = self._control.controller.policy
             if draft is not None and policy is not None:
                 policy.came_late(*draft.accepted(request), draft.random)
         self._late = self._late.intersection(step.live) if self._late else self._late
-        super().observe(step)
+        self._control.observe(step)
+
+    def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
+        return True
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        planned = self._plan.lookahead
+        step, plan = self._step, self._control.current
+        assert step is not None
         self._late -= {draft.req_id for draft in drafts if not draft.tokens}
-        if self._waiting is None:
+        if not self._control.waiting.longest:
             self._held = 0
         for draft in drafts:
-            known = not self._plan.probe or draft.req_id in self._wrong
-            if known and not draft.tokens and draft.req_id not in self._own:
-                index = self._index_of[draft.req_id]
-                self.controller.observe_acceptance(0, 0, (), planned[index], self._random[index])
+            if draft.tokens or (plan.probe and draft.req_id not in self._wrong):
+                continue
+            index = step.index_of[draft.req_id]
+            params, planned = step.requests[index].params, plan.lookahead[index]
+            if params.lookahead is None:
+                self._control.controller.observe_acceptance(0, 0, (), planned, params.random)
         self._wrong = ()
-        self._observe(timing, max(planned, default=0))
+        self._control.note_timing(timing, max(plan.lookahead, default=0))
 
     def wait(
         self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
     ) -> tuple[int, float]:
-        longest, policy, planned = max(missing.values()), self.controller.policy, self._plan
-        self._wrong = wrong
-        if planned.probe:
-            if wrong or len(missing) < sum(wanted > 0 for wanted in planned.lookahead):
+        plan, policy = self._control.current, self._control.controller.policy
+        longest, self._wrong = max(missing.values()), wrong
+        if plan.probe:
+            if wrong or len(missing) < sum(wanted > 0 for wanted in plan.lookahead):
                 return 0, 0.0  # the probe has a result already
             if self._held < _HELD:
                 self._held += 1
-                self._keep_plan(self._index_of)
+                self._control.keep_plan()
                 return 0, 0.0
             return longest, _PROBE
-        if policy is None:
+        if policy is None or self._step is None:
             return 0, 0.0
-        indices = [self._index_of[req_id] for req_id in missing]
+        indices = [self._step.index_of[req_id] for req_id in missing]
         tokens, seconds = policy.wait(indices, longest, each, unread)
         if tokens:
             self._late |= missing.keys()
         return tokens, seconds
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        if self.controller.policy is not None:
-            self.controller.policy.looked_up(rank, guesses)
+        if self._control.controller.policy is not None:
+            self._control.controller.policy.looked_up(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        policy = self.controller.policy
+        policy = self._control.controller.policy
         return most if policy is None else policy.guesses(drafting, longest, each, most)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the tree tokens to verify, and learning of their values.
+"""Policy of draft trees: which drafts are trees, which of their tokens are verified, their values.
 
 Values are learnt from the emitted tokens: at each visited node, which child was next. This includes
 children that were found but not verified.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
@@ -15,8 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.drafter.tasks import DraftTask, DraftTiming
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
-from vllm_hetero_spec.lookahead.controllers import Controller
+from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.growth import Children, ScoredTree, TreeCandidates
 from vllm_hetero_spec.trees.layout import TreeRows, lay_out
@@ -48,20 +51,27 @@ class _PendingTree(NamedTuple):
     chain: Sequence[int] = ()
 
 
-class TreeControl:
-    """Controls the trees of one engine.
+class TreePolicy:
+    """The trees of one engine; a `PlanPolicy`.
+
+    Args:
+        branches: Statistics for the controller; None if it does not use them.
 
     Attributes:
         rows: Rows that the largest of the last trees could use, including recomputed ones.
         side_tokens_accepted: Number of accepted tokens outside the drafter's chain.
     """
 
-    def __init__(self, values: TreeValues | RankValues) -> None:
-        self._values, self.side_tokens_accepted = values, 0
-        self.rows = sys.maxsize
-        self._room: TreeRoom | None = None  # in the present step
+    def __init__(
+        self, values: TreeValues | RankValues, branches: BranchStatistics | None, stats: DraftStats
+    ) -> None:
+        self._values, self._branches, self._stats = values, branches, stats
+        self.rows, self.side_tokens_accepted = sys.maxsize, 0
+        # Of the present step.
+        self._room: TreeRoom | None = None
+        self._only_looks = False  # True if only chains are verified
         self._requests: dict[str, RequestView] = {}
-        self._valued: dict[str, _PendingTree] = {}  # in the present step
+        self._valued: dict[str, _PendingTree] = {}
         self._verifying: dict[str, _PendingTree] = {}
 
     def race_chances(
@@ -76,7 +86,6 @@ class TreeControl:
         return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
 
     def observe(self, step: StepView) -> int:
-        """Learn from verified trees; return the number of context tokens their branches read."""
         again = 0
         tested: tuple[list[tuple[_PendingTree, list[int], list[bool]]], ...] = [], []
         for request in step.requests if self._verifying else ():
@@ -101,18 +110,67 @@ class TreeControl:
         return again
 
     def begin(self, step: StepView) -> None:
-        """Prepare for the drafts that follow this step."""
         self._room, self._valued = step.trees, {}
         self._requests = {request.req_id: request for request in step.requests}
+        if self._branches is not None:
+            self._branches.room = self._has_room
 
-    def trim(
-        self, drafts: Sequence[Draft], free: Sequence[bool], rows: int, prices: Controller
+    @property
+    def _has_room(self) -> bool:
+        return self._room is not None and self._room.branches > 0
+
+    def plan(self, plan: LookaheadPlan) -> tuple[int, int]:
+        self._only_looks = plan.probe or plan.trees.looks  # chains cost less
+        paths = plan.trees.paths if self._has_room else 0
+        return paths, self.rows if paths and not self._only_looks else 0
+
+    def paths_of(self, task: DraftTask, planned: int) -> int:
+        """Return the drafter paths of a request's tree. Count why it is a chain if it is one."""
+        if not task.lookahead or self._room is None:
+            return 0
+        params = self._requests[task.req_id].params
+        alike = not params.random or (task.draw is not None and task.draw.races)
+        because = params.keeps_chain if alike else "drawn"
+        because = because or ("" if self._has_room else "no_room")
+        because = because or ("" if planned else "not_worth_it")
+        if because:
+            self._stats.keep_chain(because)
+        return 0 if because else planned
+
+    def drafted(self, timing: DraftTiming) -> None:
+        if timing.trees and self._branches is not None:
+            self._branches.found(timing.trees, timing.tree_seconds)
+
+    def trim(self, drafts: Sequence[Draft], control: LookaheadControl) -> list[Draft]:
+        """Also lays out trees."""
+        growing = [draft for draft in drafts if draft.explored is not None]
+        if not growing:
+            return control.trim_chains(drafts)
+        own = {d.req_id for d in growing if self._requests[d.req_id].params.lookahead is not None}
+        if self._branches is not None:
+            self._record([draft for draft in growing if draft.req_id not in own], self._branches)
+        if self._only_looks:
+            growing = [draft for draft in growing if draft.req_id in own]
+        grown = {draft.req_id for draft in growing}
+        chains = control.trim_chains([draft for draft in drafts if draft.req_id not in grown])
+        for draft in chains:
+            if draft.explored is not None:  # to learn from its tree, too
+                self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
+        if not growing:
+            return chains
+        rows = len(self._requests) + sum(len(draft.tokens) for draft in chains)
+        trees = self._trimmed(growing, own, rows, control.controller)
+        for chain, tree in zip(growing, trees, strict=True):
+            control.expect(chain, tree.common(chain.tokens))
+        return chains + trees
+
+    def _trimmed(
+        self, drafts: Sequence[Draft], own: Collection[str], rows: int, prices: Controller
     ) -> list[Draft]:
         """Return as drafts the candidates that are worth verifying: trees or chains.
 
         Args:
-            drafts: Drafts of certain tokens, with `explored`.
-            free: True for requests with a draft length of their own: their rows have no price.
+            own: Requests with a draft length of their own: their rows have no price.
             rows: Other rows of the target's next step.
         """
         assert self._room is not None
@@ -121,9 +179,10 @@ class TreeControl:
         known = [self._known(draft) for draft in drafts]
         best = [tree.tree.best(most) for tree in known]
         kept: list[list[bool]] = [[True] * len(tree.tokens) for tree in best]
-        priced = [place for place, costs_nothing in enumerate(free) if not costs_nothing]
+        priced = [place for place, draft in enumerate(drafts) if draft.req_id not in own]
         trees = [self._priced(drafts[place].req_id, best[place], prices) for place in priced]
-        fixed = rows + sum(min(room.nodes, len(k)) for k, f in zip(kept, free, strict=True) if f)
+        free = (keep for keep, draft in zip(kept, drafts, strict=True) if draft.req_id in own)
+        fixed = rows + sum(min(room.nodes, len(keep)) for keep in free)
         for place, keep in zip(
             priced, trim(trees, lambda more: prices.row_price(fixed + more)), strict=True
         ):
@@ -138,16 +197,11 @@ class TreeControl:
             self._verifying[draft.req_id] = found._replace(
                 nodes=nodes, branches=branches, chain=draft.tokens
             )
-        if prices.branches is not None:
-            prices.branches.trimmed(len(made), perf_counter() - began)
+        if self._branches is not None:
+            self._branches.trimmed(len(made), perf_counter() - began)
         return made
 
-    def update_from(self, chains: Iterable[Draft]) -> None:
-        """Register trees of which only these chains are verified, to learn from them too."""
-        for draft in chains:
-            self._verifying[draft.req_id] = self._known(draft)._replace(nodes=len(draft.tokens))
-
-    def record_branch_stats(self, drafts: Sequence[Draft], branches: BranchStatistics) -> None:
+    def _record(self, drafts: Sequence[Draft], branches: BranchStatistics) -> None:
         """Add to the statistics what drafts have beside their chains."""
         began = perf_counter()
         for draft in drafts:
