@@ -321,7 +321,7 @@ def test_a_line_beside_vllms_own(
     sink.num_prompt_tokens = 1
     sink.record(stats, None)
     sink.log()
-    assert "Drafts: 4 (trees: 2, 1.50 accepted tokens beside the chain)" in caplog.messages[-1]
+    assert "Drafts: 4 (trees: 2, 1.50 accepted branch tokens)" in caplog.messages[-1]
 
 
 def test_a_fault_ends_the_metrics_and_nothing_else(

@@ -145,7 +145,7 @@ def test_chains_elsewhere(
     assert nodes_of(config) == 0
     assert config.speculative_config.num_speculative_tokens == 5
     (said,) = caplog.messages
-    assert said.startswith("Drafts are chains, not trees: ")
+    assert said.startswith("Draft trees disabled: ")
     assert reason in said
 
 

@@ -83,12 +83,12 @@ def test_chains_where_any_layer_has_another_backend(
 
 def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
     assert not agreed(room=None)
-    assert "Drafts are chains, not trees: the KV cache" in caplog.text
+    assert "Draft trees disabled: the KV cache" in caplog.text
 
 
 def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureFixture) -> None:
     assert not agreed(room=ROOM._replace(branches=0))
-    assert "Drafts are chains, not trees: one request alone leaves no sequence" in caplog.text
+    assert "Draft trees disabled: one request alone leaves no sequence" in caplog.text
     caplog.clear()
     assert agreed(room=ROOM._replace(branches=1))
     assert not caplog.messages

@@ -258,7 +258,7 @@ def test_an_untested_backend_gets_chains(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "BACKENDS", ("ANOTHER",))
         with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
-            assert "Drafts are chains, not trees: they are not tested on" in caplog.text
+            assert "Draft trees disabled: they are not tested on" in caplog.text
             generate(llm, few[:4], greedy())
             assert KnownTrees(llm).branches is None
             assert metrics_of(llm)["num_accepted_tokens"] > 0

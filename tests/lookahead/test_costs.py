@@ -242,5 +242,5 @@ def test_saved_costs_come_back() -> None:
     ],
 )
 def test_other_data_is_refused(saved: dict) -> None:
-    with pytest.raises(ValueError, match="not saved costs"):
+    with pytest.raises(ValueError, match="invalid saved costs"):
         CostModel.from_dict(saved)

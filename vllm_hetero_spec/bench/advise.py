@@ -226,7 +226,7 @@ def trees(row: Row, small: Row, large: Row) -> str:
     )
     if price < gain:
         return f'{found}: measure them with --settings \'{{"tree": {{"tree_nodes": 8}}}}\'.'
-    return f"{found}: they cannot pay here; where rows cost less, they may."
+    return f"{found}: they cannot pay on this machine."
 
 
 def own_process(row: Row) -> str:
@@ -237,7 +237,7 @@ def own_process(row: Row) -> str:
     share = min(seconds / row.figures.seconds, 0.99)
     found = f"A process of its own: drafting takes {share:.1%} of the time"
     if share < _LEAST_SHARE:
-        return f"{found}, which leaves nothing to hide."
+        return f"{found}, so overlapping it gains nothing."
     return (
         f"{found}, so that drafting while the target verifies, on cores or a device that the "
         f"target does not use, is at most {1 / (1 - share):.2f}x as fast: measure it with "

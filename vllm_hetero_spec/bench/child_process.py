@@ -207,7 +207,7 @@ def causes(printed: str) -> str:
     found = dict.fromkeys(
         re.findall(r"(?:^|\] )(?:\w+\.)*(\w+(?:Error|Exception): .+)", printed, re.M)
     )
-    return "".join(f"\n  {line}" for line in found) + "\n  (--verbose shows all that it prints)"
+    return "".join(f"\n  {line}" for line in found) + "\n  (--verbose shows its full output)"
 
 
 def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:

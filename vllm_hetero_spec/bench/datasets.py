@@ -71,7 +71,7 @@ class Dataset(Table):
         elif not os.environ.get(_FOLDER):
             optional("datasets", f"the dataset {self.hf}")
         if self.repeat and self.count is None:
-            raise Mistake("needs a count to come to.", "repeat")
+            raise Mistake("needs `count`, the number of prompts.", "repeat")
         return self
 
 

@@ -189,7 +189,8 @@ def notes(contents: Contents) -> list[str]:
         )
     if contents.header["engines_at_once"] == 1:
         found.append(
-            "One engine was up at a time: speedups compare runs that do not lie side by side."
+            "One engine was up at a time: speedups compare runs that were not measured in the "
+            "same period."
         )
     return found + runner_notes(contents)
 

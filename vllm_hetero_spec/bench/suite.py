@@ -57,7 +57,7 @@ _SET_ELSEWHERE = {
 def _engine_arguments(engine: dict[str, Any]) -> dict[str, Any]:
     for key in engine:
         if key in _RESERVED:
-            raise Mistake("is the benchmark's own to set; leave it out.", key)
+            raise Mistake("is set by the benchmark; leave it out.", key)
     ranks = engine.get("tensor_parallel_size", 1)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise Mistake(f"is {ranks!r}; it must be a whole number from 1.", "tensor_parallel_size")

@@ -240,7 +240,7 @@ def _none_is_faster(ranking: Sequence[Candidate]) -> str:
         return "The target alone is faster than with any drafter under these loads."
     return (
         "No drafter makes the target faster in all rounds of these loads; more --repeats and "
-        "longer completions tell small differences apart."
+        "longer completions resolve small differences."
     )
 
 

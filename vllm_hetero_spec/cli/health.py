@@ -122,7 +122,8 @@ def _cuda() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CUDA_TIMEOUT)
     except subprocess.TimeoutExpired as error:
-        raise _Fault(f"a GPU gave no tensor within {_CUDA_TIMEOUT} s", f"see {driver}") from error
+        late = f"no tensor could be allocated on the GPU within {_CUDA_TIMEOUT} s"
+        raise _Fault(late, f"see {driver}") from error
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         errors = [line for line in said if "Error: " in line] or said

@@ -105,7 +105,7 @@ class Draft(NamedTuple):
         """Return the first `count` tokens: a tree again, because parents precede children."""
         if count >= len(self.tokens):
             return self
-        assert self.rows is None, "it has been laid out"
+        assert self.rows is None, "the draft has already been laid out"
         probs = self.draft_probs
         if probs is not None:
             probs = DraftProbs(probs.rows, probs.row_of[:count])

@@ -153,7 +153,7 @@ def _rewritten(pair: "PairStatistics") -> bool:
 
 METHODS: Mapping[str, Method] = {
     SLEM: Method("greedy drafts, matched as strings", promise=_promise_of_slem),
-    HETERO: Method("stands for the method of this table that fits the pair", merges=True),
+    HETERO: Method("alias of the best method for the pair", merges=True),
     "slrs": Method(
         "push_forward that also proposes target tokens of several drafter tokens",
         spell_whole,

@@ -111,9 +111,7 @@ class DraftingRank:
         logger.info(
             "Drafter %s ready: %s, %d KV blocks of %d tokens.",
             options.model,
-            "same tokenizer, ids taken as they are"
-            if bridge.identity
-            else "translating through text",
+            "same tokenizer" if bridge.identity else "translating through text",
             pool.capacity,
             pool.block_size,
         )

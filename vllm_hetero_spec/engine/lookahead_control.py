@@ -267,8 +267,8 @@ class LookaheadControl:
         if self._regime:
             gauges = self.controller.gauges()
             logger.info(
-                "Speculation: %s (batch %d; foreseen gain %.2f; drafter step %.2f ms, target step "
-                "%.2f ms, acceptance %s).",
+                "Speculation: %s (batch %d; predicted speedup %.2f; drafter step %.2f ms, target "
+                "step %.2f ms, acceptance %s).",
                 regime,
                 batch,
                 gauges.gain,

@@ -188,7 +188,7 @@ class Confidence:
         confidence._weights = numbers(saved["weights"], _PRIOR_WEIGHTS.shape)
         confidence._information = numbers(saved["information"], _PRIOR_INFORMATION.shape)
         if np.linalg.eigvalsh(confidence._information - _PRIOR_INFORMATION)[0] < -1e-6:
-            raise ValueError("less is known than before anything was learnt")
+            raise ValueError("the saved information matrix is below the prior")
         confidence._as_floats = confidence._weights.tolist()
         confidence.age(weight / max(confidence._tests, weight))
         return confidence

@@ -248,9 +248,9 @@ class CostModel:
             catch_up = None if saved["catch_up"] is None else float(saved["catch_up"])
             again = float(saved["again"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not saved costs: {error!r}") from error
+            raise ValueError(f"invalid saved costs: {error!r}") from error
         if catch_up is not None and not 0 <= catch_up < math.inf:
-            raise ValueError(f"not saved costs: catch_up is {catch_up}")
+            raise ValueError(f"invalid saved costs: catch_up is {catch_up}")
         if not 0 <= again < math.inf:
-            raise ValueError(f"not saved costs: again is {again}")
+            raise ValueError(f"invalid saved costs: again is {again}")
         return cls(**curves, catch_up=catch_up, again=again)

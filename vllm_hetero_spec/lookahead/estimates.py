@@ -75,4 +75,4 @@ class Estimates(NamedTuple):
                 restored,
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not what is known of a pair: {error!r}") from error
+            raise ValueError(f"invalid saved estimates: {error!r}") from error

@@ -110,7 +110,7 @@ class ChildChances:
         chances = cls(numbers(saved["weights"], (len(GREEDY_PRIOR),)).tolist())
         learnt = numbers(saved["information"], _PRIOR_INFORMATION.shape) - _PRIOR_INFORMATION
         if np.linalg.eigvalsh(learnt)[0] < -1e-6:
-            raise ValueError("less is known than before anything was learnt")
+            raise ValueError("the saved information matrix is below the prior")
         nodes = max(float(numbers(saved["nodes"], ())), 0.0)
         keep = weight / max(nodes, weight)
         chances._nodes = nodes * keep

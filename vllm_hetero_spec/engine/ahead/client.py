@@ -279,7 +279,7 @@ class ProcessSource:
         salt = f"timing {self._serial}"
         rows = [RequestUpdate(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
         if not self._process.send(UpdateBatch(self._serial, [], rows)):
-            raise RuntimeError("the drafter's process reads nothing")
+            raise RuntimeError("the drafter process does not read messages")
         deadline = time.perf_counter() + _LONGEST_FORWARD
         for row in rows:
             while (of := self._process.table.read(row.slot)) is None or of.serial != self._serial:

@@ -90,7 +90,7 @@ class DrafterProcess:
     def wait(self) -> Ready:
         """Wait until the drafter is loaded. Raises `ConfigError` if it cannot be."""
         select.select([self._socket], [], [], LONGEST_START)
-        why = f"nothing was heard of it for {LONGEST_START:.0f} s"
+        why = f"no message from it in {LONGEST_START:.0f} s"
         try:
             answer = self.answer()
         except ConnectionError as error:

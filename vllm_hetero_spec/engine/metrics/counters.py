@@ -20,14 +20,14 @@ Counted = dict[str, Any]
 # Reasons for a request without a draft, and remedies.
 REASONS = {
     "no_blocks": "the drafter's KV pool is full; raise its own kv_cache_memory_bytes",
-    "drafter_length": "the text has no place to be cut to the drafter's context",
-    "catching_up": "first tokens go before drafts and the reading of long prompts",
+    "drafter_length": "the context is too long for the drafter and cannot be cut at a safe place",
+    "catching_up": "first tokens have priority over drafts and over the drafter's prefill",
     "drafter_error": "the drafter raised an exception",
-    "backing_off": "the drafter failed before and rests for a while",
+    "backing_off": "the drafter is paused after a failure",
     "nan_logits": "the drafter's logits were not finite",
     "untranslatable": "the text cannot be spelt in the drafter's vocabulary",
     "no_text": "the request has no token ids (prompt embeddings)",
-    "not_guessed": "the target has written something else than the drafter's process foresaw",
+    "not_guessed": "the target's tokens match no precomputed draft",
     "not_ready": "the drafter's process has not drafted that far yet",
     "drafter_down": "the drafter's process has ended, and is started again",
     "not_worth_it": "the target alone is faster at present; see the option controller",
@@ -36,14 +36,14 @@ REASONS = {
 FAULTS = ("unencodable", "unknown_id", "held_mismatch", "draft_error", "context_error")
 # Reasons for a chain although `tree_nodes` is set.
 CHAINS = {
-    "drawn": "trees of random requests are raced for; see the option verification",
+    "drawn": "sampled requests have trees only with verification race",
     "penalties": "the target's rows with penalties are those of a chain",
     "grammar": "a grammar constrains the request",
     "restricted": "bad words, allowed tokens or min_tokens constrain the request",
     "thinking": "the request has a budget of tokens for thinking",
     "no_room": "side paths take sequences and KV blocks beside the requests'; raise max_num_seqs, "
     "or the KV cache",
-    "not_worth_it": "the target's rows cost more than side paths bring",
+    "not_worth_it": "branches cost more of the target's time than they gain",
 }
 # Normal in operation: counted, but not logged.
 _QUIET = frozenset({"catching_up", "not_worth_it", "not_guessed", "not_ready"})
@@ -179,7 +179,7 @@ class DraftStats:
             return
         if not self.skipped[reason] and reason not in _QUIET:
             logger.warning(
-                "Not speculating for some requests (%s): %s%s. They complete as without a drafter; "
+                "No drafts for some requests (%s): %s%s. They continue without drafts; "
                 "further cases are only counted.",
                 reason,
                 REASONS[reason],

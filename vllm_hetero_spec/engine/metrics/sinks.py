@@ -108,7 +108,7 @@ class Log:
         trees = ""
         if total["trees"]:
             beside = total["side_tokens_accepted"] / total["trees"]
-            trees = f" (trees: {total['trees']}, {beside:.2f} accepted tokens beside the chain)"
+            trees = f" (trees: {total['trees']}, {beside:.2f} accepted branch tokens)"
         logger.log(
             level,
             "Drafter metrics: Drafts: %d%s, Mean draft length: %.2f tokens, "

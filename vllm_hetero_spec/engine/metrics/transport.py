@@ -75,7 +75,7 @@ def harmless(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
         except Exception as error:
             failed = True
             logger.warning(
-                "The metrics %s* are incomplete from here on (%s: %s); requests are not affected.",
+                "The metrics %s* stop updating (%s: %s); requests are not affected.",
                 PREFIX,
                 type(error).__name__,
                 error,

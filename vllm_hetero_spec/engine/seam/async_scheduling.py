@@ -246,15 +246,15 @@ def _why_not(config: "VllmConfig") -> str:
     from vllm.v1.executor.abstract import Executor
 
     if not config.use_v2_model_runner:
-        return "Model Runner V1 wants drafts before it schedules"
+        return "Model Runner V1 needs the drafts before it schedules"
     if config.parallel_config.data_parallel_size > 1:
-        return "under data parallelism vLLM has one lookahead for all steps"
+        return "vLLM supports only one draft length with data parallelism"
     if not Executor.get_class(config).supports_async_scheduling():
         return (
             f"{config.parallel_config.distributed_executor_backend!r} executors do not support it"
         )
     if not platform_can():
-        return "there is no device to schedule ahead of"
+        return "the target runs on the CPU"
     return ""
 
 

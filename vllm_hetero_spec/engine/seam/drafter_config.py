@@ -72,7 +72,7 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
     elif target.compilation_config.cudagraph_mode == CUDAGraphMode.NONE and not compiled:
         why = "the target runs without them"
     elif options.tensor_parallel == "sharded" and target.parallel_config.tensor_parallel_size > 1:
-        why = "it is split over ranks"
+        why = "the drafter is sharded over ranks"
     if why:
         return DraftingMode((), compiled, why)
     most = min(target.scheduler_config.max_num_seqs, _GRAPH_BATCH)

@@ -115,7 +115,7 @@ class BranchSequencesV1(BranchSequences):
             Changed keyword arguments of `_build_attention_metadata`.
         """
         runner, shown = self._runner, self._shown
-        assert shown is not None, "no side was laid out"
+        assert shown is not None, "no branch was laid out"
         tables = [runner.input_batch.block_table[group] for group in range(len(shown.tables))]
         held = runner.query_start_loc, runner.seq_lens, runner.optimistic_seq_lens_cpu
         held_tables = [table.block_table for table in tables]

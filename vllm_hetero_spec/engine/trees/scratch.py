@@ -46,7 +46,7 @@ def reserve_rows(config: "VllmConfig") -> None:
     spec = config.speculative_config
     nodes = nodes_of(config)
     if spec.hetero.tree_nodes and not nodes:
-        logger.warning("Drafts are chains, not trees: %s.", why_not(config))
+        logger.warning("Draft trees disabled: %s.", why_not(config))
     spec.num_speculative_tokens = max(spec.hetero.num_speculative_tokens, 2 * nodes)
 
 
@@ -61,12 +61,12 @@ def why_not(config: "VllmConfig") -> str:
         "data parallelism": parallel.data_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
         "a KV connector": config.kv_transfer_config is not None,
-        "the target's positions are not numbers (M-RoPE)": model.uses_mrope,
-        "the target attends to all of an image at once": model.is_mm_prefix_lm,
+        "the target uses M-RoPE": model.uses_mrope,
+        "the target uses bidirectional image attention": model.is_mm_prefix_lm,
         "the target's window grows with its prompt": model.rswa_window is not None,
         "the target keeps recurrent states": model.is_hybrid or model.is_attention_free,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        "custom logits processors read the text in front of a row": _custom_processors(config),
+        "custom logits processors depend on the preceding tokens": _custom_processors(config),
         f"such trees want {key} to be at least {rows}": room < rows,
         f"with LoRA such trees want max_num_batched_tokens to be at least {wanted}, "
         f"{rows} for each of max_num_seqs": config.lora_config is not None

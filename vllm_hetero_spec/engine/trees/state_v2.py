@@ -51,7 +51,7 @@ def trees_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
         return None
     state = runner.model_state
     if not isinstance(state, TreeModelState):
-        logger.warning("Drafts are chains, not trees: %s prepares attention.", type(state).__name__)
+        logger.warning("Draft trees disabled: %s prepares attention.", type(state).__name__)
         return None
     state.branches = BranchSequencesV2(runner)
     return state.branches

@@ -29,7 +29,7 @@ def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraph
     """
     reason = _why_not(runner, branches)
     if reason:
-        logger.warning("Drafts are chains, not trees: %s.", reason)
+        logger.warning("Draft trees disabled: %s.", reason)
     supported = _on_every_rank(not reason)
     mode = runner.vllm_config.compilation_config.cudagraph_mode
     if supported and mode not in (None, CUDAGraphMode.NONE) and mode.mixed_mode() not in graphs:

@@ -64,7 +64,7 @@ class FuzzyRule:
         for req_id in self._accounts.keys() - live:
             account = self._accounts.pop(req_id)
             logger.info(
-                "Lossy request %s: %.1f%% of %d tokens accepted by the fuzzy rule alone; total "
+                "Lossy request %s: %.1f%% of %d tokens accepted only by the fuzzy rule; total "
                 "variation from the target's distribution at most %.3f.",
                 req_id,
                 100 * account.only_fuzzy / max(1, account.tokens),
