@@ -253,7 +253,7 @@ def test_a_folder_without_a_model_is_refused(
         (["--speculative-config", '{"method": "tli"}'], "method of --speculative-config is set"),
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--temperature", "nan"], "--temperature is nan; it must be a number from 0 to 10."),
-        (["--engine-args", '{"model": "x"}'], "the benchmark's own to set"),
+        (["--engine-args", '{"model": "x"}'], "is set by the benchmark"),
         (["--engine-args", '{"tensor_parallel_size": "2"}'], "size of --engine-args is '2'"),
         (
             ["--batch-size", "9", "--num-prompts", "9"],

@@ -421,7 +421,7 @@ def test_drafters_of_the_same_last_name_are_told_apart(
         (["--repeats", "2000"], "--repeats is 2000"),
         (["--settings", '{"a": {"method": "tli"}}'], "a.method of --settings is set by"),
         (["--batch-sizes", "5"], "batch size 5 needs as many prompts"),
-        (["--engine-args", '{"max_num_seqs": 9}'], "max_num_seqs of --engine-args is the"),
+        (["--engine-args", '{"max_num_seqs": 9}'], "max_num_seqs of --engine-args is set"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens is 65"),
         (["--speculative-config", '{"tree_node": 8}'], "did you mean 'tree_nodes'?"),
         (["--prompts", "absent.jsonl"], "cannot read the prompts in absent.jsonl"),

@@ -219,7 +219,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "engines_at_once: al\ntargets:", 1, "must be auto or a number"),
         ("targets:", "engines_at_once: 0\ntargets:", 1, "engines_at_once is 0"),
         ("targets:", "engine: [a]\ntargets:", 1, "engine is ['a']; it must be a mapping"),
-        ("targets:", "engine:\n  model: x\ntargets:", 2, "the benchmark's own to set"),
+        ("targets:", "engine:\n  model: x\ntargets:", 2, "is set by the benchmark"),
         (
             "targets:",
             "engine:\n  tensor_parallel_size: '2'\ntargets:",
@@ -252,7 +252,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("mixed", "mxed", 5, "datasets.code.builtin is 'mxed' (did you mean 'mixed'?)"),
         ("count: 2", "count: 0", 5, "datasets.code.count is 0"),
         ("count: 2", "count: 99", 5, "count is 99, and there are 8 prompts; `repe"),
-        ("count: 2", "repeat: true", 5, "datasets.code.repeat needs a count to come to"),
+        ("count: 2", "repeat: true", 5, "datasets.code.repeat needs `count`"),
         ("count: 2", "count: 2, repeat: 1", 5, "datasets.code.repeat is 1"),
         ("count: 2", "split: test", 5, "datasets.code.split goes with hf, not with builtin"),
         ("count: 2", "prompt: '{text}'", 5, "a row has no 'text'; it has: prompt"),

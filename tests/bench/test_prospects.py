@@ -45,7 +45,7 @@ def test_rows_have_a_price_and_a_best_gain(seconds: float, price: str, pays: boo
 def test_hidden_drafting_is_at_most_free() -> None:
     assert "takes 20.0% of the time" in own_process(row_of(DRAFTING, 1, 60.0, 12.0))
     assert "at most 1.25x" in own_process(row_of(DRAFTING, 1, 60.0, 12.0))
-    assert "nothing to hide" in own_process(row_of(DRAFTING, 1, 60.0, 0.6))
+    assert "overlapping it gains nothing" in own_process(row_of(DRAFTING, 1, 60.0, 0.6))
     assert own_process(row_of(ALONE, 1, 60.0)) == ""
 
 

@@ -77,7 +77,7 @@ def test_chains_where_any_layer_has_another_backend(
 ) -> None:
     assert not agreed(BACKENDS[0], untested)
     (said,) = caplog.messages
-    for word in ("Drafts are chains, not trees", untested, *BACKENDS, "--attention-backend"):
+    for word in ("Draft trees disabled", untested, *BACKENDS, "--attention-backend"):
         assert word in said
 
 
