@@ -105,8 +105,8 @@ SAMPLED = torch.tensor([2, 0])  # b reads its prompt
 
 def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
-    seam.begins(output_of(new("a", temperature=0.5, seed=3), a=[7, 8]))
-    seam.begins(output_of(new("b"), a=[7, 8]))
+    seam.on_step_start(output_of(new("a", temperature=0.5, seed=3), a=[7, 8]))
+    seam.on_step_start(output_of(new("b"), a=[7, 8]))
     step = seam.view(seam.sampled(batch, SAMPLED))
     a, b = step.requests
     assert (a.req_id, a.num_prompt_tokens, a.num_output_tokens) == ("a", 3, 2)
@@ -125,7 +125,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
 def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> None:
     seam = RunnerV2(runner)
     seam.map_adapters_by_row()
-    seam.begins(output_of(new("a"), new("b"), a=[7, 8]))
+    seam.on_step_start(output_of(new("a"), new("b"), a=[7, 8]))
     named = runner.lora_state.make_lora_inputs(["a", "b"], "slots", "scheduled")
     assert named == ((4, 4, 4, 5), "tokens", "active")
 
@@ -134,18 +134,18 @@ def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
     runner: Any, batch: Any
 ) -> None:
     seam = RunnerV2(runner)
-    seam.begins(output_of(new("a"), new("b", temperature=0.5)))
-    seam.begins(output_of(preempted="b"))
+    seam.on_step_start(output_of(new("a"), new("b", temperature=0.5)))
+    seam.on_step_start(output_of(preempted="b"))
     assert set(seam.view(seam.sampled(batch, SAMPLED)).live) == {"a", "b"}  # it waits
-    seam.begins(output_of(new("b", temperature=0.5)))
+    seam.on_step_start(output_of(new("b", temperature=0.5)))
     assert seam.view(seam.sampled(batch, SAMPLED)).started == {}
-    seam.begins(output_of(new("b", temperature=0.9), preempted="a"))
+    seam.on_step_start(output_of(new("b", temperature=0.9), preempted="a"))
     again = seam.view(seam.sampled(batch, SAMPLED))
     assert again.started == {"b": None}
     assert again.requests[1].params.temperature == 0.9
-    seam.begins(output_of(new("a"), finished="a"))  # a preempted one is aborted, its id taken
+    seam.on_step_start(output_of(new("a"), finished="a"))  # aborted, its id taken
     assert seam.view(seam.sampled(batch, SAMPLED)).started == {"a": None}
-    seam.begins(output_of(finished="ab"))
+    seam.on_step_start(output_of(finished="ab"))
     assert not seam._new
     assert not seam._params
     assert not seam._preempted
@@ -166,8 +166,8 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
     """Two tokens of a prompt of c, then b's last token and places, then a's."""
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
-    seam.begins(output_of(new("a"), new("b")))
-    seam.begins(output_of(new("c"), a=[-1] * 3, b=[-1] * 2))
+    seam.on_step_start(output_of(new("a"), new("b")))
+    seam.on_step_start(output_of(new("c"), a=[-1] * 3, b=[-1] * 2))
     told = seam.take_drafts(batch, [[5, 6], [7, 8, 9]], late=True)
     assert told.draft_token_ids == [[5, 6], [7, 8, 9]]
     prepared = SimpleNamespace(
@@ -191,9 +191,9 @@ def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
     runner: Any, batch: Any, how: str
 ) -> None:
     seam = RunnerV2(runner)
-    seam.begins(output_of(new("a"), new("b")))
+    seam.on_step_start(output_of(new("a"), new("b")))
     started = [new("a")] if how == "started" else []
-    seam.begins(output_of(*started, **({} if started else {how: "a"})))
+    seam.on_step_start(output_of(*started, **({} if started else {how: "a"})))
     told = seam.take_drafts(batch, [[5, 6], [7]], late=True)
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[], [7]])
     assert seam._drafted == {"b": [7]}
@@ -204,14 +204,14 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 10])
     made_up = output_of(new("a"), new("b"), a=[-1] * DRAFTED, b=[-1] * DRAFTED)
-    seam.begins(made_up)
+    seam.on_step_start(made_up)
     assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
     assert seam.batch(batch).named == 2  # by the stand-in: the larger of two places
     seam.take_drafts(batch, [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed
     made_up.scheduled_new_reqs = []
-    seam.begins(made_up)
+    seam.on_step_start(made_up)
     assert seam.batch(batch).lengths == [2, 0]
     step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(2, 2), (0, 4)]
@@ -219,7 +219,7 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     output = SimpleNamespace()
     seam.attach_to_output(output, 2)
     assert output.hetero_spec_ahead == AsyncStepInfo(2, {"a": 2, "b": 4})
-    seam.begins(output_of(a=[-1]))  # the scheduler had room for one
+    seam.on_step_start(output_of(a=[-1]))  # the scheduler had room for one
     assert seam.batch(batch).lengths == [1, 0]
 
 
@@ -227,10 +227,10 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
     """vLLM schedules some for who comes back, so that all requests have as many rows."""
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
-    seam.begins(output_of(new("a"), new("b")))
+    seam.on_step_start(output_of(new("a"), new("b")))
     seam.take_drafts(batch, [[5, 6], []])
-    seam.begins(output_of(preempted="a"))
-    seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
+    seam.on_step_start(output_of(preempted="a"))
+    seam.on_step_start(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
     step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(0, 4), (0, 0)]
@@ -238,18 +238,18 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
 
 def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) -> None:
     seam = RunnerV2(runner)
-    seam.begins(output_of(new("a")))
-    seam.begins(output_of(finished="a", preempted="a"))
-    seam.begins(output_of(new("a")))
+    seam.on_step_start(output_of(new("a")))
+    seam.on_step_start(output_of(finished="a", preempted="a"))
+    seam.on_step_start(output_of(new("a")))
     assert seam._started == {"a": None}
 
 
 def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
-    seam.begins(output_of(new("a"), new("b")))
+    seam.on_step_start(output_of(new("a"), new("b")))
     seam.take_drafts(batch, [[5, 6], []])
-    seam.begins(output_of(new("a"), a=[-1] * DRAFTED))
+    seam.on_step_start(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
 
 
@@ -314,7 +314,7 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)
     assert runner.draft_tokens_handler is speculator
-    speculator.seam.begins(output_of(new("a"), new("b")))
+    speculator.seam.on_step_start(output_of(new("a"), new("b")))
     nothing = (None,) * 4
 
     def propose(**changes: Any) -> torch.Tensor:
@@ -348,7 +348,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     scheduled = ["ab", "ab", following, "abc"]
     for output, names in zip(outputs, scheduled, strict=True):
         output.num_scheduled_tokens = dict.fromkeys(names, 1)
-        speculator.begins(output)
+        speculator.on_step_start(output)
         forward_of(runner)
         calls = list(proposer.calls)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
@@ -379,7 +379,7 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
         output = output_of(new("a"), new("b"))
         output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         output.total_num_scheduled_tokens *= reads != "nothing"
-        speculator.begins(output)
+        speculator.on_step_start(output)
         begun = ["begin", "finish"] * number
         assert proposer.calls[1:] == (begun if reads else begun[:-1])
         for _ in range(2):  # the second time as vLLM does for dummy runs
@@ -398,7 +398,7 @@ def test_who_is_over_is_not_drafted_for_again(
     both = torch.tensor([1, 1])
     for output in (output_of(new("a"), new("b")), output_of(), output_of(finished="a")):
         output.num_scheduled_tokens = dict.fromkeys("ab", 1)
-        speculator.begins(output)
+        speculator.on_step_start(output)
         speculator.propose(batch, *(None,) * 4, both)
     assert going_on == [[True, True], [False, True]]
 
@@ -409,7 +409,7 @@ def test_pipeline_stages_are_given_drafts_at_once(
     """And the scheduler is told all there are: it asks when other requests have sampled."""
     runner.use_pp = True
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
-    speculator.seam.begins(output_of(new("a"), new("b")))
+    speculator.seam.on_step_start(output_of(new("a"), new("b")))
     given = speculator.propose(batch, *(None,) * 4, SAMPLED)
     assert proposer.calls[1:] == ["begin", "finish"]
     assert given[:, :2].tolist() == [[0, 0], [1, 0]]
@@ -418,11 +418,11 @@ def test_pipeline_stages_are_given_drafts_at_once(
         req_ids=["c"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
     )
     runner.req_states.req_id_to_index["c"] = 1
-    speculator.seam.begins(output_of(new("c")))
+    speculator.seam.on_step_start(output_of(new("c")))
     speculator.propose(others, *(None,) * 4, SAMPLED[1:])
     told = speculator.get_draft_tokens()
     assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[0], [1], [0]])
-    speculator.seam.begins(output_of(finished="b", a=[-1] * DRAFTED))
+    speculator.seam.on_step_start(output_of(finished="b", a=[-1] * DRAFTED))
     speculator.seam.take_drafts(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
     output = SimpleNamespace()
     speculator.seam.attach_to_output(output, 4)
@@ -441,7 +441,7 @@ def test_steps_that_may_have_no_drafts_go_by(
         output = output_of(new("a"), new("b")) if number == 0 else output_of()
         output.num_spec_tokens_to_schedule = 0 if number < 8 else 2
         output.num_scheduled_tokens = dict.fromkeys("ab", 1)
-        speculator.begins(output)
+        speculator.on_step_start(output)
         forward_of(runner)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
     assert proposer.calls[1:].count("2 pass by") == 8
@@ -462,7 +462,7 @@ def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)
     for output in (output_of(new("a"), new("b")), output_of(), output_of()):
-        speculator.begins(output)
+        speculator.on_step_start(output)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
         speculator.seam.on_drafts_taken()
         told = speculator.get_draft_tokens()
@@ -519,7 +519,7 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
     output = output_of(*started, **changes)
     output.num_spec_tokens_to_schedule = 0
     output.num_scheduled_tokens = dict.fromkeys("ab", 1)
-    speculator.begins(output)
+    speculator.on_step_start(output)
     forward_of(speculator.seam._runner)
     speculator.propose(batch, *(None,) * 4, torch.ones(batch.num_reqs, dtype=torch.int32))
 
@@ -564,7 +564,7 @@ def test_drafts_are_looked_at_before_steps_without_them(
         output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         for step in counts:
             step.there = True
-        speculator.begins(output)
+        speculator.on_step_start(output)
         forward_of(runner)
         speculator.propose(batch, *(None,) * 4, torch.tensor([1, 1]))
         expected = ["look back in a hurry"] if number == 0 else ["begin", "finish"]

@@ -85,7 +85,7 @@ class DeviceClock:
         self._began: Mark | None = None
         self._ended: Mark | None = None  # end of the previous step
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """Mark the start of the step that is being queued, unless it is marked already."""
         self._began = self._began or Mark(self._device)
 

@@ -114,7 +114,7 @@ class RunnerV1:
             early_bonus=True,
         )
 
-    def begins(self, scheduler_output: "SchedulerOutput") -> bool:
+    def on_step_start(self, scheduler_output: "SchedulerOutput") -> bool:
         """Return True if new requests begin in the step."""
         return bool(scheduler_output.scheduled_new_reqs)
 

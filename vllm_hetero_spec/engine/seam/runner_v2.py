@@ -78,7 +78,7 @@ class RunnerV2:
     def max_num_tokens(self) -> int:
         return int(self._runner.max_num_tokens)
 
-    def begins(self, scheduler_output: "SchedulerOutput") -> bool:
+    def on_step_start(self, scheduler_output: "SchedulerOutput") -> bool:
         """Begin a step. Return True if new requests begin in it."""
         self._output, new = scheduler_output, scheduler_output.scheduled_new_reqs
         for req_id in scheduler_output.preempted_req_ids or ():
@@ -261,7 +261,7 @@ class RunnerV2:
 
     def forward_begins(self) -> None:
         """Mark the start of a step, because its forward is queued next."""
-        self._device_clock.begins()
+        self._device_clock.start()
 
     def batch(self, batch: "InputBatch") -> BatchView:
         """Return the batch for which tokens are being sampled; its seeds are on the device."""

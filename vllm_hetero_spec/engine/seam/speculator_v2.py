@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculator of Model Runner V2, which calls the proposer.
 
-vLLM calls `propose` right after sampling, and `get_draft_tokens` when it schedules. The first call
-begins the drafts, and the second call finishes them with their true lengths. With asynchronous
-scheduling there is no second call. Drafts then begin at the start of the next step, because reading
-the sampled tokens waits for the device and would delay their output. They are finished when the
-other inputs of that step are prepared.
+Calls of a step, in their order:
+
+| called | synchronous scheduling | asynchronous scheduling |
+|---|---|---|
+| `on_step_start`, before vLLM prepares inputs | | begins the last step's drafts |
+| `fill`, after vLLM has prepared inputs | | finishes them, and puts them into the inputs |
+| `propose`, after sampling | begins the step's drafts | notes the step |
+| `get_draft_tokens`, when vLLM schedules | finishes them | (not called) |
+
+With asynchronous scheduling, drafts begin late because reading the sampled tokens waits for the
+device, and would delay their output. `on_step_start` also finishes drafts that `fill` cannot.
 """
 
 from functools import partial
@@ -128,7 +134,7 @@ class HeteroSpeculator(BaseSpeculator):
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """Do nothing, because there are no drafts yet."""
 
-    def begins(self, scheduler_output: "SchedulerOutput") -> None:
+    def on_step_start(self, scheduler_output: "SchedulerOutput") -> None:
         """Begin a step. Finish the last step's drafts, unless `fill` can do so later."""
         if self._sampled is not None:
             goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[1].req_ids
@@ -138,7 +144,7 @@ class HeteroSpeculator(BaseSpeculator):
         self._begin()
         if not self.seam.prepares_first(scheduler_output):
             self.finish()
-        self._begun = self.seam.begins(scheduler_output)
+        self._begun = self.seam.on_step_start(scheduler_output)
 
     def fill(self, batch: "InputBatch") -> None:
         """Fill in drafts that are still in progress. vLLM has prepared the step's other inputs."""

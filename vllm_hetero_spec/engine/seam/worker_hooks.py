@@ -227,7 +227,7 @@ def propose_hook(original: _Original) -> _Original:
         assert isinstance(drafter.seam, RunnerV1)
         drafter.seam.after_sampling(sampled_token_ids)
         batch = len(sampled_token_ids)
-        if drafter.skip_step(batch, None, drafter.seam.begins(scheduler_output)):
+        if drafter.skip_step(batch, None, drafter.seam.on_step_start(scheduler_output)):
             drafter.seam.untimed()
             return [[] for _ in sampled_token_ids]
         view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
@@ -286,7 +286,7 @@ def _execute_v2(original: _Original) -> _Original:
         **kwargs: object,
     ) -> object:
         if _ours(runner) and not kwargs.get("dummy_run", False):
-            runner.speculator.begins(scheduler_output)
+            runner.speculator.on_step_start(scheduler_output)
         return original(runner, scheduler_output, *args, **kwargs)
 
     return execute_model
