@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much is accepted, against the exact-text oracle: translation must not cost acceptance."""
+"""Acceptance lengths of the engine, compared with an oracle that drafts from the exact text.
+
+Translation between the tokenizers must not reduce acceptance.
+"""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ LOOKAHEAD, MAX_TOKENS = 4, 96
 
 
 def acceptance_length(target: Path, drafter: Path, prompts: Sequence[str]) -> float:
-    """1 + accepted/drafts of the engine, all prompts in one batch."""
+    """Return 1 + accepted tokens per draft of the engine, with all prompts in one batch."""
     with engine(target, slem(drafter, LOOKAHEAD)) as llm:
         generate(llm, list(prompts), greedy(max_tokens=MAX_TOKENS))
         counts = metrics_of(llm)
@@ -34,10 +37,10 @@ def acceptance_length(target: Path, drafter: Path, prompts: Sequence[str]) -> fl
 
 
 def beside_the_oracle(target: Path, drafter: Path, prompts: Sequence[str]) -> tuple[float, float]:
-    """Acceptance lengths of the engine and of the oracle, which drafts at the same places.
+    """Return the acceptance lengths of the engine and of the oracle.
 
-    Another implementation, from the exact text each time: with equal places the two differ only
-    where their drafts do.
+    The oracle is another implementation. It drafts from the exact text at the positions at which
+    the engine drafted. The two lengths therefore differ only if the drafts differ.
     """
     drafts: dict[tuple[str, int], list[int]] = {}
     with engine(target, slem(drafter, LOOKAHEAD)) as llm:
@@ -78,7 +81,7 @@ def _agreeing(draft: Sequence[int], ahead: Sequence[int]) -> int:
     ("drafter", "least"), [("code-draft-0.7M", 1.90), ("code-draft-1.7M", 2.0)]
 )
 def test_trained_code_pairs(shared: Path, drafter: str, least: float) -> None:
-    """Two byte-level BPE vocabularies; vLLM's built-in TLI reaches 1.89 and 2.08 here."""
+    """Two byte-level BPE vocabularies. vLLM's built-in TLI reaches 1.89 and 2.08 on these pairs."""
     lines = (shared / "data" / "prompts" / "python_stdlib_heldout.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[:8]]
     models = shared / "models"
@@ -89,7 +92,7 @@ def test_trained_code_pairs(shared: Path, drafter: str, least: float) -> None:
 
 @pytest.fixture(scope="module")
 def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SentencePiece on both sides, vocabularies of 4096 and 512, little trained."""
+    """Folder of a SentencePiece pair with 4096 and 512 tokens, trained for a few steps only."""
     out = tmp_path_factory.mktemp("models") / "sentencepiece-pair"
     library = standard_library()
     train_pair(
@@ -107,7 +110,7 @@ def test_sentencepiece_vocabularies_of_different_size(
 ) -> None:
     target, drafter = sentencepiece_pair / "target", sentencepiece_pair / "drafter"
     ours, exact = beside_the_oracle(target, drafter, code_prompts[:8])
-    assert exact > 1.2  # else nothing is compared
+    assert exact > 1.2  # otherwise too few draft tokens are accepted for a comparison
     assert ours >= 0.95 * exact, f"{ours:.3f}, oracle {exact:.3f}"
 
 
@@ -121,10 +124,10 @@ def test_demo_pair_against_the_oracle(demo_pair: Path, code_prompts: list[str]) 
 def test_a_drafter_that_is_the_target_is_not_rejected(
     demo_pair: Path, translation: str, least: float
 ) -> None:
-    """Drawn from the same rows, also where the target gives turn markers much of its mass.
+    """Drafts are sampled from the target's own distributions, which often contain turn markers.
 
-    Through text the drafter reads canonical ids: where the target has written others, its rows are
-    those of another context.
+    With translation through text, the drafter reads canonical ids. If the target has written other
+    ids, the drafter's distributions are those of another context, so the bound is lower.
     """
     target = demo_pair / "target"
     lines = (demo_pair / "chats.jsonl").read_text().splitlines()[:8]

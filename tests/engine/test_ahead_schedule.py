@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts made ahead, tick by tick: forwards, hits and waits are those of a simulation.
+"""Precomputed drafts, tick by tick: forwards, hits and waits equal those of a simulation.
 
-A forward of the drafter takes a tick, a step of the target some. The simulation knows what the
-drafter thinks of a text, and nothing of messages, tables, KV or what is kept from commit to commit.
+A drafter forward takes one tick, and a target step takes several. The simulation has the drafter's
+distributions. It has no messages, no table, no KV, and keeps nothing between updates.
 """
 
 import heapq
@@ -35,7 +35,7 @@ SLOTS, LONGEST, ROWS, BUDGET = 2, 16, 16, 512
 
 
 class Step(NamedTuple):
-    """Counted when a step of the target has ended, and its draft has been looked up."""
+    """Counters after a target step and the look-up of the next draft."""
 
     drafted: int
     forwards: int
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 class Setting(NamedTuple):
     lookahead: int
-    target: int  # ticks of a step
+    target: int  # ticks of a target step
     branches: int
     waits: bool
 
@@ -57,7 +57,7 @@ oracle = cache(ToyDrafterModel)
 
 @cache
 def opinion(ids: tuple[int, ...]) -> list[tuple[float, int]]:
-    """What the drafter thinks comes behind a text: shares and tokens, the likeliest first."""
+    """Return the drafter's next tokens after a text with their probabilities, most likely first."""
     length = len(ids)
     places = torch.arange(length)
     ends = torch.tensor([0, length], dtype=torch.int32)
@@ -73,7 +73,7 @@ def opinion(ids: tuple[int, ...]) -> list[tuple[float, int]]:
 
 
 def continuation(seed: int) -> list[int]:
-    """What a target writes that often agrees with the drafter, or nearly."""
+    """Return a target output; 95 % of its tokens are among the drafter's four most likely."""
     chance, ids = random.Random(seed), [*PROMPT]
     while len(ids) < len(PROMPT) + LENGTH:
         tokens = [token for _, token in opinion(tuple(ids))]
@@ -87,7 +87,10 @@ def agreed(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Ticks:
-    """The clock of a drafter process: while it is waited for, and while the target verifies."""
+    """Clock in place of the module `time`. Each tick runs one forward of the drafter process.
+
+    It runs while the engine waits for a draft, and while the target verifies.
+    """
 
     def __init__(self, server: DraftingServer) -> None:
         self.now, self._server = 0, server
@@ -102,7 +105,7 @@ class Ticks:
 
 
 class Process:
-    """In the place of a `SupervisedProcess`: what is sent is taken in at once."""
+    """Stands in for `SupervisedProcess`; its server applies each update at once."""
 
     up, life, restarts = True, 1, 0
 
@@ -129,7 +132,7 @@ class Process:
 
 
 class Control:
-    """As many guesses as there is room for, and all waits or none."""
+    """Controller that allows all branches, and waits for every missing draft or for none."""
 
     can_stop_early = False
 
@@ -151,7 +154,7 @@ class Control:
 def source_of(
     monkeypatch: pytest.MonkeyPatch, stats: DraftStats, branches: int = 0, slots: int = SLOTS
 ) -> tuple[client.ProcessSource, IdentityBridge]:
-    """Of drafts, and what its texts are read with."""
+    """Return a source of precomputed drafts, and the bridge for its contexts."""
     monkeypatch.setattr(client, "SupervisedProcess", Process)
     nothing = frozenset[int]()
     special: Any = SimpleNamespace(drafter_eos=nothing, banned={0}, drafter_control=nothing)
@@ -167,7 +170,7 @@ def source_of(
 def measured(
     text: list[int], setting: Setting, monkeypatch: pytest.MonkeyPatch, commits: int = 0
 ) -> list[Step]:
-    """The package at work, after so many commits."""
+    """Return the steps of the package. `commits` is the number of updates sent before."""
     stats = DraftStats()
     source, bridge = source_of(monkeypatch, stats, setting.branches)
     source._serial = commits
@@ -200,15 +203,15 @@ def measured(
 
 @dataclass
 class Line:
-    """A continuation of what the target has written; the first tokens are given."""
+    """A continuation of the target's output; its first tokens are given."""
 
     ids: list[int]
     wanted: int
-    thought_of: list[int] = field(default_factory=list)  # lengths of it that were looked behind
+    thought_of: list[int] = field(default_factory=list)  # text lengths with a drafter distribution
 
 
 class Drafting:
-    """What is drafted behind one text."""
+    """The chain and the branches that are drafted after one text."""
 
     def __init__(self, branches: int) -> None:
         self._branches = branches
@@ -217,14 +220,14 @@ class Drafting:
         self.forwards = 0
 
     def tell(self, text: list[int], ahead: list[int], rank: int, at_stake: int, k: int) -> None:
-        """The target has written more; it verifies the first tokens of what is ahead.
+        """Update the text. The target now verifies the first tokens of `ahead`.
 
         Args:
-            text: In all.
-            ahead: What the line `rank` has behind it; nothing where no line agreed.
-            rank: See above.
-            at_stake: Tokens that are verified.
-            k: Target tokens of a draft; 0: nothing is wanted any more.
+            text: The whole text.
+            ahead: Tokens of the line `rank` after the text; empty if no line agreed.
+            rank: Index of the line that agreed with the text.
+            at_stake: Number of tokens under verification.
+            k: Target tokens of a draft; 0 if no draft is needed any more.
         """
         known = self.lines[rank].thought_of
         if rank:
@@ -235,14 +238,14 @@ class Drafting:
         self._guess()
 
     def find(self, new: list[int]) -> tuple[int, list[int]]:
-        """Which line has something behind these tokens, and what."""
+        """Return the index of the first line that extends past these tokens, and its remainder."""
         for rank, line in enumerate(self.lines):
             if line.ids[: len(new)] == new and len(line.ids) > len(new):
                 return rank, line.ids[len(new) :]
         return 0, []
 
     def tick(self) -> None:
-        """One forward, where any line wants it."""
+        """Run one forward if a line needs one."""
         if all(len(line.ids) >= line.wanted for line in self.lines):
             return
         self.forwards += 1
@@ -272,10 +275,10 @@ class Drafting:
 
 
 def simulated(text: list[int], setting: Setting) -> list[Step]:
-    """By hand."""
+    """Return the steps of the simulation."""
     drafting, steps, now = Drafting(setting.branches), list[Step](), 0
     hits = beside = waited = written = 0
-    new = PROMPT  # what is told of first; a draft for it is no step's
+    new = PROMPT  # the first update; its draft belongs to no step
     while True:
         k = min(setting.lookahead, LENGTH - written - 1)
         whole = [*PROMPT, *text[:written]]
@@ -318,13 +321,13 @@ def test_steps_are_those_of_a_simulation(
 
 
 def test_commits_are_counted_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their numbers are not: the table has four bytes for one."""
+    """The serial of an update starts again at 1, because the table stores it in four bytes."""
     setting, text = Setting(3, 5, 2, waits=True), continuation(1)
     assert measured(text, setting, monkeypatch, 2**31 - 5) == measured(text, setting, monkeypatch)
 
 
 def test_texts_that_are_too_many_for_a_commit_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left undrafted: each of eight is told of in any three commits of three texts."""
+    """With three requests per update, any three consecutive updates contain all eight requests."""
     monkeypatch.setattr(client, "MOST_ROWS", 3)
     source, bridge = source_of(monkeypatch, DraftStats(), slots=8)
     told: list[list[int]] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any decoder drafts: small models with random weights of kinds that differ in how they attend.
+"""Drafters of several decoder architectures: small models with random weights.
 
-Each drafts for itself, and has all accepted: what its positions, experts, sinks or windows do not
-get in the drafter as they do in the target would show in the first draft.
+Each model drafts for itself, so every draft token must be accepted. A difference in positions,
+experts, attention sinks or sliding windows would be visible in the first draft.
 """
 
 import shutil
@@ -70,7 +70,7 @@ def test_a_model_drafts_for_itself(
 def test_a_mixture_of_experts_drafts_for_a_target_without(
     demo_pair: Path, texts: list[Any], alone: Outputs, tmp_path: Path
 ) -> None:
-    """vLLM has a group of ranks for experts only where the target has some."""
+    """vLLM creates an expert-parallel group only if the target has experts."""
     save_model(_KINDS["experts"], demo_pair, tmp_path)
     with engine(demo_pair / "target", slem(tmp_path)) as llm:
         assert generate(llm, texts, greedy()) == alone
@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_drafts_for_a_target_without(
 
 
 def test_one_that_attention_has_no_kernel_for_is_refused(demo_pair: Path, tmp_path: Path) -> None:
-    """As a target is: else every round would fail, with a line in the log about the first."""
+    """vLLM refuses such a target, too. Without a refusal every round of drafting would fail."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     kind = lambda **ids: LlamaConfig(**sizes, num_attention_heads=4, **ids)  # noqa: E731
     save_model(kind, demo_pair, tmp_path)
@@ -91,7 +91,7 @@ def test_one_that_attention_has_no_kernel_for_is_refused(demo_pair: Path, tmp_pa
 
 
 def test_weights_that_git_has_not_fetched_are_named(demo_pair: Path, tmp_path: Path) -> None:
-    """What reads them raises a MemoryError without a word."""
+    """The reader of the weights raises a MemoryError without a message."""
     drafter = shutil.copytree(demo_pair / "drafter", tmp_path / "drafter")
     (weights,) = drafter.glob("*.safetensors")
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling ahead: what the scheduler is told, and who may have it. `test_runner_v2` runs it."""
+"""Asynchronous scheduling: the data that the scheduler receives, and when it is enabled.
+
+`test_runner_v2` runs engines with it.
+"""
 
 import logging
 from types import ModuleType, SimpleNamespace
@@ -43,7 +46,7 @@ def test_chains_are_not_padded_to_the_rows_of_trees(device: None) -> None:
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An asynchronous scheduler that keeps which of a step's draft tokens it was told to leave."""
+    """Asynchronous scheduler that records the outputs which it passes on to vLLM's method."""
     async_scheduling.install(scratch.reserve_rows)
     told: list[Any] = []
     monkeypatch.setattr(
@@ -59,7 +62,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_scheduler_hears_what_a_step_tells(scheduler: Any) -> None:
     result = SimpleNamespace()
     AsyncStepInfo(2, {"a": 1, "b": 3}).put_on(result)
-    # A grammar has cut b's draft, with the padding behind it, and c's.
+    # A grammar has cut the draft of b, including its padding, and the draft of c.
     output = SimpleNamespace(num_invalid_spec_tokens={"b": 4, "c": 2})
     scheduler.update_from_output(output, result)
     assert scheduler.dynamic_sd_lookup == [2] * 4
@@ -86,7 +89,7 @@ def test_padding_alone_is_no_draft(scheduler: Any) -> None:
 
 
 def test_padding_alone_is_no_draft_of_its_request(scheduler: Any) -> None:
-    """As vLLM tells a request's own figures, right behind."""
+    """vLLM calls `observe()` with the request's own figures directly afterwards."""
     own = scheduler.requests["a"].spec_decode_metrics = RequestSpecDecodeMetrics.new(4)
     others = RequestSpecDecodeMetrics.new(4)
     for padding, accepted in ((4, 0), (3, 1), (4, 0), (1, 0)):
@@ -120,7 +123,10 @@ def config_of(asked: bool | None = None, **changes: Any) -> Any:
 
 
 def configured(config: Any) -> Any:
-    """A configuration behind vLLM's own checks, which see none of it."""
+    """Return the configuration after `__post_init__`.
+
+    `seen` contains `async_scheduling` and the buckets, as vLLM's own checks received them.
+    """
     seen: list[Any] = []
 
     def checks(self: Any) -> None:
@@ -151,7 +157,10 @@ def test_steps_are_scheduled_ahead_where_they_can_be(device: None, asked: bool |
 def test_graphs_of_all_tiers_are_captured(
     device: None, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where fewer requests than tiers are served at once; others' as vLLM has them."""
+    """Also if the batch has fewer requests than there are tiers.
+
+    Schedules that are not ours keep vLLM's choice.
+    """
 
     class Manager(CudaGraphManager):
         _init_candidates = CudaGraphManager._init_candidates
@@ -174,7 +183,7 @@ def test_graphs_of_all_tiers_are_captured(
 @pytest.mark.parametrize("longest", [3, 5])
 @pytest.mark.parametrize("most", [16, 64, 256])
 def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most: int) -> None:
-    """vLLM's own choice, of graphs that it names itself; alone it leaves some batches without."""
+    """Without the patch, vLLM's dispatch finds no full graph for some batches."""
     named = buckets(longest, longest)
     sizes = {
         1,
@@ -254,7 +263,7 @@ def test_steps_follow_one_another_elsewhere(
 ) -> None:
     with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
         config = configured(config_of(**changes))
-        configured(config)  # as an engine core does
+        configured(config)  # an engine core runs `__post_init__` again
     assert config.seen == [False, None]
     assert not config.scheduler_config.async_scheduling
     assert buckets_of(config) == []
@@ -271,7 +280,7 @@ def test_what_cannot_be_had_is_refused(device: None, changes: dict[str, Any]) ->
 
 @pytest.mark.parametrize("key", ROOM)
 def test_a_step_has_room_for_a_draft(device: None, key: str) -> None:
-    """A waiting request with one token left is padded to all rows where steps follow each other."""
+    """With synchronous scheduling vLLM pads a waiting request with one token to all rows."""
     for room in (5, 4):
         limits = {"scheduler_config": SimpleNamespace(async_scheduling=None, **ROOM | {key: room})}
         configured(config_of(**limits))

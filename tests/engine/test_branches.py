@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned of a step's trees, by what the scheduler has left of each draft."""
+"""Draft trees in the plan of a step, depending on the draft tokens that the scheduler has kept."""
 
 from types import SimpleNamespace
 
@@ -12,13 +12,13 @@ from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.trees.layout import lay_out
 from vllm_hetero_spec.trees.walk import ROOT
 
-# Two tokens behind the text, and one behind the first of them: the root is fed again for the side.
+# Two tokens after the text, and one after the first of them. The branch repeats the root token.
 TREE = lay_out(9, [1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], branches=1, rows=4)
 
 
 @pytest.fixture
 def branches(monkeypatch: pytest.MonkeyPatch) -> BranchSequences:
-    """Of a worker with room for eight sequences, blocks of 16 tokens, and 20 scratch blocks."""
+    """Branches of a worker with eight sequences, blocks of 16 tokens and 20 scratch blocks."""
     monkeypatch.setattr(branches_module, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     made = BranchSequences(SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8))
     made.__dict__["_bounds"] = (None, 3, range(100, 120), [16])
@@ -30,7 +30,7 @@ def branches(monkeypatch: pytest.MonkeyPatch) -> BranchSequences:
 def test_a_tree_that_is_not_scheduled_is_left_out(
     branches: BranchSequences, scheduled: int, length: int, place: int
 ) -> None:
-    """Its draft was dropped, or its request reads more than that; the other's is verified."""
+    """The draft was dropped, or the request also prefills. The other tree is still verified."""
     ids = ["whole", "dropped"]
     drafts = dict.fromkeys(ids, TREE.tokens)
     trees = [Draft(req_id, TREE.tokens, (), rows=TREE) for req_id in ids]

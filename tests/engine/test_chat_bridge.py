@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat prompts: the drafter reads its own turn markers, the target's output stays its own."""
+"""Chat prompts: the drafter reads its own turn markers, and the target's output does not change."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ Messages = list[dict[str, str]]
 
 @pytest.fixture(scope="module")
 def chats(demo_pair: Path) -> list[Messages]:
-    """Held-out conversations, with and without a system turn, that end with a user's."""
+    """Held-out conversations with and without a system turn; the last turn is the user's."""
     lines = (demo_pair / "chats.jsonl").read_text().splitlines()[:6]
     found = [json.loads(line)["messages"] for line in lines]
     return found + [[{"role": "system", "content": "Write code."}, *m] for m in found[:2]]
@@ -31,7 +31,7 @@ def answers(llm: Any, chats: list[Messages]) -> Outputs:
 
 @pytest.fixture(scope="module")
 def run(demo_pair: Path, chats: list[Messages]) -> dict[str, Any]:
-    """Answers of the target alone and with the drafter, and the drafter's contexts meanwhile."""
+    """Answers of the target alone and with the drafter, and the drafter's contexts."""
     found: dict[str, Any] = {"contexts": []}
     with engine(demo_pair / "target") as llm:
         found["alone"] = answers(llm, chats)
@@ -65,13 +65,13 @@ def test_the_drafter_reads_its_own_template(
     assert run["bridge"].counts["prompts"] == len(chats) == len(run["contexts"])
     drafter = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     own = [
-        drafter.encode(  # after the BOS that its tokenizer starts every text with
+        drafter.encode(  # with the BOS that the tokenizer puts before every text
             drafter.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
         for messages in chats
     ]
     for context in run["contexts"]:
-        # The header's last token, a new line, may have joined the reply's first one.
+        # The header's last token, a new line, may have merged with the first token of the reply.
         own.remove(next(ids for ids in own if context.ids[: len(ids) - 1] == ids[:-1]))
     assert not own
 

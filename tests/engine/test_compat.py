@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to vLLM: version check, patches, and the ledger against real vLLM sources."""
+"""Compatibility with vLLM: version check, patches, and the ledger of the installed vLLM."""
 
 import ast
 import subprocess
@@ -202,7 +202,7 @@ def test_ledger_names_all_that_is_imported() -> None:
                 absent |= {
                     a.name for a in node.names if not _listed("/".join(folders), a.name, listed)
                 }
-    # How to find the platform, and how to know the release, has its own check.
+    # Two exceptions: the platform and the release have checks of their own.
     assert absent == {"current_platform", "__version__"}
 
 

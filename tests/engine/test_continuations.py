@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was drafted ahead is found by bytes, as a search through whole strings finds it."""
+"""Search for precomputed continuations by bytes, compared with a search through whole strings."""
 
 import random
 from functools import partial
@@ -10,7 +10,7 @@ from vllm_hetero_spec.engine.ahead.continuations import (
     find_remainder,
 )
 
-# Single bytes, the parts of a character of two bytes and one of three, and tokens of several.
+# Single bytes, parts of a two-byte and of a three-byte character, and tokens of several bytes.
 TOKENS = [b"a", b"b", b" ", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"ab", b" a", b"a b"]
 TOKENS += ["é".encode(), "€".encode(), b"b\xc3", b"\x82\xac", b"\xa9 a", b"aa"]
 
@@ -18,7 +18,11 @@ TOKENS += ["é".encode(), "€".encode(), b"b\xc3", b"\x82\xac", b"\xa9 a", b"aa
 def searched(
     branches: list[list[int]], outcome: bytes, held: bytes, unfit: int
 ) -> MatchedContinuation | None:
-    """By strings: the first that has more than the outcome, else one that agrees so far."""
+    """Return what `find_remainder` must return, found through whole strings.
+
+    The first branch that extends past the outcome is used. If there is none, the last branch that
+    agrees so far is used, without ids.
+    """
     agrees = None
     for rank, ids in enumerate(branches):
         text = b"".join(TOKENS[i] for i in ids)
@@ -55,7 +59,7 @@ def test_continuations_are_found_as_by_a_naive_search() -> None:
             text = b"".join(TOKENS[chance.randrange(alphabet)] for _ in range(3))
         end = chance.randint(0, len(text))
         written = text[:end]
-        # The target's tokens may end inside a character: its first bytes are held.
+        # The target's tokens may end inside a character, whose first bytes are then held.
         whole = written.decode(errors="ignore").encode() if chance.random() < 0.5 else written
         held = written[len(whole) :] if written.startswith(whole) else b""
         outcome = written[: len(written) - len(held)]
@@ -76,7 +80,7 @@ def test_continuations_are_found_as_by_a_naive_search() -> None:
 
 
 def test_the_first_that_reaches_further_is_used() -> None:
-    branches = [[8], [0, 1, 2]]  # "ab", and the same text with a space behind it
+    branches = [[8], [0, 1, 2]]  # "ab", and "ab "
     assert find_remainder(branches, b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(1, [2])
     assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(
         0, []
@@ -86,7 +90,7 @@ def test_the_first_that_reaches_further_is_used() -> None:
 
 
 def test_what_the_target_would_have_joined_is_passed_over() -> None:
-    branches = [[0, 1, 2], [0, 8]]  # "a", then "b", or what goes on with "ab"
+    branches = [[0, 1, 2], [0, 8]]  # "a", then "b" or "ab"
     seen = []
 
     def fits(token: int, known: int) -> bool:
@@ -109,7 +113,7 @@ def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> Non
 
 
 def test_drawn_lines_are_found_at_the_ends_of_tokens_alone() -> None:
-    """As a naive search finds them; nothing behind the outcome is looked at."""
+    """The result equals that of a naive search. Tokens after the outcome do not influence it."""
     chance = random.Random(5)
     kinds = {"none": 0, "whole": 0, "short": 0, "side": 0}
     for _ in range(50_000):

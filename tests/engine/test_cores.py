@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPU cores a drafter process has by default; no engine runs."""
+"""Default CPU cores of a drafter process; no engine runs."""
 
 import os
 from collections.abc import Callable, Collection
@@ -22,7 +22,7 @@ Free = Callable[..., list[int]]
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Free:
-    """`free_cores` in a worker whose first thread OpenMP has bound."""
+    """`free_cores` in a worker whose main thread OpenMP has bound to one core."""
 
     def of(
         bound: str,
@@ -61,14 +61,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     ("bound", "allowed", "more", "expected"),
     [
         ("0", range(2), {}, [1]),
-        ("auto", range(2), {}, [1]),  # vLLM leaves the last one to others
+        ("auto", range(2), {}, [1]),  # vLLM does not use the last core
         ("auto", range(8), {"siblings": 2}, [7]),
         ("auto", range(2), {"siblings": 2}, [0]),
-        ("2,4-5", range(2, 8), {}, [3, 6, 7]),  # a container, or taskset
+        ("2,4-5", range(2, 8), {}, [3, 6, 7]),  # in a container, or under taskset
         ("0|1", range(4), {"local_world_size": 2}, [2, 3]),
         ("0|1", range(4), {"data_parallel_rank_local": 1}, [2, 3]),
         ("nobind", range(2), {}, []),
-        ("0-1", range(2), {"executor": "uni"}, []),  # vLLM binds nothing there
+        ("0-1", range(2), {"executor": "uni"}, []),  # vLLM binds no threads with this executor
     ],
 )
 def test_what_the_target_leaves(
@@ -104,7 +104,7 @@ def test_a_target_on_all_cores_is_refused_with_settings_to_use(
 
 
 def test_the_targets_binding_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """libiomp heeds this variable first."""
+    """libiomp reads KMP_AFFINITY before OMP_PLACES."""
     monkeypatch.setenv("KMP_AFFINITY", "granularity=fine,explicit,proclist=[0]")
     assert "KMP_AFFINITY" in _environment([])
     changed = _environment([1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of vLLM's CPU build that our plugin mends, each beside the stock behaviour."""
+"""Faults of vLLM's CPU build that the plugin repairs, each compared with vLLM's own behavior."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from vllm_hetero_spec.engine.compat.releases import installed
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="the faults and their repairs are the CPU build's"
 )
-WHOLE, CHUNKED = 1024, 64  # tokens of a step
+WHOLE, CHUNKED = 1024, 64  # tokens; `max_num_batched_tokens`
 LENGTH = 24
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_repaired_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sampled(model: Path, spec: dict[str, Any] | None, budget: int, prompt: str) -> dict[str, Any]:
-    """What seeded and unseeded requests get that share a batch, after some that came before."""
+    """Return outputs of seeded and unseeded requests: one after the other, then in one batch."""
     params = {
         name: SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for name, seed in (("a", 7), ("b", 8), ("a again", 7), ("unseeded", None))
@@ -84,7 +84,10 @@ def _sampled(model: Path, spec: dict[str, Any] | None, budget: int, prompt: str)
 def test_seeded_requests_live_through_chunked_prefill(
     demo_pair: Path, code_prompts: list[str]
 ) -> None:
-    """The stock engine dies of them; here they get what they get of prompts read whole."""
+    """Without the repair the engine ends. With it the outputs equal those without chunked prefill.
+
+    This holds for seeded requests, alone and in a batch.
+    """
     target, prompt = demo_pair / "target", "".join(code_prompts)[:900]
     whole = _sampled(target, None, WHOLE, prompt)
     chunked = _sampled(target, None, CHUNKED, prompt)
@@ -107,7 +110,7 @@ def test_and_with_a_drafter(demo_pair: Path, code_prompts: list[str], verificati
     assert chunked["drafts"] > 0
     assert found["a"] != found["b"]
     assert all(len(ids) == LENGTH for ids in [*found.values(), *chunked["together"]])
-    if verification == "race":  # the one rule under which no drafter changes what a seed gives
+    if verification == "race":  # only with this rule is a seeded output independent of the drafter
         whole = _sampled(target, spec, WHOLE, prompt)["one by one"]
         assert found["a"] == found["a again"] == whole["a"]
         assert found["b"] == whole["b"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines behind one front end: each has a drafter and counts of its own."""
+"""Data parallelism: two engines behind one front end, each with its own drafter and counters."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ def test_two_engines_with_a_drafter_each(
     if not current_platform.is_cpu() or (os.cpu_count() or 1) < 2:
         pytest.skip("needs a CPU build of vLLM and two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    # vLLM 0.33 would look for a NUMA node for each engine; to be there is enough to leave that out.
+    # vLLM 0.33 needs a NUMA node for each engine, unless this variable exists. 0 simulates none.
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
     arguments = BASE | {"model": str(demo_pair / "target"), "data_parallel_size": 2}
     spec = slem(demo_pair / "drafter")

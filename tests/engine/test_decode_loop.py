@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of drafting on a toy model: by graphs as eagerly, and what crosses to the device."""
+"""Rounds of drafting on a toy model: graphs compared with eager steps, and transfers.
+
+The graphs are recorded by `tape_graphs`, which needs no GPU.
+"""
 
 import random
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ LOOKAHEAD, REQUESTS = 3, 8
 
 
 class World:
-    """A drafter, and texts that go on as a target would write them."""
+    """A drafter, and the requests for which it drafts."""
 
     def __init__(self, *, sampled: bool = False, token_healing: bool = False) -> None:
         first = torch.arange(VOCAB)
@@ -51,7 +54,7 @@ class World:
         self.states: dict[str, RequestState] = {}
 
     def row(self, name: str, text: Sequence[int], steps: int, choose: Any = None) -> DraftRow:
-        """What an engine makes of a request whose text is `text` now."""
+        """Return the row that an engine builds for a request with the current text `text`."""
         context = IdentityContext()
         context.ids = list(text)
         old = self.states.get(name)
@@ -78,7 +81,10 @@ def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) ->
 
 
 def choice(chance: random.Random) -> Any:
-    """What chooses a first token at random: behind the text, or in the place of its last token."""
+    """Return a function that chooses a random first token.
+
+    The token follows the text, or replaces its last token.
+    """
     place, back = chance.randrange(8), chance.random() < 0.5
 
     def choose(ids: Sequence[int], last: Sequence[int]) -> FirstToken:
@@ -90,7 +96,7 @@ def choice(chance: random.Random) -> Any:
 def alike(
     first: Sequence[DrafterTokens], second: Sequence[DrafterTokens], *, cut: Sequence[int] = ()
 ) -> None:
-    """Drafts are the same ones; those at the places in `cut` are one token long in the second."""
+    """Assert that the drafts are equal. In `second`, the drafts in `cut` have only one token."""
     for place, (one, other) in enumerate(zip(first, second, strict=True)):
         count = 1 if place in cut else len(one.tokens)
         assert one.tokens[:count] == other.tokens
@@ -107,11 +113,13 @@ def alike(
 def test_graphs_draft_as_without(
     in_graph: bool, optimistic: bool, often: float, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random rounds: batches of every size, long and short catching up, early ends, other first
-    tokens, also in place of the text's last, texts that are taken back, requests that leave. The
-    eager drafter takes the same. Where first tokens are often others, they are judged before the
-    steps, of which none is in vain; where not, drafts with another one are that one alone if there
-    are more than a few requests."""
+    """In random rounds, graphs and eager steps must give the same drafts.
+
+    The rounds vary the batch size, the length of the catch-up and of the drafts. Some replace first
+    tokens, or the last token of the text. Some shorten texts or end requests. If first tokens are
+    often replaced, or on a CPU, the check precedes the steps, and no round is repeated. Otherwise a
+    draft with a replaced first token has only that token if the round has more than `few` requests.
+    """
     monkeypatch.setattr(token_healing, "_OFTEN", often)
     monkeypatch.setattr(token_healing, "_FEW", few)
     chance = random.Random(2)
@@ -146,7 +154,7 @@ def test_graphs_draft_as_without(
                 (d.tokens, d.known) for d, n in zip(drafted[0], batch, strict=True) if n == name
             )
             assert len(tokens) == count
-            if known:  # the text goes on with the rest of a longer token
+            if known:  # the first draft token replaced the last token of the text
                 moved += 1
                 eager.states[name].num_kv_valid -= 1
                 recorded.states[name].num_kv_valid -= 1
@@ -175,7 +183,10 @@ def test_graphs_draft_as_without(
 
 @pytest.mark.full
 def test_where_first_tokens_are_seldom_others_one_round_in_some_is_judged() -> None:
-    """And all are, once more, when others come up; on a CPU all are always."""
+    """If first tokens are seldom replaced, one round in 16 is checked.
+
+    After more replacements every round is checked again. On a CPU every round is checked.
+    """
     for waits in (True, False):
         world = World()
         record(world, in_graph=True)
@@ -204,7 +215,7 @@ def test_where_first_tokens_are_seldom_others_one_round_in_some_is_judged() -> N
 def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
     may_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `begin` where it may wait: the device has work while something else is done."""
+    """If `begin` may wait, the steps run in `begin`, so that the device has work until `finish`."""
     monkeypatch.setattr(token_healing, "_OFTEN", -1.0)
     eager, recorded = World(token_healing=True), World(token_healing=True)
     graphs = record(recorded, in_graph=True)
@@ -222,7 +233,7 @@ def test_where_first_tokens_are_often_others_steps_wait_for_the_judge(
 def test_what_is_done_between_the_halves_is_a_cost_where_steps_would_hide_it(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock on which the halves take no time, and what is between them ten seconds."""
+    """The clock advances by ten seconds between `begin` and `finish`, and not within them."""
     world, told, clock = World(), [], SimpleNamespace(now=0.0)
     task = world.row("a", [5, 6, 7], 0).task
     task.state.close(world.pool)
@@ -241,7 +252,7 @@ def test_what_is_done_between_the_halves_is_a_cost_where_steps_would_hide_it(
 
 
 def test_long_texts_are_read_by_graphs() -> None:
-    """In parts, of which no graph takes more; beside one that goes on, and without an eager one."""
+    """A long text is read in parts that fit into a graph, without an eager forward."""
     eager, recorded = World(), World()
     graphs = record(recorded, in_graph=True)
     fed = recorded.drafter.model.fed
@@ -257,26 +268,26 @@ def test_long_texts_are_read_by_graphs() -> None:
                 assert row.sequence.kv_ids[:length] == list(range(1, 1 + length))
         alike(*drafted)
     assert recorded.drafter.model.fed == fed
-    assert graphs.replays == (2 + 3) + (3 + 3) + (3 + 3)  # parts, and what catches up and drafts
+    assert graphs.replays == (2 + 3) + (3 + 3) + (3 + 3)  # parts; then catch-up and draft steps
 
 
 def test_what_reading_costs_is_timed_as_rounds_read() -> None:
-    """Long texts in parts, short ones at once; both by graphs where there are any."""
+    """The timed prefill reads long texts in parts and short ones at once, with graphs if any."""
     world = World()
     idle_prefill(world.drafter, 21)
     assert world.drafter.model.fed == 21
     graphs = record(world, in_graph=True)
-    for tokens, replays in ((8, 1), (21, 3), (90, 0)):  # the last is too much for parts
+    for tokens, replays in ((8, 1), (21, 3), (90, 0)):  # 90 tokens are too many for parts
         before, fed = graphs.replays, world.drafter.model.fed
         idle_prefill(world.drafter, tokens)
         assert graphs.replays == before + replays
         assert (world.drafter.model.fed == fed) == (replays > 0)
     assert world.drafter.replays == graphs.replays
-    assert world.drafter.forward_seconds == 0.0  # of what is drafted for requests
+    assert world.drafter.forward_seconds == 0.0  # it contains only forwards for requests
 
 
 def behind(text: Sequence[int]) -> torch.Tensor:
-    """The drafter's logits [V_D] behind a text."""
+    """Return the drafter's logits [V_D] after a text."""
     world = World()
     row = world.row("alone", text, 1)
     plan = world.drafter.planner.plan([row.sequence], [row.pending], [1])
@@ -288,8 +299,11 @@ def behind(text: Sequence[int]) -> torch.Tensor:
 def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
     waits: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is what the drafter drafts behind that text; the requests beside it draft as ever.
-    Texts of one token and of many, of which some have been read before but for the last."""
+    """The rest of the draft equals a draft after the changed text. Other requests are unaffected.
+
+    The texts have one token or many. The drafter has read some of them before, up to their last
+    token.
+    """
     monkeypatch.setattr(token_healing, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
@@ -301,7 +315,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
     seen: dict[str, Any] = {}
 
     def choose(name: str, ids: Sequence[int], last: Sequence[int]) -> FirstToken:
-        assert bool(last) == (len(texts[name]) > 1)  # nothing is before the first one
+        assert bool(last) == (len(texts[name]) > 1)  # the first token has no context
         seen[name] = list(last)
         place = places.get(name)
         return FirstToken(ids[0]) if place is None else FirstToken(last[place], 2, [place, 7])
@@ -330,7 +344,10 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
 def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
     waits: bool, graphs: bool
 ) -> None:
-    """And all beside it is drawn as it would have been: other first tokens are none of its."""
+    """A sampled draft becomes greedy if its first token replaces the last token of the text.
+
+    Other sampled drafts of the round do not change. They ignore other choices of a first token.
+    """
     drafted = []
     for places in ((), (1, 4)):
         world = World(sampled=True, token_healing=True)
@@ -368,7 +385,7 @@ def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
 
 
 def test_reading_again_what_is_known_writes_nothing() -> None:
-    """Catching up is padded to the left with known tokens: their KV stays as it is, to the bit."""
+    """Catch-up is padded on the left with known tokens. Their KV must not change by a bit."""
     world = World()
     record(world, in_graph=True, sizes=(4,))
     rows = [world.row(str(i), [1 + i] * (9 + i), 1) for i in range(3)]
@@ -387,7 +404,7 @@ def test_reading_again_what_is_known_writes_nothing() -> None:
 
 
 def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
-    """They read what the graphs left, and feed the graphs what they drew."""
+    """Their picks read the logits of a graph, and their tokens are the input of the next one."""
     drafted = []
     for graphs in (False, True):
         world = World(sampled=True)
@@ -411,12 +428,15 @@ def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
             rows = [of.proposal.draft_probs.rows for of in (one, other)]
             torch.testing.assert_close(*rows)
             assert one.proposal.draft_probs.row_of == other.proposal.draft_probs.row_of
-    assert len(set(drafted[0][2].tokens)) == LOOKAHEAD  # nothing twice under such a penalty
+    assert len(set(drafted[0][2].tokens)) == LOOKAHEAD  # the penalty prevents repetitions
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_what_was_drawn_in_front_of_broken_logits_stays(graphs: bool) -> None:
-    """Whether they break hangs on what was drawn: without it that token would come less often."""
+    """Tokens that were sampled before the first logits that are not finite stay in the draft.
+
+    These logits depend on the last sampled token. Removing that token would make it less frequent.
+    """
     drafted = []
     for broken in (False, True):
         world = World(sampled=True)
@@ -449,7 +469,7 @@ def test_what_was_drawn_in_front_of_broken_logits_stays(graphs: bool) -> None:
 
 
 def test_nothing_is_drafted_on_behind_an_end() -> None:
-    """A draft that ends early is whole, wherever in the round's tokens its end stands."""
+    """A draft ends with the first end-of-sequence token, although the round has more tokens."""
     drafts, forwards = [], []
     for ends in ([], [1]):
         world = World()
@@ -470,7 +490,7 @@ def test_nothing_is_drafted_on_behind_an_end() -> None:
 
 
 def test_kv_of_a_text_that_ends_before_its_first_draft_is_not_trusted() -> None:
-    """Whether its logits were finite was never looked at; those of a draft were."""
+    """Its logits were not checked for values that are not finite. A draft's logits are checked."""
     world = World()
     bridge = IdentityBridge(SimpleNamespace(banned=frozenset(), proposed={}, drafter_eos=()))  # type: ignore[arg-type]
     rounds = DraftBatchRunner(bridge, world.drafter, world.pool, DraftStats(), 4)
@@ -485,7 +505,7 @@ def test_kv_of_a_text_that_ends_before_its_first_draft_is_not_trusted() -> None:
 
 
 class Crossings(TorchFunctionMode):
-    """Counts what brings data to a device, or back."""
+    """Records the calls that copy data to a device or back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,12 +544,12 @@ def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) ->
             world.drafter.begin(rows)
             world.drafter.finish()
         assert len(sent) == 1
-        assert len(fetched) == 1 + judged  # the candidates, which are looked at on the way
+        assert len(fetched) == 1 + judged  # the check of first tokens fetches its candidates
         assert crossings.seen == []
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
-    """The tape has the power to fail."""
+    """The tape refuses operations that a CUDA graph cannot capture, so the tests above can fail."""
     static, index = torch.zeros(4), torch.tensor([1])
     for work in (
         lambda: static.add_(float(static.sum())),

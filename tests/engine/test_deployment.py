@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter in a process of its own is sent, and where it is to run."""
+"""Deployment of the drafter process: its pickled configuration, its device and its cores."""
 
 import copy
 import dataclasses
@@ -47,7 +47,10 @@ def deployed(
 
 
 def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: VllmConfig) -> None:
-    """They are in its configuration, by name: some cannot be pickled, and their KV is large."""
+    """The target's configuration contains its layers by name.
+
+    Some layers cannot be pickled, and their KV is large.
+    """
     layer = torch.nn.Identity()
     layer.kv_cache = torch.zeros(1 << 22)
     layers = target.compilation_config.static_forward_context
@@ -66,7 +69,7 @@ def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: V
 def test_a_model_with_code_of_its_own_is_sent_with_it(
     demo_pair: Path, target: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its class lies in a folder of this machine that no other process imports."""
+    """The class of the configuration is in a local folder that no other process can import."""
     folder = tmp_path / "transformers_modules"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -106,7 +109,7 @@ def test_a_model_with_code_of_its_own_is_sent_with_it(
 def test_the_drafter_is_beside_the_target_by_default(
     demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str
 ) -> None:
-    """Also where its threads have cores of their own."""
+    """The device is the default also if `drafter_device` names CPU cores for the host threads."""
     given = deployed(demo_pair, target, **keys)
     assert given.device == device
     assert list(given.cores) == ([CORE] if keys.get("drafter_device") == f"{CORE}" else [])
@@ -117,7 +120,7 @@ def test_the_drafter_is_beside_the_target_by_default(
 def test_a_forward_on_a_cpu_is_short(
     demo_pair: Path, target: VllmConfig, device: str, batched: int, on_cpu: int
 ) -> None:
-    """It is never silent for long there."""
+    """A longer forward on a CPU could take more time than `supervisor.SILENCE` allows."""
     given = dataclasses.replace(deployed(demo_pair, target), device=device)
     given.vllm_config.scheduler_config = copy.copy(target.scheduler_config)
     given.vllm_config.scheduler_config.max_num_batched_tokens = batched
@@ -133,7 +136,7 @@ def test_the_drafter_has_a_device_of_the_targets_type(
 
 
 def test_the_drafter_has_cores_that_are_there(demo_pair: Path, target: VllmConfig) -> None:
-    """Also some that this process is not on."""
+    """Cores are valid also if the affinity of this process does not include them."""
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORE})
     try:
@@ -169,7 +172,7 @@ def test_beside_a_cpu_the_drafter_has_cores_that_are_free(
 
 
 def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:
-    """Wherever among nodes, engines and ranks the target is."""
+    """The drafter's device index does not depend on the target's node, engine or rank."""
     given = deployed(demo_pair, target)
     config = drafter_vllm_config(target, given.drafter_config, given.options, solo=True)
     parallel = config.parallel_config

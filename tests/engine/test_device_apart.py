@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a device of its own nothing of ours waits for it, or mixes its tensors with the host's.
+"""Engines on a simulated GPU: no unnecessary synchronization, no mix of host and device tensors.
 
-Tests of processes of their own: see `device_apart.py`, which stands in for a GPU, and
-`apart_engines.py`.
+`device_apart.py` simulates the device. The checks are in `apart_engines.py`, which runs in
+processes of its own.
 """
 
 import os
@@ -15,7 +15,8 @@ from harness import HERE, v2_environment
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
 
-# Which ways of drafting: what is the same on both runners is seen on one.
+# pytest expressions that select drafting methods. A method that is the same on both runners is
+# tested on one of them.
 CHOSEN = {
     "V1": "not fuzzy and not timed",
     "V2": "not block and not slrs and not slem",
@@ -25,7 +26,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("runner", CHOSEN)
 def test_engines_on_a_device_apart(runner: str, request: pytest.FixtureRequest) -> None:
-    """V2 is scheduled ahead, as on a GPU."""
+    """V2 uses asynchronous scheduling, as on a GPU."""
     environment = dict(os.environ)
     if runner != "V1":
         pytest.importorskip("triton")

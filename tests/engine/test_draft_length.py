@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter steps that are planned for a draft, against those that it needs."""
+"""Planned drafter steps of a draft, compared with the number that it needs."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def length_of(*, waits: bool, ratio: float = 1.0, bridge: Any = None) -> DraftLe
 
 
 def task_of(lookahead: int, ratio: float, tokens: int) -> DraftTask:
-    """A greedy request of so many drafter tokens."""
+    """Return the task of a greedy request with `tokens` drafter tokens."""
     context = SimpleNamespace(ratio=ratio, ids=range(tokens))
     state: Any = SimpleNamespace(context=context)
     return DraftTask(state, lookahead)
@@ -73,7 +73,7 @@ def test_a_short_text_is_planned_by_the_pair() -> None:
 
 
 class Document:
-    """Where the tokens of a text end, in bytes, for target and drafter."""
+    """Byte offsets at which the target's and the drafter's tokens of a text end."""
 
     def __init__(self, text: str, target: TextTokenizer, drafter: TextTokenizer) -> None:
         self.target, self.drafter = (self._ends(text, of) for of in (target, drafter))
@@ -84,15 +84,15 @@ class Document:
 
     @property
     def same_bytes(self) -> bool:
-        """True if both tokenizers spell the text."""
+        """True if the tokens of both tokenizers have the same number of bytes."""
         return bool(self.target[-1] == self.drafter[-1])
 
     def drafter_tokens(self, place: int) -> int:
-        """Drafter tokens of the text before a target token."""
+        """Return the number of drafter tokens before target token `place`."""
         return int(np.searchsorted(self.drafter, self.target[place - 1], "right"))
 
     def needed(self, place: int, lookahead: int) -> int:
-        """Drafter tokens that cover so many target tokens from a place on."""
+        """Return the number of drafter tokens that cover `lookahead` target tokens from `place`."""
         end = np.searchsorted(self.drafter, self.target[place + lookahead - 1], "left")
         return int(end) + 1 - self.drafter_tokens(place)
 
@@ -102,7 +102,7 @@ class Document:
 def test_forwards_are_about_those_that_a_draft_needs(
     shared: Path, target: str, drafter: str
 ) -> None:
-    """A perfect drafter writes the text that follows, in its own tokens."""
+    """The drafter is perfect: it drafts the rest of the text in its own tokens."""
     folder = shared / "tokenizers"
     tokenizers = [
         load_tokenizer(AutoTokenizer.from_pretrained(folder / name), name)
@@ -126,22 +126,23 @@ def test_forwards_are_about_those_that_a_draft_needs(
         assert needed - 0.6 < steps < needed + 1
 
 
-# One H200, an 8B target and a 0.5B drafter: milliseconds of a step, of a forward, of the rest.
+# Milliseconds of a target step, of a drafter forward, and of the rest of a step. One H200, an 8B
+# target and a 0.5B drafter.
 TARGET, FORWARD, REST = 5.2, 1.04, 1.8
 LONGEST = 8
 
 
 def rate(steps: int, lookahead: int, ratios: Sequence[float], accepted: np.ndarray) -> float:
-    """Tokens per millisecond and request of rounds of so many forwards.
+    """Return output tokens per millisecond and request if each round has `steps` forwards.
 
     Args:
-        steps: Forwards.
-        lookahead: Target tokens proposed at most.
-        ratios: Drafter tokens for each target token, of each request.
+        steps: Drafter forwards of a round.
+        lookahead: Maximum target tokens of a draft.
+        ratios: Drafter tokens per target token, for each request.
         accepted: [drafts, LONGEST], see `SimulatedDrafts`.
     """
     kept = np.cumprod(accepted, axis=1).mean(0)
-    phases = (np.arange(50) + 0.5) / 50  # of a forward: where the last token ends
+    phases = (np.arange(50) + 0.5) / 50  # share of a forward; position where the last token ends
     tokens = 0.0
     for ratio in ratios:
         covered = np.minimum((steps + phases - 0.5) // ratio, lookahead).astype(int)
@@ -156,7 +157,7 @@ def test_in_a_mixed_batch_the_plan_is_as_fast_as_the_best_number_of_forwards() -
         accepted = text.draw(4000, LONGEST, chance).accepted
 
         def fastest(plan: Callable[[int], Sequence[int]], accepted: np.ndarray = accepted) -> float:
-            """At the best lookahead, as controllers find it."""
+            """Return the rate at the best lookahead, which a controller would find."""
             return max(
                 rate(steps, lookahead, ratios, accepted)
                 for lookahead in range(1, LONGEST + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""draft_probs between the drafter and the verifier: one table a round, never copied for it."""
+"""`draft_probs` between drafting and verification: one table per round, which is not copied."""
 
 import ctypes
 import operator
@@ -26,7 +26,7 @@ WIDTH = 5
 
 
 class SameRows(ToyDrafterModel):
-    """Expects the same next token whatever the text."""
+    """Drafter model that returns the same logits for every text."""
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.arange(3.0).repeat(len(batch.lengths), 1)
@@ -40,7 +40,7 @@ def batch_of(
 
 
 def drafted(steps: list[int]) -> list[Draft]:
-    """One round of sampled drafts over a drafter of three ids, the longest first."""
+    """Return the sampled drafts of one round; the drafter has three ids. `steps` must descend."""
     tokens = TokenMap(torch.tensor([4, 0, 2]), WIDTH)
     lengths = torch.ones(3, dtype=torch.int64)
     method = SampledMethod(tokens, lengths, lambda d: (int(tokens.first[d]),))
@@ -58,7 +58,7 @@ def drafted(steps: list[int]) -> list[Draft]:
 
 
 def test_a_round_has_one_table() -> None:
-    """However many requests it drafts for: none is given a copy, and verifying them makes none."""
+    """All requests of a round share one table. Verification does not copy it."""
     first, second = (draft.draft_probs for draft in drafted([3, 2]))
     assert first.rows is second.rows
     pending = PendingDraftProbs()
@@ -73,7 +73,7 @@ def test_a_round_has_one_table() -> None:
 
 
 def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
-    """A request that sat out a step is verified beside those of the next round."""
+    """A request that was not scheduled for a step is verified with drafts of the next round."""
     (early,), (late,) = drafted([1]), drafted([2])
     pending = PendingDraftProbs()
     pending.put("early", early.draft_probs)
@@ -88,7 +88,7 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
 
 
 def test_older_drafts_are_forgotten() -> None:
-    """Those of requests that are gone, or are drafted for anew, if only by a certain draft."""
+    """Entries of finished requests are deleted, and of requests with a newer draft of any kind."""
     pending = PendingDraftProbs()
     for name, draft in zip(("gone", "waits", "anew"), drafted([1, 1, 1]), strict=True):
         pending.put(name, draft.draft_probs)
@@ -107,14 +107,17 @@ def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
 
 
 def test_requests_that_do_not_exist_have_certain_drafts() -> None:
-    """vLLM profiles with an empty batch."""
+    """vLLM profiles with dummy requests, which are not in the batch."""
     batch = batch_of(PendingDraftProbs(), [], [1, 1], [0, 0])
     assert not batch.draft_probs
     assert batch.size == 2
 
 
 class Wire:
-    """A group that sends a tensor's bytes as they lie in memory, as vLLM's does on a CPU."""
+    """Group that sends a tensor's bytes in memory order, without its strides.
+
+    vLLM's group on a CPU does the same.
+    """
 
     def __init__(self) -> None:
         self.is_first_rank = True
@@ -132,7 +135,7 @@ class Wire:
 
 
 def test_every_rank_has_the_draft_probs_of_the_first() -> None:
-    """Also where they are part of a wider table, as with a padded vocabulary."""
+    """Also if the rows are a slice of a wider table, for example with a padded vocabulary."""
     wider = torch.arange(12.0).view(2, 6)
     sent = {
         "a": DraftProbs(wider[:, :5], [0, -1]),
@@ -167,7 +170,7 @@ def test_ranks_do_not_wait_for_what_cannot_be_sent(monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_of_few_tokens_travel_as_those() -> None:
-    """And are the same bits on the other side, whatever is in them."""
+    """Only the tokens with a probability are sent. The received rows are identical to the bit."""
     rows = torch.zeros(5, 12)
     rows[0, [3, 11, 0]] = torch.tensor([0.5, 0.3, 0.2])
     rows[1, 7] = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts in shared memory: what is half written is not believed."""
+"""Table of drafts in shared memory: a record that is only partly written is not used."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def tables(
 
 
 def test_a_table_does_not_lie_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not there when it is first looked at ends the process: it is there, or refused."""
+    """Memory is reserved at once, because the first use of a missing page ends the process."""
 
     def full(file: int, start: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -70,7 +70,7 @@ def rows_of(count: int, chance: random.Random) -> tuple[bytes, ...]:
 def test_drawn_tokens_come_with_what_they_were_drawn_from(
     tables: tuple[DraftTable, DraftTable],
 ) -> None:
-    """Those at the end of a line; a line that is too long loses its last ones."""
+    """The rows belong to the last tokens of a line. A line that is too long is cut at its end."""
     writer, reader = tables
     rows = rows_of(9, random.Random(2))
     written = DraftRecord(7, 0, [3, 1, 4], [0.5, 0.25, 1.0], rows[:2])
@@ -87,7 +87,7 @@ def test_drawn_tokens_come_with_what_they_were_drawn_from(
 def test_a_writer_that_stops_half_way_is_not_believed(
     tables: tuple[DraftTable, DraftTable],
 ) -> None:
-    """Whatever part of a record has come, in whatever order: the old one, the new one or none."""
+    """If a record is partly written, in any order, the reader gets the old one, the new or none."""
     writer, reader = tables
     chance = random.Random(1)
     torn = 0

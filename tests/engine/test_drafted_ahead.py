@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts made ahead are as good as those that are made on the spot, and found by bytes."""
+"""Precomputed drafts (`draft_ahead`) must be accepted as often as drafts made in the step itself.
+
+They are found by the bytes of the target's output.
+"""
 
 import gc
 import os
@@ -24,7 +27,7 @@ CORE = max(os.sched_getaffinity(0))
 
 
 class Counts(NamedTuple):
-    """Of one load."""
+    """Counters of one run of a load."""
 
     drafts: int
     accepted: int
@@ -37,7 +40,7 @@ class Counts(NamedTuple):
 
 
 class Load:
-    """The same texts, again and again, on one engine."""
+    """Runs the same texts repeatedly on one engine."""
 
     def __init__(self, llm: Any, texts: list[str]) -> None:
         self.llm, self.texts = llm, texts
@@ -54,7 +57,7 @@ class Load:
 
 
 class Compared(NamedTuple):
-    """A pair whose drafter is in a process of its own, and what it did on the spot."""
+    """A load with a drafter process, and the results of the same load without one (`inline`)."""
 
     name: str
     load: Load
@@ -90,13 +93,13 @@ def slow_target(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draft that is not there is waited for, whatever that costs."""
+    """The engine waits for every missing draft, whatever it costs."""
     observer = proposer_of(pair.load.llm).drafting.observer
     monkeypatch.setattr(observer, "wait", lambda missing, *_: (max(missing.values()), 10.0))
 
 
 def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:
-    """Or further: by how much hangs on the texts."""
+    """More tokens may be accepted; how many depends on the texts."""
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
     assert counts.drafts <= 1.05 * pair.inline.drafts
@@ -116,7 +119,7 @@ def test_without_waiting_what_is_there_is_no_worse(pair: Compared, slow_target: 
 
 
 class Probing(Fixed):
-    """Probes again and again, and drafts for nothing else."""
+    """Controller that only drafts probes, in every third step."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -124,7 +127,7 @@ class Probing(Fixed):
 
     def plan(self, batch: int, limits: Any, *_: Any, **__: Any) -> LookaheadPlan:
         self.steps += 1
-        wanted = 4 if self.steps % 3 == 0 else 0  # steps in between may go by later
+        wanted = 4 if self.steps % 3 == 0 else 0  # steps without drafts may be read later
         return LookaheadPlan(tuple(min(limit, wanted) for limit in limits), probe=wanted > 0)
 
     def observe_acceptance(self, verified: int, *_: Any) -> None:
@@ -148,7 +151,7 @@ def test_probes_show_what_drafts_bring_and_wait_for_none(
 def test_what_the_target_would_have_joined_is_hardly_accepted(
     pair: Compared, waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first test is not blind to that judgement."""
+    """Without the check `may_follow`, fewer tokens are accepted, so the first test covers it."""
     if pair.name == "demo":
         pytest.skip("its texts have hardly any place for it")
     monkeypatch.setattr(TextBridge, "may_follow", lambda *_: True)
@@ -171,7 +174,7 @@ def test_wrong_guesses_are_never_hit(
         found = read(table, slot, rank)
         if found is None:
             return None
-        end = [token for token in found.ids if token in ends]  # else the rest is waited for
+        end = [token for token in found.ids if token in ends]  # without it the engine would wait
         return found._replace(ids=[wrong] * len(found.ids) + end)
 
     monkeypatch.setattr(DraftTable, "read", misread)
@@ -184,7 +187,7 @@ def test_wrong_guesses_are_never_hit(
 def test_remainders_of_other_texts_are_not_accepted(
     pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lossless even where the match by bytes is left out, but that shows."""
+    """Without the match by bytes the output does not change, but fewer tokens are accepted."""
 
     def unmatched(lines: Any, *_: Any) -> MatchedContinuation | None:
         chain = next(iter(lines), None)
@@ -200,7 +203,7 @@ def test_remainders_of_other_texts_are_not_accepted(
 def test_goodput_knows_what_the_process_costs(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From start-up on, and what the target has waited for afterwards."""
+    """The cost is known after start-up. Later it includes how long the target has waited."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = process(demo_pair / "drafter", controller="goodput")
     with engine(demo_pair / "target-wide", spec) as llm:
@@ -209,13 +212,13 @@ def test_goodput_knows_what_the_process_costs(
         assert costs.knows_drafter
         steps = controller.known.steps.expected(4)
         before = costs.drafting(1, steps)
-        assert before > 2 * costs.drafter(1)  # as if all of it were to be waited for
-        for text in code_prompts[:8]:  # on a busy machine some of them are left to the target
+        assert before > 2 * costs.drafter(1)  # at first the whole draft counts as waiting time
+        for text in code_prompts[:8]:  # on a busy machine some requests get no drafts
             generate(llm, [text[:400]], greedy(max_tokens=64))
             stats = read_stats(llm)
             if stats["drafts_ahead"] and controller.known.steps.expected(4) != steps:
                 break
         assert stats["drafts_ahead"] > 0
         assert stats["forward_seconds"] > stats["wait_seconds"]
-        assert controller.known.steps.expected(4) != steps  # which way, hangs on the machine
+        assert controller.known.steps.expected(4) != steps  # the direction depends on the machine
         assert 0 < stats["hit_rate"] <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's configuration: what it takes from the target's, and that it leaves that alone."""
+"""The drafter's configuration: it is derived from the target's, which must not change."""
 
 import json
 from dataclasses import is_dataclass
@@ -33,7 +33,10 @@ from vllm_hetero_spec.options import HeteroOptions
 
 
 def frozen(value: Any) -> Any:
-    """All that a configuration says, to be compared later; models and the like as they are."""
+    """Return a copy of a configuration's values, to compare them later.
+
+    Other objects in it, such as models, are not copied.
+    """
     if is_dataclass(value):
         return type(value), {name: frozen(part) for name, part in vars(value).items()}
     if isinstance(value, dict):
@@ -44,7 +47,7 @@ def frozen(value: Any) -> Any:
 
 
 def target_config(demo_pair: Path, **changes: Any) -> VllmConfig:
-    """A target that is not eager, but not compiled either; says that it is a mixture of experts."""
+    """Return a target's configuration: neither eager nor compiled, and marked as a MoE model."""
     arguments = {"dtype": "float32", "compilation_config": {"mode": 0}} | changes
     config = EngineArgs(str(demo_pair / "target"), **arguments).create_engine_config()
     config.parallel_config.is_moe_model = True
@@ -83,7 +86,10 @@ def test_target_configuration_is_left_alone(
 def test_a_compiled_targets_kernels_are_not_the_drafters(
     demo_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where what is compiled is written in single operations; a user's own stay."""
+    """A compiled target uses native operations, as on a GPU. The drafter chooses its own kernels.
+
+    Kernels that a user has named are kept.
+    """
 
     def chosen(self: Any, config: VllmConfig) -> IrOpPriorityConfig:
         compiled = config.compilation_config.mode != CompilationMode.NONE
@@ -103,9 +109,10 @@ def test_a_compiled_targets_kernels_are_not_the_drafters(
 
 
 def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) -> None:
-    """Its weights' files, KV cache and attention: by its user, or by vLLM as its layers are built.
+    """Settings of the target's weight files, KV cache, kernels and attention do not apply.
 
-    The KV dtype is DeepSeek's sparse attention's, the blocks those of a recurrent target.
+    A user or vLLM has set them. The KV dtype is that of DeepSeek's sparse attention, and the block
+    size is that of a recurrent target.
     """
     target = target_config(demo_pair, block_size=64)
     changes: dict[str, dict[str, Any]] = {
@@ -176,12 +183,12 @@ def test_the_pool_leaves_the_target_its_memory(
     device: int,
     found: int,
 ) -> None:
-    """Of a small device 4 GiB would be most of what its weights leave."""
+    """On a small device 4 GiB would be most of the memory that the weights leave."""
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: device)
     target = target_config(demo_pair, kv_cache_memory_bytes=explicit)
 
     def bytes_for(tokens: int) -> int:
-        return tokens << 14  # of a drafter of half a billion parameters, about
+        return tokens << 14  # bytes; about those of a drafter with 0.5B parameters
 
     assert kv_budget(options(demo_pair), target, 1 << 20, bytes_for) == found
     assert kv_budget(options(demo_pair), target, 1, bytes_for) < 1 << 24
@@ -190,7 +197,10 @@ def test_the_pool_leaves_the_target_its_memory(
 def test_a_dtype_that_the_drafter_cannot_have(
     demo_pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target's is a default: where it will not do, the drafter has its own, and it is said."""
+    """The target's dtype is only a default. If the drafter cannot use it, it keeps its own dtype.
+
+    The log contains both. A dtype that the user names is refused instead.
+    """
     config = json.loads((demo_pair / "drafter" / "config.json").read_text())
     for file in (demo_pair / "drafter").iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -211,7 +221,10 @@ def test_a_dtype_that_the_drafter_cannot_have(
 def test_a_name_is_a_folder_while_the_hub_is_offline(
     demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for the target: by a name vLLM looks for weights on the hub, and logs errors."""
+    """The folder replaces the name, as it does for the target.
+
+    With a hub name vLLM would search the hub for weights and log errors.
+    """
     repository = tmp_path / "models--some--drafter"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
@@ -227,7 +240,7 @@ def test_a_name_is_a_folder_while_the_hub_is_offline(
 
 
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
-    """A forward under data parallelism asks the other engines for theirs."""
+    """With data parallelism a forward would wait for the forwards of the other engines."""
     target = target_config(demo_pair)
     target.parallel_config.data_parallel_size = 2
     target.parallel_config.enable_expert_parallel = True  # refused for a model without experts
@@ -243,7 +256,7 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
 
 @pytest.mark.parametrize(("solo", "ranks"), [(True, 1), (False, 2)])
 def test_drafter_has_one_stage(demo_pair: Path, solo: bool, ranks: int) -> None:
-    """On the last of four ranks, which is the second of the second stage."""
+    """This is the last of four ranks: the second rank of the second pipeline stage."""
     target = target_config(demo_pair)
     parallel = target.parallel_config
     parallel.pipeline_parallel_size = parallel.tensor_parallel_size = 2
@@ -259,7 +272,7 @@ def test_drafter_has_one_stage(demo_pair: Path, solo: bool, ranks: int) -> None:
 def test_target_is_left_alone_by_loading(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a worker: its configuration, and the offloader of weights that the process has."""
+    """Loading the drafter in a worker must change neither the configuration nor the offloader."""
     seen = []
     load = HeteroProposer.load_model
 
@@ -291,7 +304,10 @@ def test_target_is_left_alone_by_loading(
 def test_largest_forward_comes_first(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a request, as large as they get, of texts that the drafter takes."""
+    """The first forward runs before any request and has the maximum size.
+
+    Its texts are no longer than the drafter's context.
+    """
     batches: list[ForwardBatch] = []
     forward = DrafterModel.forward
 
@@ -310,7 +326,7 @@ def test_largest_forward_comes_first(
         assert int(first.positions.max()) == 179
         generate(llm, [prompt[:100] for prompt in prompts[:2]], greedy())
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-        # What is compiled for one type reads ids of another as garbage.
+        # A model compiled for one dtype would misread ids of another dtype.
         assert {batch.ids.dtype for batch in batches} == {torch.int32}
         assert {batch.positions.dtype for batch in batches} == {torch.int64}
         assert len(batches) > 10
@@ -318,7 +334,7 @@ def test_largest_forward_comes_first(
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configurations as on an NVIDIA GPU, as far as they go without one."""
+    """Make vLLM build configurations as on an NVIDIA GPU, as far as possible without one."""
     for name in ("is_cuda", "support_static_graph_mode"):
         monkeypatch.setattr(current_platform, name, lambda: True)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
@@ -327,7 +343,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_graphs_by_default_on_cuda(demo_pair: Path) -> None:
-    """Not compiled, captured for decoding, buffers large enough for all that is captured."""
+    """By default the drafter is not compiled. Decoding is captured, with sufficient buffers."""
     target = target_config(demo_pair, max_num_seqs=48)
     mode = drafting_mode(options(demo_pair), target)
     assert mode.graphs
@@ -348,7 +364,7 @@ def test_graphs_by_default_on_cuda(demo_pair: Path) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_graphs_stay_small_on_cuda(demo_pair: Path) -> None:
-    """Attention's buffers grow with the largest: wide shapes are for small batches alone."""
+    """Wide shapes are only for small batches: attention's buffers grow with the largest graph."""
     mode = drafting_mode(options(demo_pair), target_config(demo_pair, max_num_seqs=1000))
     assert max(mode.shapes) == (256, 1)
     assert max(b * width for b, width in mode.shapes) == 512

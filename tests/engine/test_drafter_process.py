@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter in a process of its own: the target's text, whatever becomes of that process."""
+"""Engines with a drafter process: the output is the target's, also if that process fails."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from vllm_hetero_spec.engine.ahead import supervisor
 pytestmark = pytest.mark.engine
 
 CORE = max(os.sched_getaffinity(0))
-PATIENCE = 120.0  # seconds that a busy machine may take for what another does at once
+PATIENCE = 120.0  # seconds; timeout that is long enough for a busy machine
 
 
 def process(drafter: Path, **changes: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def child_of(llm: Any) -> psutil.Process:
 
 
 def wait_until_up(llm: Any) -> None:
-    """As the steps of the engine do, which look whether it is."""
+    """Wait until the drafter process is up. Reading `up` begins a restart that is due."""
     source = proposer_of(llm).drafting.source
     deadline = time.monotonic() + PATIENCE
     while not source._process.up:
@@ -63,7 +63,7 @@ def test_texts_are_the_targets_own(
 
 @pytest.mark.full
 def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
-    """One at a time, and long after each other: nothing of the others is left in the process."""
+    """With one request at a time, nothing of earlier requests is left in the process."""
     for index in (3, 0, 3):
         assert generate(llm, [texts[index]], greedy())["0"] == alone[str(index)]
     drafting = proposer_of(llm).drafting
@@ -73,7 +73,7 @@ def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
 
 @pytest.mark.full
 def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outputs) -> None:
-    """It does not travel: a message of that length could not be sent."""
+    """The salt itself is not sent to the process, because such a message would be too long."""
     before = read_stats(llm)
     salted: Any = {"prompt": texts[0], "cache_salt": "s" * (1 << 20)}
     assert generate(llm, [salted], greedy())["0"] == alone["0"]
@@ -87,7 +87,7 @@ def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outpu
 def test_a_thousand_requests_that_are_aborted_leave_nothing(
     llm: Any, texts: list, alone: Outputs
 ) -> None:
-    """Neither here nor in the process."""
+    """Nothing is left in the engine or in the drafter process."""
     engine, before = llm.llm_engine, read_stats(llm)
     for number in range(1000 + 4):
         if number < 1000:
@@ -130,8 +130,9 @@ def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
 
 @pytest.mark.full
 def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Outputs) -> None:
-    """Each is one forward of so many tokens, never one that was kept from before; many tokens are
-    read in pieces.
+    """Each timing runs new forwards of the given number of tokens.
+
+    More tokens than a forward may have are read in two forwards.
     """
     source = proposer_of(llm).drafting.source
 
@@ -140,7 +141,7 @@ def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Output
         return counts.forwards, counts.tokens, counts.read
 
     def settled() -> tuple[int, int, int]:
-        """Once all is drafted that texts before have asked for."""
+        """Return the counters after all pending drafts are complete."""
         last, now = None, done()
         while now != last:
             time.sleep(0.5)
@@ -179,7 +180,10 @@ def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
 def test_the_process_has_a_name_and_no_folder(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ps` tells it from a rank, and vLLM, which kills it where a server ends, leaves nothing."""
+    """The name distinguishes it from a rank in `ps`. vLLM kills it when a server ends.
+
+    It has no temporary folder, so nothing is left then.
+    """
     wait_until_up(llm)
     patient(llm, monkeypatch)
     assert generate(llm, texts[:1], greedy())["0"] == alone["0"]
@@ -216,7 +220,7 @@ def test_a_process_that_is_stopped_holds_nobody_up(
     child.send_signal(signal.SIGSTOP)
     before = read_stats(llm)["skipped"].get("drafter_down", 0)
     assert generate(llm, texts, greedy()) == alone
-    assert read_stats(llm)["skipped"].get("drafter_down", 0) == before  # it is waited for, a while
+    assert read_stats(llm)["skipped"].get("drafter_down", 0) == before  # shorter than SILENCE
     monkeypatch.setattr(supervisor, "SILENCE", 0.0)
     assert generate(llm, texts, greedy()) == alone
     assert read_stats(llm)["skipped"]["drafter_down"] > before
@@ -225,7 +229,7 @@ def test_a_process_that_is_stopped_holds_nobody_up(
 
 @pytest.mark.full
 def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Outputs) -> None:
-    """By itself, once the engine's end of the sockets is closed; nobody sends it a signal."""
+    """It ends without a signal when the engine's end of the socket is closed."""
     wait_until_up(llm)
     child = child_of(llm)
     proposer_of(llm).drafting.source._process._process._socket.shutdown(socket.SHUT_RDWR)
@@ -237,7 +241,7 @@ def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Ou
 def test_the_process_sleeps_with_its_engine(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At level 1 it has nothing left to do; at level 2 it is gone, and comes back."""
+    """At level 1 the process stays and holds no KV blocks. At level 2 it ends and is restarted."""
     wait_until_up(llm)
     child, source = child_of(llm), proposer_of(llm).drafting.source
     assert generate(llm, texts, greedy()) == alone
@@ -278,4 +282,4 @@ def test_a_drafter_that_is_the_target_is_always_right(
         child = child_of(llm)
         monkeypatch.undo()
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
-    assert "could not be repaired" not in capfd.readouterr().err  # what the process has said
+    assert "could not be repaired" not in capfd.readouterr().err  # log of the process

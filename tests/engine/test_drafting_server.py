@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter process's own work, on a toy model: texts that come, change, go, and are many."""
+"""The server of the drafter process on a toy model, with requests that begin, change and end."""
 
 import os
 import random
@@ -33,13 +33,14 @@ SHAPE = SLOTS, LONGEST, SIDES, LONGEST
 
 ROWS = 2 * SLOTS
 SHAPES = [(size, width) for size in (1, 2, 4, 8, ROWS) for width in (1, 4)]
-# Of each drafter token the target token that it proposes: some are proposed by two, some do not.
+# Target token that each drafter token proposes, or -1. Some target tokens are proposed by several
+# drafter tokens.
 TARGETS = 20
 PROPOSES = torch.tensor([i % TARGETS if i % 7 else -1 for i in range(VOCAB)])
 
 
 class World:
-    """A server with room for so many blocks; its forwards are eager or recorded."""
+    """A server with a pool of `blocks` KV blocks. Its forwards are eager, or recorded as graphs."""
 
     def __init__(
         self, blocks: int = 128, ends: frozenset[int] = frozenset(), *, recorded: bool = False
@@ -65,7 +66,7 @@ class World:
         )
 
     def work(self) -> int:
-        """Forwards until there is nothing to do."""
+        """Run forwards until no work is left. Return their number."""
         count = 0
         while self.server.busy:
             self.server.advance()
@@ -85,7 +86,7 @@ def world() -> World:
 
 
 def alone(text: list[int], count: int) -> list[int]:
-    """What a drafter that has nothing else to do writes behind a text."""
+    """Return the draft after a text of a server that has no other request."""
     world = World()
     world.commit(RequestUpdate(0, -1, text, [], count))
     world.work()
@@ -97,7 +98,7 @@ def test_each_forward_adds_a_token_to_every_text(world: World) -> None:
     for count in range(1, 5):
         world.server.advance()
         assert len(world.drafted(0).ids) == len(world.drafted(1).ids) == count
-    assert world.work() == 1  # of the second alone: what is taken to come is part of what is wanted
+    assert world.work() == 1  # for the second request: its `drafted` id counts as one of the six
     assert world.drafted(0).serial == world.drafted(1).serial == 1
     assert world.drafted(0).ids == alone([3, 4, 5], 4)
     assert world.drafted(1).ids == alone([6, 7, 8], 5)
@@ -109,7 +110,7 @@ def test_a_text_that_goes_the_foreseen_way_costs_the_new_tokens_alone(world: Wor
     world.work()
     ahead = world.drafted(0).ids
     fed = world.model.fed
-    # Two of them were accepted; the rest is on its way to the target.
+    # Two draft tokens were accepted. The target verifies the rest.
     world.commit(RequestUpdate(0, 3, ahead[:2], ahead[2:], 6))
     assert world.work() == 4
     assert world.model.fed - fed == 4
@@ -119,7 +120,7 @@ def test_a_text_that_goes_the_foreseen_way_costs_the_new_tokens_alone(world: Wor
 
 
 def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> None:
-    """Its KV takes the place of the chain's, whose own tokens are given back with the others'."""
+    """The branch's KV replaces that of the chain. KV blocks of all other tokens are freed."""
     world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 4))
     world.work()
     ahead = world.drafted(0).ids
@@ -143,7 +144,10 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
 
 
 def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) -> None:
-    """A commit tells of the tokens that the engine has seen, of which there may be one more."""
+    """An update contains the drafted tokens that the engine has read.
+
+    The server may have drafted another one in the meantime.
+    """
     told = alone([3, 4, 5], 9)
     world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 8))
     for _ in range(4):
@@ -152,11 +156,11 @@ def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) ->
     assert world.drafted(0)[:3] == (2, 2, told[3:4])
     assert all(world.table.read(0, rank).serial == 2 for rank in range(1, 1 + SIDES))
     fed = world.model.fed
-    assert world.work() == 5  # of the six ids that are wanted
+    assert world.work() == 5  # six more ids are needed, and one is there
     assert world.model.fed - fed < 5 + 2 * SIDES + 1
     assert world.drafted(0).ids == told[3:9]
     world.commit(RequestUpdate(0, 4, told[1:4], [], 2))
-    assert world.drafted(0)[:3] == (3, 0, told[4:6])  # no more than are wanted
+    assert world.drafted(0)[:3] == (3, 0, told[4:6])  # two ids, because two are wanted
     world.commit(RequestUpdate(0, 7, [1 + told[4] % (VOCAB - 1)], [], 2))
     world.work()
     assert world.drafted(0).ids != told[5:7]
@@ -174,7 +178,7 @@ def test_an_end_that_came_while_a_commit_was_on_its_way_is_one() -> None:
 
 @pytest.mark.parametrize("recorded", [pytest.param(False, marks=pytest.mark.full), True])
 def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
-    """By graphs as by forwards that are none: whoever is alone has none."""
+    """This holds with graphs and with eager forwards. The server of `alone` is always eager."""
     chance = random.Random(3)
     world = World(recorded=recorded)
     texts: dict[int, list[int]] = {}
@@ -242,7 +246,7 @@ def test_random_texts_are_drafted_as_if_each_were_alone(recorded: bool) -> None:
 
 
 def test_the_engine_is_told_what_was_read_reused_and_replayed() -> None:
-    """Of texts each token once: what the drafter wrote itself is none of it until it is told so."""
+    """Catch-up counts each token of a text once. Drafted tokens do not count as catch-up."""
     world, text = World(recorded=True), [3] * 60
     world.commit(RequestUpdate(0, -1, text, [], 4))
     world.work()
@@ -283,8 +287,8 @@ def test_nothing_is_drafted_behind_an_end() -> None:
 
 
 def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
-    """Blocks go to those that work, from those that do not; a text that had none is read afresh."""
-    world = World(blocks=8)  # seven of them, for 28 tokens
+    """Requests with work take KV blocks from those without. A text without blocks is read again."""
+    world = World(blocks=8)  # seven are usable, for 28 tokens
     world.commit(RequestUpdate(0, -1, [3] * 10, [], 2))
     world.work()
     world.commit(RequestUpdate(1, -1, [4] * 18, [], 2))
@@ -302,7 +306,7 @@ def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
 
 
 def rows_of(drafted: DraftRecord) -> torch.Tensor:
-    """draft_probs of a line's drawn tokens."""
+    """Return the `draft_probs` [sampled tokens, TARGETS] of a line."""
     ints = torch.frombuffer(bytearray(b"".join(drafted.rows)), dtype=torch.int32)
     return unpack(ints.view(-1, 2, SPARSE_TOP_K), TARGETS)
 
@@ -310,7 +314,7 @@ def rows_of(drafted: DraftRecord) -> torch.Tensor:
 def lines_of(
     world: World, text: Sequence[int], draw: DraftSampling, wanted: int = 5
 ) -> list[DraftRecord]:
-    """What is drawn behind a text that nothing is known of, the chain first."""
+    """Return the sampled chain and branches after a text that is new to the server."""
     told = [*text[:-1]], [text[-1]]
     world.commit(RequestUpdate(0, -1, *told, 1 + wanted, 1, 3, SIDES, draw=draw), closed=(0,))
     world.work()
@@ -320,7 +324,7 @@ def lines_of(
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) -> None:
-    """Also where another line was drawn, in whose fork of the KV a guess goes on."""
+    """This also holds for branches, which continue in a fork of the chain's KV."""
     world = World(recorded=recorded)
     draw = DraftSampling(0.7, top_k=9, seed=3, place=2)
     lines = lines_of(world, [3, 4, 5], draw)
@@ -344,14 +348,17 @@ def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) ->
 
 @pytest.mark.full
 def test_the_law_of_what_is_drawn_is_its_row() -> None:
-    """Of a line beside the chain as well, whatever was drawn for the chain."""
+    """Sampled tokens follow the distribution of their row. This also holds for branches.
+
+    The distribution of a branch does not depend on the tokens that were sampled for the chain.
+    """
     world, samples = World(), 1500
     drawn = Counter[int]()
     beside: dict[tuple[int, int], tuple[Counter[int], dict]] = {}
     for seed in range(samples):
         chain, side = lines_of(world, [3, 4, 5], DraftSampling(1.0, seed=seed), wanted=1)[:2]
         drawn[int(PROPOSES[chain.ids[0]])] += 1
-        if side.place == 1:  # behind the text and what is taken to come, where the chain is drawn
+        if side.place == 1:  # the branch leaves the chain at its first sampled token
             law = dict(enumerate(rows_of(side)[0].tolist()))
             counts, _ = beside.setdefault((chain.ids[0], side.ids[0]), (Counter(), law))
             counts[int(PROPOSES[side.ids[1]])] += 1
@@ -364,7 +371,7 @@ def test_the_law_of_what_is_drawn_is_its_row() -> None:
 
 
 def test_what_is_drawn_follows_from_seed_place_and_line(world: World) -> None:
-    """Whatever else is drafted, and when; and from another place on it is drawn anew."""
+    """Other requests and their timing do not matter. Another seed or place gives other tokens."""
     draw = DraftSampling(1.0, seed=11, place=4)
     lines = lines_of(world, [3, 4, 5], draw)
     for other in (DraftSampling(1.0, seed=12, place=4), DraftSampling(1.0, seed=11, place=5)):
@@ -376,7 +383,7 @@ def test_what_is_drawn_follows_from_seed_place_and_line(world: World) -> None:
     world.server.advance()
     again = lines_of(world, [3, 4, 5], draw)
     assert [of.ids for of in again] == [of.ids for of in lines]
-    # What had come is taken to come: the rest is drawn as it was, behind the same text and place.
+    # The first tokens are now in `drafted`. The others must be the same as before.
     ahead = lines[0].ids
     world.commit(RequestUpdate(0, 2, [], [5, *ahead[:2]], 6, draw=draw))
     world.work()
