@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compatibility with vLLM: version check, patches, and the ledger of the installed vLLM."""
+"""Compatibility with vLLM: version check, patches, and the ledger against the installed vLLM."""
 
 import ast
 import subprocess

@@ -20,8 +20,8 @@ def searched(
 ) -> MatchedContinuation | None:
     """Return what `find_remainder` must return, found through whole strings.
 
-    The first branch that extends past the outcome is used. If there is none, the last branch that
-    agrees so far is used, without ids.
+    The first branch that extends past the outcome with a fitting token is used. If there is none,
+    the last branch that agrees so far is used, without ids.
     """
     agrees = None
     for rank, ids in enumerate(branches):

@@ -116,9 +116,11 @@ def test_graphs_draft_as_without(
     """In random rounds, graphs and eager steps must give the same drafts.
 
     The rounds vary the batch size, the length of the catch-up and of the drafts. Some replace first
-    tokens, or the last token of the text. Some shorten texts or end requests. If first tokens are
-    often replaced, or on a CPU, the check precedes the steps, and no round is repeated. Otherwise a
-    draft with a replaced first token has only that token if the round has more than `few` requests.
+    tokens, or the last token of the text. Some shorten texts or end requests.
+
+    If first tokens are often replaced, or on a CPU, the check precedes the steps, and no round is
+    repeated. Otherwise a round with a replaced first token is repeated if it has at most `few`
+    requests. A larger round shortens that draft to one token.
     """
     monkeypatch.setattr(token_healing, "_OFTEN", often)
     monkeypatch.setattr(token_healing, "_FEW", few)
@@ -346,7 +348,7 @@ def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
 ) -> None:
     """A sampled draft becomes greedy if its first token replaces the last token of the text.
 
-    Other sampled drafts of the round do not change. They ignore other choices of a first token.
+    Other drafts of the round do not change. Sampled drafts ignore other choices of a first token.
     """
     drafted = []
     for places in ((), (1, 4)):

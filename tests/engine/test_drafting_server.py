@@ -293,11 +293,11 @@ def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
     world.work()
     world.commit(RequestUpdate(1, -1, [4] * 18, [], 2))
     world.work()
-    assert world.drafted(1).ids == alone([4] * 18, 2)  # the first has given its blocks up
+    assert world.drafted(1).ids == alone([4] * 18, 2)  # with the KV blocks of the first request
     world.commit(RequestUpdate(2, -1, [5] * 60, [], 2))
     world.work()
     found = world.table.read(2)
-    assert found is None or found.serial != world.serial  # no room at all
+    assert found is None or found.serial != world.serial  # its text does not fit into the pool
     world.commit(RequestUpdate(0, 10, [6], [], 2))
     world.work()
     assert world.drafted(0).ids == alone([3] * 10 + [6], 2)
