@@ -119,9 +119,11 @@ def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
 
     with ThreadPoolExecutor(1) as pool:
         slowed = pool.submit(slow)
-        for _ in range(3):
-            assert generate(llm, texts, greedy()) == alone
-        over.set()
+        try:
+            for _ in range(3):
+                assert generate(llm, texts, greedy()) == alone
+        finally:
+            over.set()
         slowed.result()
     stats = read_stats(llm)
     assert stats["restarts"] == before["restarts"]
